@@ -39,6 +39,8 @@ def on_cpu(value: Any) -> Any:
 
 def _use_device(rank: int) -> None:
     devices = torch.get_device_module(DEVICE).device_count()
+    if not devices:
+        raise RuntimeError(f"TORCH_RAGGED_TEST_DEVICE={DEVICE}, and this machine has no such device")
     if rank >= devices:  # NCCL refuses two ranks of a host on one GPU.
         os.environ["NCCL_HOSTID"] = f"host of rank {rank}"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

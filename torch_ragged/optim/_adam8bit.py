@@ -32,6 +32,7 @@ from torch_ragged.optim._base import (
     run_closure,
     zeros_placed,
 )
+from torch_ragged.optim._block_moment import blocks_of, decoded, encode_to, matrices_of
 from torch_ragged.optim._blocks import (
     BlockPolicy,
     Region,
@@ -40,7 +41,7 @@ from torch_ragged.optim._blocks import (
     layout_of,
     regions_within,
 )
-from torch_ragged.optim._quantize import BOOKS, code_book, dequantize, hash32, quantize, round_to_bfloat16
+from torch_ragged.optim._quantize import BOOKS, code_book, hash32, round_to_bfloat16
 from torch_ragged.tensor._api import spec_of
 
 __all__ = ["Adam8bit", "AdamStep", "AdamW8bit", "Moments", "update_region"]
@@ -563,32 +564,14 @@ def update_region(
         param, gradient: flat local tensors of any floating dtype.
         moments: flat local tensors.
     """
-    device, (_, rows, columns), (bands, across) = param.device, region.sizes, region.grid[1:]
-    padding = (0, across * block[1] - columns, 0, bands * block[0] - rows)
+    wide = blocks_of(region, param, block).float()  # Shares memory with ``param`` if that is float32 and needs no padding.
     books = [(moments.m_codes, moments.m_scales, True), (moments.v_codes, moments.v_scales, False)]
-
-    def blocks_of(flat: torch.Tensor) -> torch.Tensor:
-        matrices = torch.nn.functional.pad(region.of(flat), padding) if any(padding) else region.of(flat)
-        return matrices.view(-1, bands, block[0], across, block[1])
-
-    def matrices_of(blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.view(-1, bands * block[0], across * block[1])[:, :rows, :columns]
-
-    wide = blocks_of(param).float()  # Shares memory with ``param`` if that is float32 and needs no padding.
-    values = []
-    for codes, scales, signed in books:
-        of_blocks = region.scales(scales).view(-1, bands, 1, across, 1)
-        values.append(dequantize(blocks_of(codes), of_blocks, code_book(code, signed, device)))
-        padded = values[-1].view(-1, bands * block[0], across * block[1])
-        padded[:, rows:] = 0.0  # Padding has code 0, which does not stand for 0.0.
-        padded[:, :, columns:] = 0.0
-    numbers.update(wide, blocks_of(gradient).float(), *values)
+    values = [decoded(region, block, codes, scales, code, signed) for codes, scales, signed in books]
+    numbers.update(wide, blocks_of(region, gradient, block).float(), *values)
     for moment, (codes, scales, signed) in zip(values, books):
-        quantized, maxima = quantize(moment, (2, 4), code, signed)
-        region.of(codes).copy_(matrices_of(quantized))
-        region.scales(scales).copy_(maxima.view(region.grid))
-    updated = matrices_of(wide)
+        encode_to(codes, scales, region, moment, code, signed)
+    updated = matrices_of(region, wide)
     if numbers.rounding_key is not None:
-        updated = round_to_bfloat16(updated, region.indices(device), numbers.rounding_key)
+        updated = round_to_bfloat16(updated, region.indices(param.device), numbers.rounding_key)
     if updated.data_ptr() != region.of(param).data_ptr():
         region.of(param).copy_(updated)

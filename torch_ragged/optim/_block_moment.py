@@ -1,4 +1,4 @@
-"""A signed moment in 8 bits: codes of a byte per element and one float32 scale per block, in the places of the parameter.
+"""A moment in 8 bits: codes of a byte per element and one float32 scale per block, in the places of the parameter.
 
 Numerics do not depend on the number of ranks: blocks follow from the global shape, and no block is cut.
 """
@@ -16,7 +16,16 @@ from torch_ragged.optim._base import local, local_shape_placed, zeros_placed
 from torch_ragged.optim._blocks import BlockLayout, BlockPolicy, Region
 from torch_ragged.optim._quantize import code_book, dequantize, quantize
 
-__all__ = ["moment_nbytes", "moment_shapes", "update_moment", "zero_moment"]
+__all__ = [
+    "blocks_of",
+    "decoded",
+    "encode_to",
+    "matrices_of",
+    "moment_nbytes",
+    "moment_shapes",
+    "update_moment",
+    "zero_moment",
+]
 
 _CODE = "dynamic"
 
@@ -68,32 +77,49 @@ def update_moment(
     Returns:
         what ``update`` returns, in float32, of the shape of ``gradient``. It is computed with the moment before it is rounded.
     """
-    flat = gradient.contiguous().view(-1)
+    flat, block = gradient.contiguous().view(-1), policy.block
     codes, scales = (local(state[f"{name}_{part}"]).view(-1) for part in ("codes", "scales"))
-    book, result = code_book(_CODE, True, flat.device), torch.empty(len(flat), dtype=torch.float32, device=flat.device)
+    result = torch.empty(len(flat), dtype=torch.float32, device=flat.device)
     for region in layout.regions:
-        (_, rows, columns), (bands, across), (height, width) = region.sizes, region.grid[1:], policy.block
-        of_blocks = region.scales(scales).view(-1, bands, 1, across, 1)
-        moment = dequantize(_padded(region, codes, policy), of_blocks, book)
-        matrices = moment.view(-1, bands * height, across * width)
-        matrices[:, rows:] = 0.0  # Padding has code 0, which does not stand for 0.0.
-        matrices[:, :, columns:] = 0.0
-        change = update(moment, _padded(region, flat, policy).float())
-        quantized, maxima = quantize(moment, (2, 4), _CODE, True)
-        region.of(codes).copy_(_matrices(quantized)[:, :rows, :columns])
-        region.scales(scales).copy_(maxima.view(region.grid))
-        region.of(result).copy_(_matrices(change)[:, :rows, :columns])
+        moment = decoded(region, block, codes, scales, _CODE, True)
+        change = update(moment, blocks_of(region, flat, block).float())
+        encode_to(codes, scales, region, moment, _CODE, True)
+        region.of(result).copy_(matrices_of(region, change))
     return result.view(gradient.shape)
 
 
-def _padded(region: Region, flat: torch.Tensor, policy: BlockPolicy) -> torch.Tensor:
+def blocks_of(region: Region, flat: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The region of a local tensor as (matrices, blocks, height, blocks, width), with zeros beyond the edges of a matrix."""
-    (_, rows, columns), (bands, across), (height, width) = region.sizes, region.grid[1:], policy.block
+    (_, rows, columns), (bands, across), (height, width) = region.sizes, region.grid[1:], block
     padding = (0, across * width - columns, 0, bands * height - rows)
     matrices = torch.nn.functional.pad(region.of(flat), padding) if any(padding) else region.of(flat)
     return matrices.view(-1, bands, height, across, width)
 
 
-def _matrices(blocks: torch.Tensor) -> torch.Tensor:
+def matrices_of(region: Region, blocks: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`blocks_of`: (matrices, rows, columns)."""
     count, bands, height, across, width = blocks.shape
-    return blocks.reshape(count, bands * height, across * width)
+    return blocks.reshape(count, bands * height, across * width)[:, : region.sizes[1], : region.sizes[2]]
+
+
+def decoded(
+    region: Region, block: tuple[int, int], codes: torch.Tensor, scales: torch.Tensor, code: str, signed: bool
+) -> torch.Tensor:
+    """The float32 moment of a region, as :func:`blocks_of` has it, of flat local ``codes`` and ``scales``."""
+    moment = dequantize(blocks_of(region, codes, block), _scales_of(region, scales), code_book(code, signed, codes.device))
+    count, bands, height, across, width = moment.shape
+    matrices = moment.view(count, bands * height, across * width)
+    matrices[:, region.sizes[1] :] = 0.0  # Padding has code 0, which does not stand for 0.0.
+    matrices[:, :, region.sizes[2] :] = 0.0
+    return moment
+
+
+def encode_to(codes: torch.Tensor, scales: torch.Tensor, region: Region, moment: torch.Tensor, code: str, signed: bool) -> None:
+    """The inverse of :func:`decoded`: writes the codes and the scales of a region."""
+    quantized, maxima = quantize(moment, (2, 4), code, signed)
+    region.of(codes).copy_(matrices_of(region, quantized))
+    region.scales(scales).copy_(maxima.view(region.grid))
+
+
+def _scales_of(region: Region, scales: torch.Tensor) -> torch.Tensor:
+    return region.scales(scales).view(-1, region.grid[1], 1, region.grid[2], 1)

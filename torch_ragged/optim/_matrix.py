@@ -137,6 +137,9 @@ class MatrixOptimizer(RaggedOptimizer):
         """Raise ``ValueError`` if an option of the group is illegal. Its parameters are checked already."""
         raise NotImplementedError
 
+    def _check_step(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        """Raise, on all ranks alike, if states do not fit to options. Nothing was sent or changed in this step."""
+
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -222,8 +225,10 @@ class MatrixOptimizer(RaggedOptimizer):
         groups = groups_on_host(self)
         entries = [(param, group) for group in groups for param in group["params"]]
         params = [param for param, _ in entries]
-        gradients = agree_on_gradients(params, None if self.check_gradients else ())
         matrices = [i for i, (_, group) in enumerate(entries) if group["algorithm"] == self.algorithm]
+        for i in matrices:
+            self._check_step(*entries[i])
+        gradients = agree_on_gradients(params, None if self.check_gradients else ())
         for mesh, of_mesh in by_mesh([params[i] for i in matrices]):
             indices = [matrices[i] for i in of_mesh]
             present = [i for i in indices if gradients[i] is not None]

@@ -281,16 +281,10 @@ class Muon(RootStateOptimizer):
             self._layouts[key] = layout, policy
         return self._layouts[key]
 
-    def _matrix_step(self, indices: list[int], present: list[int], entries: list[Any], *arguments: Any) -> None:
-        for index in present:  # Before any state changes, and alike on all ranks.
-            param, group = entries[index]
-            self._check_momentum(param, group)
-        super()._matrix_step(indices, present, entries, *arguments)
-
-    def _check_momentum(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+    def _check_step(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         """Raise if the momentum is in other blocks than those of the group."""
-        state, (layout, policy) = self.state.get(param, {}), self._blocks(param, group)
-        held = {name: tuple(state[name].shape) for name in state if name.startswith("momentum_")}
+        held = {name: tuple(each.shape) for name, each in self.state.get(param, {}).items() if name.startswith("momentum_")}
+        layout, policy = self._blocks(param, group)
         shape = tuple(param.shape)
         expected = {"momentum_buffer": shape} if layout is None else moment_shapes("momentum", shape, policy)
         if held and held != expected:

@@ -211,7 +211,7 @@ def muon_policy(
         sent_bytes: bytes that a step sends per element of a buffer: by default two all-gathers in bfloat16 and one
             reduce-scatter in float32, once per step. With gradient accumulation over n steps, pass n times as much.
         ns_steps: the steps of Newton-Schulz.
-        momentum_block: that of the optimizer: matrices that are cut are cut between blocks.
+        momentum_block: that of the optimizer: matrices that are cut are cut between blocks, also in the plan without a policy.
 
     Raises:
         ValueError: a number is not positive, or ``momentum_block`` is none of :class:`BlockPolicy`.
