@@ -29,6 +29,7 @@ from torch_ragged.fsdp.core._state_dict import before_load
 from torch_ragged.fsdp.core._untrained import warn_of_unsharded
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
+from torch_ragged.tensor._from_meta import FromMeta
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
 
@@ -124,11 +125,11 @@ class FSDPModule(TorchFSDPModule):
             state.reshard()
         for group in groups:
             group.load_converted()
-            group.check_conversion(fn)
+            group.check_conversion(_of_group(fn, group))
         with contextlib.ExitStack() as stack:
             for group in groups:
                 if group.is_whole(under):
-                    group.convert(fn)
+                    group.convert(_of_group(fn, group))
                     stack.enter_context(group.hidden())  # Otherwise torch's _apply would call fn again.
             super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # Not torch's, which needs its own state.
         for group in groups:
@@ -520,6 +521,10 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     for state in states:
         for each in state.context.states:
             each.join(each.context, states[0].comm)
+
+
+def _of_group(fn: Callable[[torch.Tensor], torch.Tensor], group: FSDPParamGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    return fn.at(group.home) if isinstance(fn, FromMeta) else fn
 
 
 def _check_root(state: FSDPState, text: str) -> None:

@@ -24,6 +24,7 @@ from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._random import forget_tensors
 from torch_ragged.random._replay import Target, final_state, replay, values_of, whole_box
 from torch_ragged.random._tape import Entry, Part, Stream, Tape, is_random, read_state, write_state
+from torch_ragged.tensor._from_meta import FromMeta
 from torch_ragged.tensor._random import Holding
 
 __all__ = ["deferred_init", "is_deferred", "materialize"]
@@ -113,7 +114,7 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
     Args:
         module: all of its parameters and buffers that are on the meta device are filled.
         device: where the tensors are made. None: plain tensors on the device that the construction asked for, DTensors on that
-            of their mesh. With CPUOffloadPolicy on GPUs, give "cpu". Numbers are always those of the construction's device.
+            of their mesh, or on the CPU if fully_shard offloads them. Numbers are always those of the construction's device.
 
     Returns:
         ``module``.
@@ -201,10 +202,8 @@ def _allocate(module: nn.Module, device: Union[torch.device, str, None]) -> None
     new: dict[int, torch.Tensor] = {}
 
     def allocated(owner: nn.Module, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        where = device or _records[owner][key][0].devices[_records[owner][key][1].storage]
-        if isinstance(tensor, DTensor):
-            where = device or tensor.device_mesh.device_type
-        data = torch.empty_like(tensor, device=where)
+        tape, part = _records[owner][key]
+        data = FromMeta(device, tape.devices[part.storage])(tensor)
         if isinstance(tensor, nn.Parameter):
             parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
             vars(parameter).update(vars(tensor))
@@ -213,18 +212,12 @@ def _allocate(module: nn.Module, device: Union[torch.device, str, None]) -> None
 
     for each in module.modules():
         if isinstance(each, FSDPModule):
-            each._apply(
-                lambda tensor: torch.empty_like(tensor, device=device or _device_of(tensor)) if tensor.is_meta else tensor
-            )
+            each._apply(FromMeta(device))
     for _, (owner, key, tensor) in list(_meta_tensors(module)):
         if id(tensor) not in new:
             new[id(tensor)] = allocated(owner, key, tensor)
         tensors: Any = owner._parameters if key in owner._parameters else owner._buffers
         tensors[key] = new[id(tensor)]
-
-
-def _device_of(tensor: torch.Tensor) -> str:
-    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
 
 
 def _target(tensor: torch.Tensor, part: Part) -> Target:

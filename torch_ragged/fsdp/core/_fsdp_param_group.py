@@ -308,6 +308,11 @@ class FSDPParamGroup:
         self.keeper, self._keeps_buffer = keeper, keeper is not None and keeper.keeps_buffer
 
     @property
+    def home(self) -> str:
+        """The type of the device that sharded parameters are on, once they are not on the meta device."""
+        return "cpu" if self.plan.offloads_params else self.dp.mesh.device_type
+
+    @property
     def is_meta(self) -> bool:
         """Whether the parameters have no memory yet."""
         return self.device.type == "meta" and not self.plan.runs_on_meta
@@ -737,15 +742,12 @@ class FSDPParamGroup:
         # The function is opaque: call it on an empty tensor to see the device and dtype.
         device = self.sharded.flat.device
         probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
-        offloads = self.plan.offloads_params
-        home = "cpu" if offloads else self.dp.mesh.device_type
-        if probe.device != device and not (self.is_meta and probe.device.type == home):
-            where = (
-                "" if not self.is_meta else f" with a mesh on {self.dp.mesh.device_type}{' and offload' if offloads else ''}"
-            )
+        if probe.device != device and not (self.is_meta and probe.device.type == self.home):
+            offload = " and offload" if self.plan.offloads_params else ""
+            where = f" with a mesh on {self.dp.mesh.device_type}{offload}" if self.is_meta else ""
             raise ValueError(
-                f"{self.names} is sharded in a buffer on {device}{where} and cannot move to {probe.device}: expected {home}; "
-                "move the module before fully_shard"
+                f"{self.names} is sharded in a buffer on {device}{where} and cannot move to {probe.device}: expected "
+                f"{self.home}; move the module before fully_shard"
             )
         if probe.dtype.is_floating_point != self.orig_dtype.is_floating_point:
             raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
