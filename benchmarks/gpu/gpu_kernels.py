@@ -19,11 +19,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.common.measure import print_table, write_json
 from torch_ragged._kernels import float8, symmetric
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._kernels.tiles import TileRun, TileTable
+from torch_ragged.fsdp import Float8Planes, float8_matmul_weight, float8_weight
 from torch_ragged.optim import AdamW8bit
 from torch_ragged.optim._newton_schulz import newton_schulz, newton_schulz_cost
 
@@ -168,6 +170,34 @@ def products(device: str, sizes: list[tuple[int, int]], rounds: int) -> list[dic
     return rows
 
 
+def codes(device: str, shapes: list[tuple[int, int]], tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """``F.linear`` of bfloat16 inputs without gradients: a bfloat16 weight, and one of float8 codes, held in two ways."""
+    rows, tile = [], (128, 128)
+    for out, inner in shapes:
+        values = torch.randn(out, inner, device=device)
+        planes = (
+            torch.empty(out, inner, dtype=torch.uint8, device=device),
+            torch.empty(-(-out // 128), -(-inner // 128), device=device),
+        )
+        float8.quantize(
+            values.view(-1), planes[0].view(-1), TileTable([TileRun(0, 0, 0, (1, out, inner))], tile), planes[1].view(-1)
+        )
+        weight = Float8Planes(planes[0].view(torch.float8_e4m3fn), planes[1], tile, torch.bfloat16)
+        x, plain = torch.randn(tokens, inner, device=device, dtype=torch.bfloat16), values.bfloat16()
+        kinds = {
+            "bfloat16": plain,
+            "float8_weight": float8_weight(weight),
+            "float8_matmul_weight": float8_matmul_weight(weight),
+        }
+        with torch.no_grad():
+            seconds = timed({name: lambda held=held, x=x: F.linear(x, held) for name, held in kinds.items()}, rounds, device)
+        row: dict[str, Any] = {"weight": f"{out} x {inner}", "tokens": tokens}
+        row |= {f"{name}, us": 1e6 * seconds[name] for name in kinds}
+        row["of bfloat16"] = seconds["float8_matmul_weight"] / seconds["bfloat16"]
+        rows.append({**row, "TFLOP/s": 2 * tokens * out * inner / seconds["float8_matmul_weight"] / 1e12})
+    return rows
+
+
 def tuned(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
     """Every configuration of the symmetric product, on CUDA."""
     from torch_ragged._kernels import _triton_symmetric as kernel
@@ -191,9 +221,12 @@ def run(device: str = "cuda", smoke: bool = False, rounds: int = 15) -> dict[str
     optimizers = adam(device, [(64, 96), (40, 130)] if smoke else [(4096, 4096)] * 12 + [(2880, 5760)] * 4, rounds)
     sizes = [(64, 96)] if smoke else [(2048, 2048), (2880, 2880), (4096, 4096), (4096, 14336), (8192, 8192)]
     matmuls = products(device, sizes, rounds)
+    shapes = [(128, 256)] if smoke else [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672)]
+    coded = codes(device, shapes, 32 if smoke else 8192, rounds)
     print_table("Memory-bound kernels", memory)
     print_table("A step of Adam", optimizers)
     print_table("Symmetric products", matmuls)
+    print_table("Linear layers of float8 codes", coded)
     reached = {
         "of copy": min(row["of copy"] for row in memory[1:]),
         "8-bit Adam of 32-bit fused": optimizers[1]["of 32-bit"],
@@ -205,7 +238,7 @@ def run(device: str = "cuda", smoke: bool = False, rounds: int = 15) -> dict[str
     targets = [{"target": name, "reached": reached[name], "wanted": TARGETS[name], "met": is_met[name]} for name in TARGETS]
     print_table("Targets", targets)
     name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
-    return {"device": name, "memory": memory, "adam": optimizers, "products": matmuls, "targets": targets}
+    return {"device": name, "memory": memory, "adam": optimizers, "products": matmuls, "codes": coded, "targets": targets}
 
 
 def main() -> None:
