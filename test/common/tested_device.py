@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 DEVICE = os.environ.get("TORCH_RAGGED_TEST_DEVICE", "cpu")
+IS_REHEARSED = "REHEARSAL_ORDER" in os.environ
+"""Whether the device is the simulator of ``rehearsal``."""
 BACKEND = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{dist.get_default_backend_for_device(DEVICE)}"
 
 

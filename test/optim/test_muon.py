@@ -287,9 +287,11 @@ def _check_fused(expected, of_family, cases):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def test_segments_of_fused_weights_are_matrices_of_their_own(ranks):
-    expected = {dtype: _train_apart(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    assert_same(train(_make_fused, "", None, 5, shapes=list(FUSED)), expected[torch.float32], "plain tensors")
-    run_ranks(ranks, _check_fused, expected, _train_apart(torch.float32, **FAMILY), CASES[ranks][: 3 if ranks < 4 else 5 : 2])
+    expected = {dtype: in_one_process(_train_apart, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    plain = in_one_process(train, _make_fused, "", None, 5, shapes=list(FUSED))
+    assert_same(plain, expected[torch.float32], "plain tensors")
+    of_family = in_one_process(_train_apart, torch.float32, **FAMILY)
+    run_ranks(ranks, _check_fused, expected, of_family, CASES[ranks][: 3 if ranks < 4 else 5 : 2])
 
 
 def _missing(index, step):
@@ -568,25 +570,27 @@ def test_cautious_decay_is_where_the_update_shrinks_the_weight():
 FAMILY = {"neuron_beta": 0.9, "ns_coefficients": "polar_express", "cautious_weight_decay": True}
 
 
-def _check_family(cases, expected, narrow, missing):
-    def make_family(params):
-        return make(params, **FAMILY)
+def make_family(params):
+    return make(params, **FAMILY)
 
+
+def _is_third(index, step):
+    return (index + step) % 3 == 0
+
+
+def _check_family(cases, expected, narrow, missing):
     for kind, mesh_shape in cases:
         assert_same(train(make_family, kind, mesh_shape, steps=4), expected, f"{kind} {mesh_shape}")
     kind, mesh_shape = cases[-1]
     assert_same(train(make_family, kind, mesh_shape, 4, dtype=torch.bfloat16), narrow, "bfloat16")
-    assert_same(train(make_family, kind, mesh_shape, 4, missing=lambda i, step: (i + step) % 3 == 0), missing, "missing")
+    assert_same(train(make_family, kind, mesh_shape, 4, missing=_is_third), missing, "missing")
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_family_has_the_same_bits_on_any_number_of_ranks(size):
-    def make_family(params):
-        return make(params, **FAMILY)
-
-    expected = train(make_family, "replicate", None, steps=4)
-    narrow = train(make_family, "replicate", None, 4, dtype=torch.bfloat16)
-    missing = train(make_family, "replicate", None, 4, missing=lambda i, step: (i + step) % 3 == 0)
+    expected = in_one_process(train, make_family, "replicate", None, steps=4)
+    narrow = in_one_process(train, make_family, "replicate", None, 4, dtype=torch.bfloat16)
+    missing = in_one_process(train, make_family, "replicate", None, 4, missing=_is_third)
     cases = {2: [("shard0", (2,)), ("ragged", (2,))], 4: [("tensor parallel", (2, 2)), ("mixed", (4,)), ("ragged", (2, 2))]}
     run_ranks(size, _check_family, cases[size], expected, narrow, missing)
 
@@ -746,7 +750,7 @@ def _check_partial():
     ]
     optimizer = Muon(params, **OPTIONS)
     plain = make_params("", None, ((8, 8),) * 3)
-    reference = torch.optim.Muon(plain, **OPTIONS)
+    reference = torch.optim.Muon(plain, **{key: OPTIONS[key] for key in OPTIONS if key != "foreach"})
     for step in range(1, 3):
         for each, optim in ((params, optimizer), (plain, reference)):
             set_gradients(each, step)

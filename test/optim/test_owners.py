@@ -5,6 +5,7 @@ import unittest
 
 import torch
 from common import error_of, ranks
+from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -138,7 +139,10 @@ class FullyShardTest(unittest.TestCase):
         assert [decided.cut for decided in policy.groups] == [()] * 3
         assert set(policy.groups[0].whole) == {"experts", "first.weight", "second.weight"}
         for (name, mine), theirs in zip(at_home.state_dict().items(), moved.state_dict().values()):
-            assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
+            if DEVICE == "cpu":  # A GPU's library chooses kernels by the addresses of parameters, which the layout gives.
+                assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
+            else:
+                torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor())
         layouts = list(buffer_layouts(at_home).values())
         assert len({layout.offsets for layout in layouts[:3]}) > 1, "equal blocks are rotated"
 

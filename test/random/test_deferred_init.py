@@ -6,6 +6,7 @@ import warnings
 
 import torch
 from common import error_of, ranks
+from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -53,7 +54,7 @@ class Odd(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.forked = nn.Parameter(torch.randn(3, 3))
-        generator = torch.Generator().manual_seed(5)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(5)
         self.given = nn.ParameterList([torch.randn(20, generator=generator), torch.empty(20).normal_(generator=generator)])
         self.permuted, self.odd_count = nn.Parameter(torch.randperm(9).float()), nn.Parameter(torch.randn(17))
         self.integers, self.chosen = nn.Buffer(torch.randint(3, 9, (4, 4))), nn.Buffer(torch.bernoulli(torch.rand(5, 5)))
@@ -92,6 +93,14 @@ def vit():
     return VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, drop_path_rate=0.1)
 
 
+def random_state():
+    """Of the CPU's default generator, and of the device's."""
+    states = [torch.get_rng_state()]
+    if DEVICE != "cpu":
+        states.append(torch.get_device_module(DEVICE).get_rng_state().cpu())
+    return torch.cat(states)
+
+
 def on_one_device(function, seed=3):
     """The state dict, all buffers, and the random state after a construction."""
     torch.manual_seed(seed)
@@ -99,7 +108,7 @@ def on_one_device(function, seed=3):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = function()
-    return module.state_dict(), dict(module.named_buffers()), torch.get_rng_state()
+    return module.state_dict(), dict(module.named_buffers()), random_state()
 
 
 def deferred(function, seed=3):
@@ -113,14 +122,24 @@ def deferred(function, seed=3):
 
 
 def check_equal(module, expected, case=""):
-    states, buffers, random_state = expected
-    assert torch.equal(torch.get_rng_state(), random_state), case
+    states, buffers, state = expected
+    assert torch.equal(random_state(), state), case
     found = module.state_dict()
     assert list(found) == list(states), case
     for name, want in (*states.items(), *buffers.items()):
         got = found[name] if name in found else module.get_buffer(name)
-        got = got.full_tensor() if isinstance(got, DTensor) else got
+        got = whole(got)
         assert torch.equal(got, want) and got.dtype == want.dtype, f"{case} {name}"
+
+
+def whole(tensor):
+    """The whole tensor; an offloaded one cannot be gathered where it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local().to(tensor.device_mesh.device_type)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    ).full_tensor()
 
 
 def zeroed(module):
@@ -181,7 +200,7 @@ class DeferredInitTest(unittest.TestCase):
     def test_modules_one_after_another_continue_one_stream(self):
         torch.manual_seed(1)
         first, second = nn.Linear(9, 9), Two()
-        after, later = torch.get_rng_state(), torch.rand(3)
+        after, later = random_state(), torch.rand(3)
         torch.manual_seed(1)
         lazy, lazier = deferred_init(nn.Linear, 9, 9), deferred_init(Two)
         for part in (lazier.second, lazy, lazier.first):  # In any order, and in parts.
@@ -189,16 +208,16 @@ class DeferredInitTest(unittest.TestCase):
         for a, b in ((first, lazy), (second, lazier)):
             for x, y in zip(a.parameters(), b.parameters()):
                 self.assertTrue(torch.equal(x, y))
-        self.assertTrue(torch.equal(torch.get_rng_state(), after))
+        self.assertTrue(torch.equal(random_state(), after))
         self.assertTrue(torch.equal(torch.rand(3), later))
 
     def test_a_generator_that_was_used_since_is_left_alone(self):
         torch.manual_seed(1)
         lazy = deferred_init(nn.Linear, 4, 4)
         torch.manual_seed(7)
-        want = torch.get_rng_state()
+        want = random_state()
         materialize(lazy)
-        self.assertTrue(torch.equal(torch.get_rng_state(), want))
+        self.assertTrue(torch.equal(random_state(), want))
         torch.manual_seed(1)
         self.assertTrue(torch.equal(lazy.weight, nn.Linear(4, 4).weight))
 
@@ -209,17 +228,17 @@ class DeferredInitTest(unittest.TestCase):
         second = deferred_init(nn.Linear, 9, 9)
         materialize(first)
         materialize(second)
-        after = torch.get_rng_state()
+        after = random_state()
         torch.manual_seed(1)
         self.assertTrue(torch.equal(second.weight, nn.Linear(9, 9).weight))
-        self.assertTrue(torch.equal(after, torch.get_rng_state()))
+        self.assertTrue(torch.equal(after, random_state()))
 
     def test_numbers_are_those_of_the_device_of_the_construction(self):
         """The meta device stands for a GPU: it has no numbers, and the construction's generator advances as ever."""
         want = on_one_device(Two)[2]
         module = materialize(deferred(Two), device="meta")
         self.assertTrue(module.first.weight.is_meta)
-        self.assertTrue(torch.equal(torch.get_rng_state(), want))
+        self.assertTrue(torch.equal(random_state(), want))
 
     def test_what_cannot_be_replayed_is_an_error(self):
         outside = torch.zeros(3)
@@ -245,9 +264,9 @@ class DeferredInitTest(unittest.TestCase):
             nn.Linear(3, 3)
             raise KeyError("of the user")
 
-        before = torch.get_rng_state()
+        before = random_state()
         self.assertIn("of the user", error_of(lambda: deferred_init(fails)))
-        self.assertTrue(torch.equal(torch.get_rng_state(), before))
+        self.assertTrue(torch.equal(random_state(), before))
         self.assertIs(type(nn.Linear(2, 2).weight), nn.Parameter, "no mode is left")
 
     @ranks(2)
@@ -283,7 +302,11 @@ class DeferredInitTest(unittest.TestCase):
     def test_offload_and_other_ways_to_initialize_give_the_same_numbers():
         mesh, options = init_device_mesh("cpu", (2,)), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
         want = on_one_device(Two)
-        check_equal(materialize(shard_lists(deferred(Two), mesh=mesh, **options)), want)
+        module = materialize(shard_lists(deferred(Two), mesh=mesh, **options))
+        check_equal(module, want)
+        assert {param.to_local().device.type for param in module.parameters()} == {"cpu"}
+        if DEVICE != "cpu":  # Below, the CPU draws.
+            return
         torch.manual_seed(3)
         torch.rand(3)
         with torch.device("meta"):
@@ -324,6 +347,7 @@ class DeferredInitTest(unittest.TestCase):
         error = error_of(lambda: materialize(shard_lists(module, mesh=mesh)))
         assert "is on the meta device, but deferred_init did not make it" in error and module.first.weight.is_meta, error
 
+    @unittest.skipUnless(DEVICE == "cpu", "the profiler counts the CPU's allocations")
     @ranks(2)
     def test_it_allocates_the_local_shards_once_and_a_chunk():
         mesh = init_device_mesh("cpu", (2,))

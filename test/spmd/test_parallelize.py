@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from common import error_of, ranks, run_ranks
+from tested_device import IS_REHEARSED
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -190,6 +191,7 @@ class TrainingTest(unittest.TestCase):
             model = Net(Attention)
             check_training(parallelize(copy.deepcopy(model), each, mesh), model)
 
+    @unittest.skipIf(IS_REHEARSED, "the simulator draws by the CPU's kernel")
     @ranks(2)
     def test_a_boundary_keeps_the_order_in_memory_in_which_dropout_draws():
         class Columns(nn.Module):
@@ -272,7 +274,9 @@ class TrainingTest(unittest.TestCase):
             finally:
                 torch.distributed.all_reduce = original
             weight, bias, embedding = (model.get_parameter(name).to_local().numel() for name in names)
-            assert calls == [weight + bias, weight + bias, embedding], (backward, calls)
+            # Torch 2.11 gathers the gradient before it reaches the embedding.
+            last = [] if torch.__version__.startswith("2.11") else [embedding]
+            assert calls == [weight + bias, weight + bias, *last], (backward, calls)
             calls.clear()
         whole_sums = [torch.tensor(each.to_local().numel()) for each in map(model.get_parameter, names)]
         torch.distributed.all_reduce(sizes := torch.stack(whole_sums), group=mesh.get_group("dp"))

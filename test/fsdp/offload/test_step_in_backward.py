@@ -80,7 +80,8 @@ class BitsTest(unittest.TestCase):
     def test_accumulation_and_mixed_precision_change_no_bit():
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         check(*ADAMW, (0.5,), how={"passes": 3}, mp_policy=mixed)
-        check(*ADAMW, (Offload(parameters=True),))
+        if DEVICE == "cpu":  # Otherwise, what is stepped on the CPU would be compared with what is stepped on the device.
+            check(*ADAMW, (Offload(parameters=True),))
         check(*ADAMW, (0.5,), reshard_after_forward=False)
 
     @ranks(4)
