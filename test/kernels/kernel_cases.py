@@ -3,6 +3,7 @@
 ``TRITON_INTERPRET=1 python test/kernels/kernel_cases.py`` runs all cases on the CPU and prints what went wrong, as JSON.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -156,6 +157,8 @@ def adam8bit(device):
                 updates = BlockUpdates(block, code)
                 versions = [tensor._version for param, moments in params_of for tensor in (param, *moments)]
                 for number, gradient, (param, moments), parts in zip(numbers, gradients, params_of, regions, strict=True):
+                    if choose is kernel and place in (3, 4):
+                        number = _on_device(number, param.device)  # noqa: PLW2901
                     choose(updates.add, parts, number, param, gradient.to(param.device), moments)
                 choose(updates.run)
                 now = [tensor._version for param, moments in params_of for tensor in (param, *moments)]
@@ -168,6 +171,14 @@ def adam8bit(device):
                     if step < 4 or "scales" in name:
                         same(y, x, f"{name} {configurations[place]} {step}")
         assert sum(int(scales.isnan().sum()) for scales in (ones[0][1].m_scales, ones[0][1].v_scales)) == 2
+
+
+def _on_device(number, device):
+    """The same scalars as a capturable optimizer has them: those that change from step to step are tensors."""
+    floats = {name: torch.tensor(getattr(number, name), dtype=torch.float64, device=device)
+              for name in ("shrink", "step_size", "correction")}  # fmt: skip
+    key = None if number.rounding_key is None else torch.tensor(number.rounding_key, device=device)
+    return dataclasses.replace(number, **floats, rounding_key=key)
 
 
 def _moments(policy, shape):

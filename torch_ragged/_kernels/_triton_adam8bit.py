@@ -165,35 +165,48 @@ def step_kernel(  # type: ignore[no-untyped-def]
 
 def step_regions(
     integers: Sequence[tuple[int, ...]],
-    floats: Sequence[tuple[float, ...]],
+    floats: Sequence[tuple[float, ...]] | torch.Tensor,
     books: tuple[torch.Tensor, torch.Tensor],
     types: tuple[torch.dtype, torch.dtype],
     block: tuple[int, int],
     dynamic: bool,
     stochastic: bool,
-) -> None:
+    keys: torch.Tensor | None = None,
+    pinned: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
     """Step all regions with one launch. The device of ``books`` must be the current one.
 
     Args:
         integers: for each region, :data:`INTEGERS` without the first.
-        floats: for each region, :data:`FLOATS`.
+        floats: for each region, :data:`FLOATS`; or a float32 tensor of them on the device.
         books: the signed and the unsigned code book.
         types: the dtypes of parameters and gradients.
         block: height and width of a block.
         dynamic: True for the dynamic code book, False for the linear one.
         stochastic: whether parameters, which are bfloat16 then, are rounded stochastically.
+        keys: the rounding keys of the regions, on the device; None: those of ``integers``.
+        pinned: pinned memory to copy ``integers`` from, so that a CUDA graph may capture the copy; None: they are copied now.
+
+    Returns:
+        what the launch reads, beside the addresses in ``integers``: a CUDA graph reads it in each replay.
     """
     device = books[0].device
     columns, blocks = INTEGERS.index("columns") - 1, INTEGERS.index("blocks") - 1
     programs, owners = _programs(tuple(-(-region[blocks] // PER_PROGRAM) for region in integers), device)
     table = torch.tensor([(program, *region) for program, region in zip(programs, integers)], dtype=torch.int64, device="cpu")
-    numbers = torch.tensor(floats, dtype=torch.float32, device="cpu")
+    if pinned is not None:
+        table = pinned.copy_(table)
+    on_device = table.to(device, non_blocking=True)
+    if keys is not None:
+        on_device[:, INTEGERS.index("key")] = keys
+    if not isinstance(floats, torch.Tensor):
+        floats = torch.tensor(floats, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
     divisible = (region[i] % 16 for region in integers for i in (0, 1, 2, 4, columns))
     tile = triton.next_power_of_2(block[0]), triton.next_power_of_2(block[1])
     step_kernel[(len(owners),)](
         owners,
-        table.to(device, non_blocking=True),
-        numbers.to(device, non_blocking=True),
+        on_device,
+        floats,
         *books,
         param_type=_TYPES[types[0]],
         gradient_type=_TYPES[types[1]],
@@ -210,6 +223,7 @@ def step_regions(
         num_warps=warps(tile),
         enable_fp_fusion=False,  # The twin rounds after each operation.
     )
+    return [owners, table, *books]
 
 
 def vector_of(types: tuple[torch.dtype, torch.dtype]) -> int:

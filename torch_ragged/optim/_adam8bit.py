@@ -5,9 +5,10 @@ The result must not depend on the number of ranks: every operation here rounds p
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -21,6 +22,7 @@ from torch_ragged.optim._base import (
     STEP_NBYTES,
     RaggedOptimizer,
     agree_on_gradients,
+    check_capture,
     check_placement,
     from_flat,
     groups_on_host,
@@ -28,6 +30,7 @@ from torch_ragged.optim._base import (
     local_shape_placed,
     mesh_of,
     names_peers,
+    new_step,
     placed_of,
     run_closure,
     zeros_placed,
@@ -52,7 +55,7 @@ _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The scalars of one step of one parameter.
+    """The scalars of one step of one parameter. If the optimizer is capturable, some are tensors, which the device computes.
 
     Attributes:
         shrink: the factor of the parameter (decoupled weight decay).
@@ -63,14 +66,14 @@ class AdamStep:
         rounding_key: the 32-bit key of stochastic rounding; None for rounding to nearest.
     """
 
-    shrink: float
+    shrink: float | torch.Tensor
     decay: float
     beta1: float
     beta2: float
     eps: float
-    step_size: float
-    correction: float
-    rounding_key: Optional[int]
+    step_size: float | torch.Tensor
+    correction: float | torch.Tensor
+    rounding_key: Optional[int | torch.Tensor]
 
     def update(self, param: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
         """One Adam step in place on float32 tensors; ``gradient`` is not changed.
@@ -86,7 +89,7 @@ class AdamStep:
         # On CPU, torch takes float32 roots from MKL, which sometimes errs by a unit in the last place; a float64 root does not.
         root = v.sqrt() if v.is_cuda else v.double().sqrt_().float()
         denominator = root.mul_(self.correction).add_(self.eps)
-        if self.shrink != 1.0:
+        if isinstance(self.shrink, torch.Tensor) or self.shrink != 1.0:
             param.mul_(self.shrink)
         param.sub_((m / denominator).mul_(self.step_size))
 
@@ -150,6 +153,10 @@ class Adam8bit(RaggedOptimizer):
         stochastic_rounding: round bfloat16 parameters stochastically. The random bits depend on ``seed``, the step, the index
             of the parameter in the optimizer and the global index of the element.
         seed: the seed of stochastic rounding, an int.
+        capturable: a CUDA graph may capture :meth:`step`. Step counts are on the device, ``lr`` may be a tensor there that
+            changes between replays, and nothing is read on the host. Take a step before the capture, with gradients on the same
+            parameters, and keep the optimizer as long as the graph. Numbers differ from those without it by roundings of a
+            step's scalars at most.
 
     Raises:
         ValueError: an option is out of range; a parameter is a Partial DTensor or has no real floating-point dtype; or
@@ -173,6 +180,7 @@ class Adam8bit(RaggedOptimizer):
         code: str = "dynamic",
         stochastic_rounding: bool = False,
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
         name = type(self).__name__
         if policy is not None and not isinstance(policy, BlockPolicy):
@@ -184,12 +192,14 @@ class Adam8bit(RaggedOptimizer):
         self._layouts: dict[torch.Tensor, _Layout] = {}
         self._indices: dict[torch.Tensor, int] = {}  # Of tensors that stand for parameters of another optimizer.
         self._cuts: dict[torch.Tensor, list[tuple[int, int]]] = {}
-        self._has_warned = False
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._has_warned, self._graphs = False, _GraphMemory()
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": capturable}
+        super().__init__(params, options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._layouts, self._indices, self._cuts, self._has_warned = {}, {}, {}, getattr(self, "_has_warned", False)
+        self._graphs = getattr(self, "_graphs", None) or _GraphMemory()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Raises ``ValueError`` as the constructor does, without a change of the optimizer."""
@@ -220,8 +230,10 @@ class Adam8bit(RaggedOptimizer):
             PeerError: another rank died, or did not call it.
             RuntimeError: a gradient is sparse; or, for a parameter whose blocks are redistributed, the gradient is missing on
                 some ranks and has other placements than the parameter on other ranks. Nothing is changed. If blocks are
-                redistributed, every rank raises it.
+                redistributed, every rank raises it. Or a CUDA graph captures the step, and it is not capturable, or no step
+                was taken before.
         """
+        is_captured = check_capture(self)
         loss = run_closure(closure)
         entries = [(param, group) for group in groups_on_host(self) for param in group["params"]]
         entries_here = [(i, p, g) for i, (p, g) in enumerate(entries) if (mesh := mesh_of(p)) is None or mesh.get_coordinate()]
@@ -230,28 +242,25 @@ class Adam8bit(RaggedOptimizer):
         moved = [i for i, layout in enumerate(layouts) if layout.aligned is not None]
         if moved and not self._has_warned:
             self._warn([entries_here[i][1] for i in moved])
-        gradients = agree_on_gradients([param for _, param, _ in entries_here], moved)
-        updates = BlockUpdates(self.policy.block, self.code)
-        for (index, param, group), layout, gradient in zip(entries_here, layouts, gradients):
-            if gradient is not None:
-                self._step_param(self._indices.get(param, index), param, gradient, group, layout, updates)
+        found = agree_on_gradients([param for _, param, _ in entries_here], moved)
+        active = [(*entry, *rest) for entry, *rest in zip(entries_here, layouts, found) if rest[1] is not None]
+        if is_captured and any("step" not in self.state.get(param, {}) for _, param, *_ in active):
+            raise RuntimeError(f"{type(self).__name__}.step is captured before its first step: take a step before the capture")
+        for _, param, group, layout, _ in active:
+            if "step" not in self.state[param]:
+                self._init_state(param, group, layout)
+            self.state[param]["step"] += 1
+        numbers = self._all_numbers([(self._indices.get(param, index), param, group) for index, param, group, *_ in active])
+        updates = BlockUpdates(self.policy.block, self.code, self._graphs)
+        for (_, param, _, layout, gradient), of_param in zip(active, numbers):
+            self._step_param(param, gradient, of_param, layout, updates)
         updates.run()
         return loss
 
     def _step_param(
-        self,
-        index: int,
-        param: torch.Tensor,
-        gradient: torch.Tensor,
-        group: dict[str, Any],
-        layout: _Layout,
-        updates: BlockUpdates,
+        self, param: torch.Tensor, gradient: torch.Tensor, numbers: AdamStep, layout: _Layout, updates: BlockUpdates
     ) -> None:
         state = self.state[param]
-        if "step" not in state:
-            self._init_state(param, state, layout)
-        state["step"] += 1
-        numbers = self._numbers(group, int(state["step"].item()), index)
         if layout.aligned is None:
             target = local(param)
             flat = target.view(-1) if target.is_contiguous() else target.contiguous().view(-1)
@@ -287,6 +296,20 @@ class Adam8bit(RaggedOptimizer):
         moments = Moments(*(local(state[name]).view(-1) for name in names))
         updates.add(layout.regions, numbers, param, gradient, moments)
 
+    def _all_numbers(self, entries: Sequence[tuple[int, torch.Tensor, dict[str, Any]]]) -> list[AdamStep]:
+        """The scalars of this step of each parameter: (index, parameter, group)."""
+        found: dict[int, AdamStep] = {}
+        on_device: dict[Any, list[int]] = {}
+        for number, (index, param, group) in enumerate(entries):
+            if group["capturable"]:
+                on_device.setdefault((id(group), param.device), []).append(number)
+            else:
+                found[number] = self._numbers(group, int(self.state[param]["step"].item()), index)
+        for numbers in on_device.values():
+            indices, params, groups = zip(*(entries[number] for number in numbers))
+            found.update(zip(numbers, self._numbers_on_device(groups[0], params, indices)))
+        return [found[number] for number in range(len(entries))]
+
     def _numbers(self, group: dict[str, Any], step: int, index: int) -> AdamStep:
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
         return AdamStep(
@@ -300,8 +323,27 @@ class Adam8bit(RaggedOptimizer):
             rounding_key=hash32(self.seed ^ hash32(step ^ hash32(index + 1))) if self.stochastic_rounding else None,
         )
 
-    def _init_state(self, param: torch.Tensor, state: dict[str, Any], layout: _Layout) -> None:
-        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+    def _numbers_on_device(
+        self, group: dict[str, Any], params: Sequence[torch.Tensor], indices: tuple[int, ...]
+    ) -> Iterator[AdamStep]:
+        """The same for parameters of a capturable group on one device, without a read on the host."""
+        lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+        steps = torch.stack([self.state[param]["step"] for param in params]).double()
+        if isinstance(lr, torch.Tensor):
+            lr = lr.double().reshape(()) if lr.device == steps.device else lr.item()
+        step_sizes = (lr / (1 - beta1**steps)).unbind()
+        corrections = (1 / (1 - beta2**steps).sqrt()).unbind()
+        keys: Sequence[torch.Tensor | None] = [None] * len(params)
+        if self.stochastic_rounding:
+            of_params = self._graphs.constant(tuple(hash32(index + 1) for index in indices), steps.device)
+            keys = hash32(hash32(steps.long() ^ of_params) ^ self.seed & 0xFFFFFFFF).unbind()
+        shrink = 1 - lr * decay if self._decoupled else 1.0
+        for step_size, correction, key in zip(step_sizes, corrections, keys):
+            yield AdamStep(shrink, 0.0 if self._decoupled else decay, beta1, beta2, group["eps"], step_size, correction, key)
+
+    def _init_state(self, param: torch.Tensor, group: dict[str, Any], layout: _Layout) -> None:
+        state = self.state[param]
+        state["step"] = new_step(param, group)
         if layout.run is not None:
             whole, start, stop = layout.run
             for name, (numel, dtype) in self.piece_states(whole, start, stop).items():
@@ -480,8 +522,8 @@ class BlockUpdates:
     One launch per device, pair of dtypes (of parameter and gradient) and kind of rounding.
     """
 
-    def __init__(self, block: tuple[int, int], code: str) -> None:
-        self._block, self._code = block, code
+    def __init__(self, block: tuple[int, int], code: str, graphs: Optional[_GraphMemory] = None) -> None:
+        self._block, self._code, self._graphs = block, code, graphs or _GraphMemory()
         self._launches: dict[Any, list[tuple[Region, AdamStep, tuple[torch.Tensor, ...]]]] = {}
 
     def add(
@@ -492,25 +534,100 @@ class BlockUpdates:
             for region in regions:
                 update_region(region, self._block, self._code, numbers, param, gradient, moments)
         elif regions:
-            key = (param.device, param.dtype, gradient.dtype, numbers.rounding_key is not None)
+            of_scalars = numbers.rounding_key is not None, isinstance(numbers.step_size, torch.Tensor)
+            key = (param.device, param.dtype, gradient.dtype, *of_scalars)
             tensors = (param, gradient, *moments)  # The kernel gets addresses: the tensors must live until the launch.
             self._launches.setdefault(key, []).extend((region, numbers, tensors) for region in regions)
 
     def run(self) -> None:
         """Launch the kernels for all updates that were added since the last call."""
         launches, self._launches = self._launches, {}
-        for (device, dtype, gradient_dtype, is_stochastic), updates in launches.items():
+        for (device, dtype, gradient_dtype, is_stochastic, is_on_device), updates in launches.items():
             from torch_ragged._kernels import _triton_adam8bit as kernel  # Imported here: Triton may not be installed.
 
             books = code_book(self._code, True, device), code_book(self._code, False, device)
             integers = [_integers(region, numbers, tensors) for region, numbers, tensors in updates]
-            floats = [_floats(numbers) for _, numbers, _ in updates]
+            scalars = [numbers for _, numbers, _ in updates]
+            floats: Any = _columns(scalars, device) if is_on_device else [_floats(numbers) for numbers in scalars]
+            keys = [numbers.rounding_key for numbers in scalars]
+            of_rounding = _column(keys, device) if is_on_device and is_stochastic else None
+            pinned = self._graphs.pinned(len(updates), device) if is_on_device else None
             with device_of(books[0]):
                 types, is_dynamic = (dtype, gradient_dtype), self._code == "dynamic"
-                kernel.step_regions(integers, floats, books, types, self._block, is_dynamic, is_stochastic)
+                read = kernel.step_regions(
+                    integers, floats, books, types, self._block, is_dynamic, is_stochastic, of_rounding, pinned
+                )
+            self._graphs.keep(read)
             # torch does not see a kernel's writes; transfers of what has changed look at version counters.
             written = {id(tensor): tensor for _, _, (param, _, *moments) in updates for tensor in (param, *moments)}
             torch.autograd.graph.increment_version(written.values())
+
+
+class _GraphMemory:
+    """What a capturable optimizer holds for CUDA graphs: memory that a captured step reads again in each replay.
+
+    A capture may copy to the device from pinned memory alone, and not allocate it. So each other step leaves a pinned table for
+    a capture that may follow.
+    """
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._constants: dict[Any, torch.Tensor] = {}
+        self._kept: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # A graph is of its process.
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: Any) -> _GraphMemory:
+        return _GraphMemory()
+
+    def pinned(self, regions: int, device: torch.device) -> Optional[torch.Tensor]:
+        """The table of a captured step; None in other steps, and on the CPU."""
+        if device.type != "cuda":
+            return None
+        key = regions, device
+        if torch.cuda.is_current_stream_capturing():
+            if key not in self._spare:
+                raise RuntimeError(
+                    f"a step of {regions} blocks' regions on {device} is captured, and none was taken before: take a step with "
+                    "gradients on the same parameters before the capture"
+                )
+            return self._spare.pop(key)
+        if key not in self._spare:
+            from torch_ragged._kernels import _triton_adam8bit as kernel
+
+            self._spare[key] = torch.empty(regions, len(kernel.INTEGERS), dtype=torch.int64, device="cpu", pin_memory=True)
+        return None
+
+    def constant(self, values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Integers on the device, copied there in the first call."""
+        if (values, device) not in self._constants:
+            self._constants[values, device] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device)
+        return self._constants[values, device]
+
+    def keep(self, tensors: Any) -> None:
+        """Hold what a captured step reads."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._kept.append(tensors)
+
+
+def _columns(scalars: Sequence[AdamStep], device: torch.device) -> torch.Tensor:
+    """The floats of the kernel's ``FLOATS``, a row for each region, made on the device."""
+    return torch.stack([_column(values, device) for values in zip(*map(_floats, scalars))], 1).float()
+
+
+def _column(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Numbers and tensors of one element, of which many in a row are the same."""
+    parts = []
+    for _, same in itertools.groupby(values, key=lambda value: id(value) if isinstance(value, torch.Tensor) else value):
+        value, *rest = same
+        count = 1 + len(rest)
+        is_tensor = isinstance(value, torch.Tensor)
+        parts.append(value.expand(count) if is_tensor else torch.full((count,), value, dtype=torch.float64, device=device))
+    return torch.cat(parts)
 
 
 def _integers(region: Region, numbers: AdamStep, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
@@ -518,11 +635,12 @@ def _integers(region: Region, numbers: AdamStep, tensors: tuple[torch.Tensor, ..
     firsts = (region.start, region.start, region.start, region.first_block, region.start, region.first_block)
     addresses = (tensor.data_ptr() + first * tensor.element_size() for tensor, first in zip(tensors, firsts))
     rows, columns = region.sizes[1:]
-    of_rounding = region.origin, *region.strides[:2], numbers.rounding_key or 0
+    key = numbers.rounding_key if isinstance(numbers.rounding_key, int) else 0  # A tensor is put into the table later.
+    of_rounding = region.origin, *region.strides[:2], key
     return (*addresses, rows, columns, math.prod(region.grid), *of_rounding)
 
 
-def _floats(numbers: AdamStep) -> tuple[float, ...]:
+def _floats(numbers: AdamStep) -> tuple[Any, ...]:
     beta1, beta2 = numbers.beta1, numbers.beta2
     betas = (beta1, beta2, 1 - beta1, 1 - beta2)
     return (numbers.shrink, numbers.decay, *betas, numbers.eps, numbers.step_size, numbers.correction)

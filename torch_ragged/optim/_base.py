@@ -31,6 +31,7 @@ __all__ = [
     "adamw_step",
     "agree_on_gradients",
     "by_mesh",
+    "check_capture",
     "check_placement",
     "from_flat",
     "groups_on_host",
@@ -38,6 +39,7 @@ __all__ = [
     "local_shape_placed",
     "mesh_of",
     "names_peers",
+    "new_step",
     "placed_of",
     "run_closure",
     "scalar",
@@ -100,9 +102,41 @@ def groups_on_host(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Copies of the parameter groups with ``lr`` as a float: a step waits for a device once per group, not per parameter.
 
     ``lr_dtype`` is the dtype of an ``lr`` that was given as a tensor, which rounds what is computed with it; otherwise None.
+    A capturable group keeps the tensor: the device computes with what it holds then.
     """
-    groups = optimizer.param_groups
-    return [{**group, "lr": scalar(group["lr"]), "lr_dtype": getattr(group["lr"], "dtype", None)} for group in groups]
+    found = []
+    for group in optimizer.param_groups:
+        lr = group["lr"] if group.get("capturable") else scalar(group["lr"])
+        found.append({**group, "lr": lr, "lr_dtype": getattr(group["lr"], "dtype", None)})
+    return found
+
+
+def check_capture(optimizer: torch.optim.Optimizer, reads: str | None = None) -> bool:
+    """Whether a CUDA graph captures the current stream.
+
+    Args:
+        reads: what the step would read on the host; None: nothing.
+
+    Raises:
+        RuntimeError: it does, and the graph would repeat numbers of this step. Nothing is changed.
+    """
+    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return False
+    name = type(optimizer).__name__
+    if not all(group.get("capturable") for group in optimizer.param_groups):
+        known = "capturable" in optimizer.defaults
+        raise RuntimeError(
+            f"{name}.step is captured in a CUDA graph, which would repeat the step count and lr of this step: "
+            + (f"make {name} with capturable=True" if known else f"capture the step without {name}, and call it after a replay")
+        )
+    if reads is not None:
+        raise RuntimeError(f"{name}.step is captured in a CUDA graph, and {reads}")
+    return True
+
+
+def new_step(param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """The step counter of ``param``: on its device if the group is capturable, otherwise on the CPU."""
+    return torch.tensor(0.0, dtype=torch.float32, device="cpu").to(param.device if group.get("capturable") else "cpu")
 
 
 def by_mesh(params: Sequence[torch.Tensor]) -> Iterator[tuple[DeviceMesh | None, list[int]]]:
@@ -208,14 +242,17 @@ def check_placement(param: torch.Tensor, name: str) -> None:
         )
 
 
-def add_scaled(param: torch.Tensor, update: torch.Tensor, alpha: float, rounds_product: bool) -> None:
+def add_scaled(param: torch.Tensor, update: torch.Tensor, alpha: float | torch.Tensor, rounds_product: bool) -> None:
     """``param += alpha * update`` in place, with a result that does not depend on where a shard starts and ends.
 
     On CPU, torch rounds 16-bit elements differently if they do not fill a vector register. This concerns the last few elements
     of a tensor, and all elements of a strided tensor: for them, ``alpha * update`` is rounded before the addition. Here,
     ``rounds_product`` decides for all elements whether this product is rounded. If the dtypes differ, torch adds in float32 and
-    rounds every element once, which needs no correction.
+    rounds every element once, which needs no correction. A tensor as ``alpha`` is not read on the host.
     """
+    if isinstance(alpha, torch.Tensor):  # In float32: a tensor without dimensions would be rounded to 16 bits.
+        param.copy_(param.float().addcmul_(update.float(), alpha.float()))
+        return
     if param.device.type != "cpu" or param.dtype not in (torch.bfloat16, torch.float16) or update.dtype != param.dtype:
         param.add_(update, alpha=alpha)
         return
@@ -242,9 +279,10 @@ def adamw_step(
     states = [optimizer.state[param] for param, _ in active]
     for (param, _), state in zip(active, states):
         if "exp_avg" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            state["step"] = new_step(param, group)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
     beta1, beta2 = group["betas"]
+    is_capturable = bool(group.get("capturable")) and any(not param.is_cpu for param, _ in active)
     adamw(
         [local(param) for param, _ in active],
         [gradient for _, gradient in active],
@@ -253,10 +291,11 @@ def adamw_step(
         [],
         [state["step"] for state in states],
         foreach=group["foreach"],
+        capturable=is_capturable,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=group["lr"],
+        lr=group["lr"] if is_capturable else scalar(group["lr"]),
         weight_decay=group["weight_decay"],
         eps=eps,
         maximize=False,
@@ -329,19 +368,23 @@ class RaggedOptimizer(torch.optim.Optimizer):
                     )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states.
+        """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states, and ``capturable``.
 
         Raises:
             ValueError: ``state_dict`` is of another optimizer, or of other options. Nothing is changed.
         """
         self._check_states(state_dict)
+        own = [group.get("capturable") for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, is_capturable in zip(self.param_groups, own):  # It belongs to the program, not to what was saved.
+            if is_capturable is not None:
+                group["capturable"] = is_capturable
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in zip(saved, params):
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        for index, (param, group) in zip(saved, params):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor):  # A copy, so that the step counters are not shared with ``state_dict``.
-                    device = value.device if name == "step" else param.device
+                    device = param.device if name != "step" else new_step(param, group).device
                     self.state[param][name] = value.to(device, copy=True)
 
 

@@ -19,8 +19,10 @@ from torch_ragged.optim._base import (
     adamw_step,
     agree_on_gradients,
     by_mesh,
+    check_capture,
     check_placement,
     groups_on_host,
+    mesh_of,
     names_peers,
     placed_of,
     run_closure,
@@ -221,6 +223,9 @@ class MatrixOptimizer(RaggedOptimizer):
             RuntimeError: a gradient is sparse; or it is missing on some ranks and has other placements than its parameter on
                 other ranks. Every rank raises it, and nothing is changed.
         """
+        meshes = {mesh_of(param) for group in self.param_groups for param in group["params"]}
+        agrees = self.check_gradients and any(mesh is not None and mesh.size() > 1 for mesh in meshes)
+        check_capture(self, "ranks agree on gradients, which the host reads: set check_gradients=False" if agrees else None)
         loss = run_closure(closure)
         groups = groups_on_host(self)
         entries = [(param, group) for group in groups for param in group["params"]]

@@ -63,6 +63,21 @@ def _factors(
     return scalar(1 - rate * weight_decay), scalar(adjusted_lr(rate, adjust_lr_fn, (rows, columns)))
 
 
+def _factors_of(
+    lr: Any, dtype: Any, weight_decay: float, adjust_lr_fn: Optional[str], rows: int, columns: int
+) -> tuple[Any, Any]:
+    """The same; as tensors, without a read on the host, if ``lr`` is one."""
+    if not isinstance(lr, torch.Tensor):
+        return _factors(lr, dtype, weight_decay, adjust_lr_fn, rows, columns)
+    rate: Any = lr.reshape(())
+    return 1 - rate * weight_decay, adjusted_lr(rate, adjust_lr_fn, (rows, columns))
+
+
+def _scaled(values: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """The product, rounded once: with 16-bit values, torch would round a tensor without dimensions to 16 bits first."""
+    return (values.float() * factor).to(values.dtype) if isinstance(factor, torch.Tensor) else values * factor
+
+
 def _normalized(update: torch.Tensor, moment: torch.Tensor, beta: float) -> torch.Tensor:
     """NorMuon's step: each row divided by the root of its averaged mean square; the norm of the matrix stays.
 
@@ -112,10 +127,10 @@ class Muon(RootStateOptimizer):
     parameter of three dimensions is a stack of matrices (experts), each with its own root. A group with ``segments`` has fused
     weights, such as queries, keys and values in one: each segment is a matrix, as if it were a parameter of its own.
 
-    Given equal gradients, parameters and states are bitwise equal for any number of ranks. On CPU they are equal to
-    ``torch.optim.Muon``, with two exceptions. First, if a bfloat16 matrix has at least as many columns as rows, or only one
-    column, torch rounds its last ``numel % 64`` elements differently. Second, before 2.15, torch without Nesterov overwrites
-    the momentum of bfloat16 parameters.
+    Given equal gradients, parameters and states are bitwise equal for any number of ranks; on a GPU with ``foreach=False``. On
+    CPU they are equal to ``torch.optim.Muon``, with two exceptions. First, if a bfloat16 matrix has at least as many columns as
+    rows, or only one column, torch rounds its last ``numel % 64`` elements differently. Second, before 2.15, torch without
+    Nesterov overwrites the momentum of bfloat16 parameters.
 
     Collectives per step and mesh: two all-to-alls to the roots and two back, in bfloat16. ``max_root_bytes`` can cause more. If
     each matrix is whole on one rank, there are none. A flight with shared matrices has ``2 ns_steps - 1`` more. One all-reduce
@@ -156,6 +171,9 @@ class Muon(RootStateOptimizer):
             at a time. A lower limit needs more flights and collectives. None is no limit.
         check_gradients: if False, ranks do not agree on gradients, which saves the all-reduce. Legal if each gradient exists on
             all ranks or on none, as after a backward with ``fully_shard``. If ranks differ, the step hangs.
+        capturable: a CUDA graph may capture :meth:`step`, with ``check_gradients=False`` on several ranks. ``lr`` may be a
+            tensor on the device that changes between replays; step counts of AdamW are there. Take a step before the capture,
+            with gradients on the same parameters.
 
     Raises:
         ValueError: an option is out of range; a parameter of a ``"muon"`` group does not have two or three dimensions, not the
@@ -192,6 +210,7 @@ class Muon(RootStateOptimizer):
         segments: Optional[tuple[Sequence[int], int]] = None,
         max_root_bytes: Optional[int] = None,
         check_gradients: bool = True,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -212,6 +231,7 @@ class Muon(RootStateOptimizer):
             "flops_per_byte": flops_per_byte,
             "momentum_block": momentum_block,
             "segments": segments,
+            "capturable": capturable,
         }
         super().__init__(params, defaults, max_root_bytes, check_gradients)
 
@@ -355,10 +375,12 @@ class Muon(RootStateOptimizer):
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
         mine, segments = local(param), self._parts(param, group) if group.get("segments") is not None else []
         options = group["lr"], group["lr_dtype"], group["weight_decay"], group["adjust_lr_fn"]
-        shrink, rate = _factors(*options, *param.shape[-2:])
+        shrink, rate = _factors_of(*options, *param.shape[-2:])
         update = update.view(mine.shape)
         if group["cautious_weight_decay"]:  # Only where the update moves the weight towards zero, too.
-            mine.copy_(torch.where(update * mine >= 0, mine * shrink, mine))
+            mine.copy_(torch.where(update * mine >= 0, _scaled(mine, shrink), mine))
+        elif isinstance(shrink, torch.Tensor):
+            mine.copy_(_scaled(mine, shrink))
         else:
             mine.mul_(shrink)
         if not segments:
@@ -366,7 +388,7 @@ class Muon(RootStateOptimizer):
         for segment in segments:
             rows, columns = segment.matrices[-2:]
             for own, change in _of_segment(param, segment, mine, update):
-                add_scaled(own, change, -_factors(*options, rows, columns)[1], rounds_product=rows > columns > 1)
+                add_scaled(own, change, -_factors_of(*options, rows, columns)[1], rounds_product=rows > columns > 1)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__

@@ -8,6 +8,7 @@ kernel repeats every operation of this module in the same order: change both tog
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
@@ -85,21 +86,21 @@ def quantize(values: torch.Tensor, dims: tuple[int, ...], kind: str, signed: boo
     return encode(values * inverse, kind, signed), scales
 
 
-def hash32(value: int) -> int:
-    """A 32-bit hash of an integer: each input bit changes half of the output bits. Source: Wellons' "lowbias32"."""
-    value &= _MASK
+Integers = TypeVar("Integers", int, torch.Tensor)
+
+
+def hash32(value: Integers) -> Integers:
+    """A 32-bit hash of an integer, or of each int64 of a tensor: each input bit changes half of the output bits.
+
+    Source: Wellons' "lowbias32".
+    """
+    value = value & _MASK
     value = ((value ^ (value >> 16)) * 0x7FEB352D) & _MASK
     value = ((value ^ (value >> 15)) * 0x846CA68B) & _MASK
     return value ^ (value >> 16)
 
 
-def _hash32(value: torch.Tensor) -> torch.Tensor:
-    value = ((value ^ (value >> 16)) * 0x7FEB352D) & _MASK
-    value = ((value ^ (value >> 15)) * 0x846CA68B) & _MASK
-    return value ^ (value >> 16)
-
-
-def round_to_bfloat16(values: torch.Tensor, indices: torch.Tensor, key: int) -> torch.Tensor:
+def round_to_bfloat16(values: torch.Tensor, indices: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
     """Round float32 values to bfloat16, up or down at random, such that the expected result is the value.
 
     The random bits of an element depend only on its index in the global tensor and on ``key``, not on the shard.
@@ -107,8 +108,8 @@ def round_to_bfloat16(values: torch.Tensor, indices: torch.Tensor, key: int) -> 
     Args:
         values: float32.
         indices: int64, of the shape of ``values``: the flat global index of every element.
-        key: 32 bits, different for each tensor and step.
+        key: 32 bits, different for each tensor and step; an int64 tensor without dimensions is not read on the host.
     """
-    noise = _hash32((indices & _MASK) ^ _hash32((indices >> 32) ^ key)) & 0xFFFF
+    noise = hash32((indices & _MASK) ^ hash32((indices >> 32) ^ key)) & 0xFFFF
     bits = (values.contiguous().view(torch.int32) + noise.int()) & -0x10000
     return torch.where(values.isfinite(), bits.view(torch.float32), values).to(torch.bfloat16)
