@@ -8,7 +8,7 @@ from torch_ragged.optim import Adam8bit, AdamW8bit, BlockPolicy, Muon, matrix_gr
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SMALL = BlockPolicy((8, 8), min_numel=64)
+SMALL = BlockPolicy((16, 16), min_numel=64)
 KINDS = {
     "AdamW8bit": lambda model: AdamW8bit(model.parameters(), policy=SMALL, capturable=True),
     "Adam8bit": lambda model: Adam8bit(model.parameters(), policy=SMALL, weight_decay=0.1, capturable=True),
@@ -23,12 +23,12 @@ KINDS = {
 class Training:
     def __init__(self, make, dtype):
         torch.manual_seed(0)
-        layers = nn.Linear(40, 24, dtype=dtype), nn.Tanh(), nn.Linear(24, 48, bias=False, dtype=dtype)
+        layers = nn.Linear(80, 64, dtype=dtype), nn.Tanh(), nn.Linear(64, 96, bias=False, dtype=dtype)
         self.model = nn.Sequential(*layers).cuda()
         self.optimizer, self.lr = make(self.model), torch.zeros((), device="cuda")
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
-        self.x = torch.zeros(6, 40, dtype=dtype, device="cuda")
+        self.x = torch.zeros(6, 80, dtype=dtype, device="cuda")
 
     def step(self):
         self.optimizer.zero_grad()
@@ -37,7 +37,7 @@ class Training:
 
     def set(self, number):
         self.lr.fill_(0.01 / (1 + number))
-        self.x.copy_(torch.randn(6, 40, generator=torch.Generator().manual_seed(number)))
+        self.x.copy_(torch.randn(6, 80, generator=torch.Generator().manual_seed(number)))
 
     def tensors(self):
         states = [each for state in self.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
@@ -72,6 +72,8 @@ def test_replays_have_the_bits_of_steps(kind, dtype):
         del junk  # Memory that the step has freed is others' now.
     for p, q in zip(plain.tensors(), captured.tensors(), strict=True):
         assert torch.equal(p, q), kind
+    names = {name for state in captured.optimizer.state.values() for name in state}
+    assert kind in ("Muon", "shared rows") or any(name.endswith("_codes") for name in names), names
     assert {state["step"].device.type for state in captured.optimizer.state.values() if "step" in state} <= {"cuda"}
 
 

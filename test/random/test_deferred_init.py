@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch_ragged import RaggedShard
 from torch_ragged.fsdp import CPUOffloadPolicy, fully_shard, rows
 from torch_ragged.random import deferred_init, materialize
+from torch_ragged.tensor._from_meta import FromMeta
 
 
 class Odd(nn.Module):
@@ -315,6 +316,14 @@ class DeferredInitTest(unittest.TestCase):
         for each in (module.first, module.second):
             each.reset_parameters()
         check_equal(module, want)
+
+    def test_tensors_leave_the_meta_device_for_where_they_belong(self):
+        """A flat buffer of fully_shard is told; a plain tensor of a module waits for the device of its construction."""
+        meta, real = torch.empty(3, device="meta"), torch.empty(3)
+        self.assertIs(FromMeta()(meta), meta)
+        self.assertIs(FromMeta("cpu").at("meta")(real), real)
+        for each in (FromMeta().at("cpu"), FromMeta("cpu").at("meta")):
+            self.assertEqual((each(meta).device.type, each(meta).shape), ("cpu", meta.shape))
 
     @ranks(2)
     def test_seeds_that_differ_raise_on_all_ranks():

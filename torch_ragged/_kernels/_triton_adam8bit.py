@@ -236,7 +236,7 @@ def warps(tile: tuple[int, int]) -> int:
     return max(1, min(8, tile[0] * tile[1] // 256))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def _programs(counts: tuple[int, ...], device: torch.device) -> tuple[tuple[int, ...], torch.Tensor]:
     """The first program of each region, and the region (int32) of each program."""
     owners = torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))

@@ -77,6 +77,16 @@ class TileTable:
         self.runs, self.tile = tuple(runs), tile
         self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @classmethod
+    def of_one(cls, sizes: tuple[int, int, int], tile: tuple[int, int], device: torch.device) -> TileTable:
+        """The table of one run at offset 0, made on ``device`` without a copy from the host: a CUDA graph may capture it."""
+        table = cls([TileRun(0, 0, 0, sizes)], tile)
+        programs = math.prod(table.runs[0].grid(table.program))
+        numbers = torch.zeros(1, 6, dtype=torch.int64, device=device)
+        numbers[0, 4], numbers[0, 5] = sizes[1:]
+        table._on[device] = torch.zeros(programs, dtype=torch.int32, device=device), numbers
+        return table
+
     @property
     def is_aligned(self) -> bool:
         """Whether the offsets of all rows, in values and codes, are multiples of 16, so that a thread may read 16 bytes."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -24,6 +25,7 @@ from torch_ragged.optim._base import (
     agree_on_gradients,
     check_capture,
     check_placement,
+    check_warm,
     from_flat,
     groups_on_host,
     local,
@@ -154,9 +156,9 @@ class Adam8bit(RaggedOptimizer):
             of the parameter in the optimizer and the global index of the element.
         seed: the seed of stochastic rounding, an int.
         capturable: a CUDA graph may capture :meth:`step`. Step counts are on the device, ``lr`` may be a tensor there that
-            changes between replays, and nothing is read on the host. Take a step before the capture, with gradients on the same
-            parameters, and keep the optimizer as long as the graph. Numbers differ from those without it by roundings of a
-            step's scalars at most.
+            changes between replays, and nothing is read on the host. Ranks must not share blocks. Take a step before each
+            capture, with gradients on the same parameters, and keep the optimizer as long as the graph. Numbers differ from
+            those without it by roundings of a step's scalars at most.
 
     Raises:
         ValueError: an option is out of range; a parameter is a Partial DTensor or has no real floating-point dtype; or
@@ -242,25 +244,34 @@ class Adam8bit(RaggedOptimizer):
         moved = [i for i, layout in enumerate(layouts) if layout.aligned is not None]
         if moved and not self._has_warned:
             self._warn([entries_here[i][1] for i in moved])
+        if any(mesh is not None and mesh.size() > 1 for mesh in (mesh_of(entries_here[i][1]) for i in moved)):
+            check_capture(self, "ranks share blocks, and agree on gradients on the host: give its policy to fully_shard")
         found = agree_on_gradients([param for _, param, _ in entries_here], moved)
         active = [(*entry, *rest) for entry, *rest in zip(entries_here, layouts, found) if rest[1] is not None]
-        if is_captured and any("step" not in self.state.get(param, {}) for _, param, *_ in active):
-            raise RuntimeError(f"{type(self).__name__}.step is captured before its first step: take a step before the capture")
-        for _, param, group, layout, _ in active:
-            if "step" not in self.state[param]:
-                self._init_state(param, group, layout)
-            self.state[param]["step"] += 1
-        numbers = self._all_numbers([(self._indices.get(param, index), param, group) for index, param, group, *_ in active])
-        updates = BlockUpdates(self.policy.block, self.code, self._graphs)
-        for (_, param, _, layout, gradient), of_param in zip(active, numbers):
-            self._step_param(param, gradient, of_param, layout, updates)
+        if is_captured:
+            check_warm(self, (param for _, param, *_ in active))
+        updates, on_device = BlockUpdates(self.policy.block, self.code, self._graphs), self._numbers_on_device(active)
+        for number, (index, param, group, layout, gradient) in enumerate(active):
+            self._step_param(index, param, gradient, group, layout, updates, on_device.get(number))
         updates.run()
+        self._graphs.end_step()
         return loss
 
     def _step_param(
-        self, param: torch.Tensor, gradient: torch.Tensor, numbers: AdamStep, layout: _Layout, updates: BlockUpdates
+        self,
+        index: int,
+        param: torch.Tensor,
+        gradient: torch.Tensor,
+        group: dict[str, Any],
+        layout: _Layout,
+        updates: BlockUpdates,
+        numbers: Optional[AdamStep],
     ) -> None:
+        """One step; with ``numbers``, its states are made and its step is counted already."""
         state = self.state[param]
+        if numbers is None:
+            self._count_step(param, group, layout)
+            numbers = self._numbers(group, int(state["step"].item()), self._indices.get(param, index))
         if layout.aligned is None:
             target = local(param)
             flat = target.view(-1) if target.is_contiguous() else target.contiguous().view(-1)
@@ -296,19 +307,10 @@ class Adam8bit(RaggedOptimizer):
         moments = Moments(*(local(state[name]).view(-1) for name in names))
         updates.add(layout.regions, numbers, param, gradient, moments)
 
-    def _all_numbers(self, entries: Sequence[tuple[int, torch.Tensor, dict[str, Any]]]) -> list[AdamStep]:
-        """The scalars of this step of each parameter: (index, parameter, group)."""
-        found: dict[int, AdamStep] = {}
-        on_device: dict[Any, list[int]] = {}
-        for number, (index, param, group) in enumerate(entries):
-            if group["capturable"]:
-                on_device.setdefault((id(group), param.device), []).append(number)
-            else:
-                found[number] = self._numbers(group, int(self.state[param]["step"].item()), index)
-        for numbers in on_device.values():
-            indices, params, groups = zip(*(entries[number] for number in numbers))
-            found.update(zip(numbers, self._numbers_on_device(groups[0], params, indices)))
-        return [found[number] for number in range(len(entries))]
+    def _count_step(self, param: torch.Tensor, group: dict[str, Any], layout: _Layout) -> None:
+        if "step" not in self.state[param]:
+            self._init_state(param, group, layout)
+        self.state[param]["step"] += 1
 
     def _numbers(self, group: dict[str, Any], step: int, index: int) -> AdamStep:
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
@@ -323,23 +325,35 @@ class Adam8bit(RaggedOptimizer):
             rounding_key=hash32(self.seed ^ hash32(step ^ hash32(index + 1))) if self.stochastic_rounding else None,
         )
 
-    def _numbers_on_device(
-        self, group: dict[str, Any], params: Sequence[torch.Tensor], indices: tuple[int, ...]
-    ) -> Iterator[AdamStep]:
-        """The same for parameters of a capturable group on one device, without a read on the host."""
-        lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-        steps = torch.stack([self.state[param]["step"] for param in params]).double()
-        if isinstance(lr, torch.Tensor):
-            lr = lr.double().reshape(()) if lr.device == steps.device else lr.item()
-        step_sizes = (lr / (1 - beta1**steps)).unbind()
-        corrections = (1 / (1 - beta2**steps).sqrt()).unbind()
-        keys: Sequence[torch.Tensor | None] = [None] * len(params)
-        if self.stochastic_rounding:
-            of_params = self._graphs.constant(tuple(hash32(index + 1) for index in indices), steps.device)
-            keys = hash32(hash32(steps.long() ^ of_params) ^ self.seed & 0xFFFFFFFF).unbind()
-        shrink = 1 - lr * decay if self._decoupled else 1.0
-        for step_size, correction, key in zip(step_sizes, corrections, keys):
-            yield AdamStep(shrink, 0.0 if self._decoupled else decay, beta1, beta2, group["eps"], step_size, correction, key)
+    def _numbers_on_device(self, active: Sequence[tuple[Any, ...]]) -> dict[int, AdamStep]:
+        """:meth:`_numbers` of the parameters of capturable groups, without a read on the host.
+
+        ``active`` has (index, parameter, group, layout, gradient) of each. The result is by place in it.
+        """
+        alike: dict[Any, list[int]] = {}
+        for number, (_, param, group, layout, _) in enumerate(active):
+            if group.get("capturable"):
+                self._count_step(param, group, layout)
+                alike.setdefault((id(group), param.device), []).append(number)
+        found: dict[int, AdamStep] = {}
+        for numbers in alike.values():
+            params, group = [active[number][1] for number in numbers], active[numbers[0]][2]
+            lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+            steps = torch.stack([self.state[param]["step"] for param in params]).double()
+            if isinstance(lr, torch.Tensor):
+                lr = lr.double().reshape(()) if lr.device == steps.device else lr.item()
+            step_sizes = (lr / (1 - beta1**steps)).unbind()
+            corrections = (1 / (1 - beta2**steps).sqrt()).unbind()
+            keys: Sequence[torch.Tensor | None] = [None] * len(params)
+            if self.stochastic_rounding:
+                indices = [self._indices.get(param, active[number][0]) for param, number in zip(params, numbers)]
+                of_params = torch.stack([self._graphs.constant(hash32(index + 1), steps.device) for index in indices])
+                keys = hash32(hash32(steps.long() ^ of_params) ^ self.seed & 0xFFFFFFFF).unbind()
+            shrink = 1 - lr * decay if self._decoupled else 1.0
+            decay = 0.0 if self._decoupled else decay
+            for number, *of_param in zip(numbers, step_sizes, corrections, keys):
+                found[number] = AdamStep(shrink, decay, beta1, beta2, group["eps"], *of_param)
+        return found
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any], layout: _Layout) -> None:
         state = self.state[param]
@@ -566,13 +580,14 @@ class BlockUpdates:
 class _GraphMemory:
     """What a capturable optimizer holds for CUDA graphs: memory that a captured step reads again in each replay.
 
-    A capture may copy to the device from pinned memory alone, and not allocate it. So each other step leaves a pinned table for
-    a capture that may follow.
+    A capture may copy to the device from pinned memory alone, and not allocate it. So each other step leaves as many pinned
+    tables as it had launches, for a capture that may follow.
     """
 
     def __init__(self) -> None:
-        self._spare: dict[tuple[int, torch.device], torch.Tensor] = {}
-        self._constants: dict[Any, torch.Tensor] = {}
+        self._spare: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+        self._launches: Counter[tuple[int, torch.device]] = Counter()  # Of this step.
+        self._constants: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._kept: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -581,32 +596,39 @@ class _GraphMemory:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def __deepcopy__(self, memo: Any) -> _GraphMemory:
-        return _GraphMemory()
-
     def pinned(self, regions: int, device: torch.device) -> Optional[torch.Tensor]:
-        """The table of a captured step; None in other steps, and on the CPU."""
+        """The table of a launch of a captured step; None in other steps, and on the CPU."""
         if device.type != "cuda":
             return None
         key = regions, device
         if torch.cuda.is_current_stream_capturing():
-            if key not in self._spare:
+            if not self._spare.get(key):
                 raise RuntimeError(
-                    f"a step of {regions} blocks' regions on {device} is captured, and none was taken before: take a step with "
-                    "gradients on the same parameters before the capture"
+                    "a step of 8-bit Adam is captured, and the step before it was captured, too, or had gradients on other "
+                    "parameters: take a step with gradients on the same parameters before each capture"
                 )
-            return self._spare.pop(key)
-        if key not in self._spare:
-            from torch_ragged._kernels import _triton_adam8bit as kernel
-
-            self._spare[key] = torch.empty(regions, len(kernel.INTEGERS), dtype=torch.int64, device="cpu", pin_memory=True)
+            return self._spare[key].pop()
+        self._launches[key] += 1
         return None
 
-    def constant(self, values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Integers on the device, copied there in the first call."""
-        if (values, device) not in self._constants:
-            self._constants[values, device] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device)
-        return self._constants[values, device]
+    def end_step(self) -> None:
+        """Leave tables for a capture: as many as this step had launches, of their sizes."""
+        if self._launches:
+            from torch_ragged._kernels import _triton_adam8bit as kernel
+
+            width, before, self._spare = len(kernel.INTEGERS), self._spare, {}
+            for key, count in self._launches.items():
+                tables = before.get(key, [])[:count]
+                missing = count - len(tables)
+                empty = (torch.empty(key[0], width, dtype=torch.int64, device="cpu", pin_memory=True) for _ in range(missing))
+                self._spare[key] = [*tables, *empty]
+            self._launches.clear()
+
+    def constant(self, value: int, device: torch.device) -> torch.Tensor:
+        """An integer on the device, copied there in the first call."""
+        if (value, device) not in self._constants:
+            self._constants[value, device] = torch.tensor(value, dtype=torch.int64, device="cpu").to(device)
+        return self._constants[value, device]
 
     def keep(self, tensors: Any) -> None:
         """Hold what a captured step reads."""

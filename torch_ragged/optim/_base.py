@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "by_mesh",
     "check_capture",
     "check_placement",
+    "check_warm",
     "from_flat",
     "groups_on_host",
     "local",
@@ -129,9 +130,20 @@ def check_capture(optimizer: torch.optim.Optimizer, reads: str | None = None) ->
             f"{name}.step is captured in a CUDA graph, which would repeat the step count and lr of this step: "
             + (f"make {name} with capturable=True" if known else f"capture the step without {name}, and call it after a replay")
         )
+    if any(isinstance(group["lr"], torch.Tensor) and group["lr"].is_cpu for group in optimizer.param_groups):
+        reads = "its lr is a tensor on the CPU, whose number the graph would repeat: give a tensor on the device"
     if reads is not None:
         raise RuntimeError(f"{name}.step is captured in a CUDA graph, and {reads}")
     return True
+
+
+def check_warm(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """Raise ``RuntimeError`` if a captured step would make states: each replay would make them anew. Nothing is changed."""
+    if not all(optimizer.state.get(param) for param in params):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step is captured in a CUDA graph before the first step of a parameter: take a step "
+            "before the capture, with gradients on the same parameters"
+        )
 
 
 def new_step(param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
@@ -250,8 +262,9 @@ def add_scaled(param: torch.Tensor, update: torch.Tensor, alpha: float | torch.T
     ``rounds_product`` decides for all elements whether this product is rounded. If the dtypes differ, torch adds in float32 and
     rounds every element once, which needs no correction. A tensor as ``alpha`` is not read on the host.
     """
-    if isinstance(alpha, torch.Tensor):  # In float32: a tensor without dimensions would be rounded to 16 bits.
-        param.copy_(param.float().addcmul_(update.float(), alpha.float()))
+    if isinstance(alpha, torch.Tensor):  # At least in float32: a tensor without dimensions would be rounded to 16 bits.
+        wide = torch.promote_types(param.dtype, torch.float32)
+        param.copy_(param.to(wide).addcmul(update.to(wide), alpha.to(wide)))
         return
     if param.device.type != "cpu" or param.dtype not in (torch.bfloat16, torch.float16) or update.dtype != param.dtype:
         param.add_(update, alpha=alpha)
@@ -282,24 +295,27 @@ def adamw_step(
             state["step"] = new_step(param, group)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
     beta1, beta2 = group["betas"]
-    is_capturable = bool(group.get("capturable")) and any(not param.is_cpu for param, _ in active)
-    adamw(
-        [local(param) for param, _ in active],
-        [gradient for _, gradient in active],
-        [local(state["exp_avg"]) for state in states],
-        [local(state["exp_avg_sq"]) for state in states],
-        [],
-        [state["step"] for state in states],
-        foreach=group["foreach"],
-        capturable=is_capturable,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"] if is_capturable else scalar(group["lr"]),
-        weight_decay=group["weight_decay"],
-        eps=eps,
-        maximize=False,
-    )
+    for is_cpu in (True, False):  # Torch's capturable step takes no parameters on the CPU.
+        here = [i for i, (param, _) in enumerate(active) if param.is_cpu == is_cpu]
+        is_capturable = bool(group.get("capturable")) and not is_cpu
+        if here:
+            adamw(
+                [local(active[i][0]) for i in here],
+                [active[i][1] for i in here],  # type: ignore[misc]
+                [local(states[i]["exp_avg"]) for i in here],
+                [local(states[i]["exp_avg_sq"]) for i in here],
+                [],
+                [states[i]["step"] for i in here],
+                foreach=group["foreach"],
+                capturable=is_capturable,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"] if is_capturable else scalar(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=eps,
+                maximize=False,
+            )
 
 
 class RaggedOptimizer(torch.optim.Optimizer):
@@ -367,18 +383,32 @@ class RaggedOptimizer(torch.optim.Optimizer):
                         "options, or train without loading one"
                     )
 
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer.state_dict``, without ``capturable``, and with the ``lr`` of such a group as a number."""
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            if group.pop("capturable", None):
+                group["lr"] = scalar(group["lr"])
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states, and ``capturable``.
+
+        A capturable group keeps its tensor of ``lr``, and gets the number into it. States are new: capture again.
 
         Raises:
             ValueError: ``state_dict`` is of another optimizer, or of other options. Nothing is changed.
         """
         self._check_states(state_dict)
-        own = [group.get("capturable") for group in self.param_groups]
+        own = [(group.get("capturable"), group["lr"]) for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, is_capturable in zip(self.param_groups, own):  # It belongs to the program, not to what was saved.
+        for group, (is_capturable, lr) in zip(self.param_groups, own):
+            # It belongs to the program, not to what was saved, as does the tensor that a graph reads.
+            group.pop("capturable", None)
             if is_capturable is not None:
                 group["capturable"] = is_capturable
+            if is_capturable and isinstance(lr, torch.Tensor):
+                group["lr"] = lr.fill_(scalar(group["lr"]))
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [(param, group) for group in self.param_groups for param in group["params"]]
         for index, (param, group) in zip(saved, params):

@@ -21,6 +21,7 @@ from torch_ragged.optim._base import (
     by_mesh,
     check_capture,
     check_placement,
+    check_warm,
     groups_on_host,
     mesh_of,
     names_peers,
@@ -225,7 +226,9 @@ class MatrixOptimizer(RaggedOptimizer):
         """
         meshes = {mesh_of(param) for group in self.param_groups for param in group["params"]}
         agrees = self.check_gradients and any(mesh is not None and mesh.size() > 1 for mesh in meshes)
-        check_capture(self, "ranks agree on gradients, which the host reads: set check_gradients=False" if agrees else None)
+        is_captured = check_capture(
+            self, "ranks agree on gradients, which the host reads: set check_gradients=False" if agrees else None
+        )
         loss = run_closure(closure)
         groups = groups_on_host(self)
         entries = [(param, group) for group in groups for param in group["params"]]
@@ -234,6 +237,8 @@ class MatrixOptimizer(RaggedOptimizer):
         for i in matrices:
             self._check_step(*entries[i])
         gradients = agree_on_gradients(params, None if self.check_gradients else ())
+        if is_captured:
+            check_warm(self, (param for param, gradient in zip(params, gradients) if gradient is not None))
         for mesh, of_mesh in by_mesh([params[i] for i in matrices]):
             indices = [matrices[i] for i in of_mesh]
             present = [i for i in indices if gradients[i] is not None]

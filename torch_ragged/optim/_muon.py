@@ -75,7 +75,10 @@ def _factors_of(
 
 def _scaled(values: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     """The product, rounded once: with 16-bit values, torch would round a tensor without dimensions to 16 bits first."""
-    return (values.float() * factor).to(values.dtype) if isinstance(factor, torch.Tensor) else values * factor
+    if not isinstance(factor, torch.Tensor):
+        return values * factor
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return (values.to(wide) * factor.to(wide)).to(values.dtype)
 
 
 def _normalized(update: torch.Tensor, moment: torch.Tensor, beta: float) -> torch.Tensor:

@@ -16,18 +16,16 @@ class FromMeta:
 
     Attributes:
         device: where; None: where each tensor belongs. A DTensor belongs on the device of its mesh.
-        home: where a plain tensor belongs. A flat buffer of fully_shard does not say it by itself: see :meth:`at`.
+        home: where a plain tensor belongs, which does not say it by itself; None: plain tensors stay. See :meth:`at`.
     """
 
     device: torch.device | str | None = None
-    home: torch.device | str = "cpu"
+    home: torch.device | str | None = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return tensor
         home = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else self.home
-        return torch.empty_like(tensor, device=self.device or home)
+        return torch.empty_like(tensor, device=self.device or home) if tensor.is_meta and home is not None else tensor
 
     def at(self, home: torch.device | str) -> FromMeta:
-        """The same for tensors that belong on devices of type ``home``."""
+        """The same for flat buffers of fully_shard that belong on devices of type ``home``."""
         return replace(self, home=home)

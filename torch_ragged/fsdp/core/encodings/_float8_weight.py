@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_ragged._kernels import float8
-from torch_ragged._kernels.tiles import LARGEST, SMALLEST, TileRun, TileTable
+from torch_ragged._kernels.tiles import LARGEST, SMALLEST, TileTable
 from torch_ragged._register._torch import as_plain_tensors, functorch_is_active, is_autocast, no_dispatch, recomputation_ends
 from torch_ragged.fsdp.core._weight_gradient import GradientTarget, weight_gradient
 from torch_ragged.fsdp.core.encodings._float8_planes import Float8Planes
@@ -47,14 +47,15 @@ def float8_weight(planes: Float8Planes) -> Float8Weight:
 
 
 def float8_matmul_weight(planes: Float8Planes) -> Float8Weight:
-    """The same, and ``F.linear`` multiplies the codes, by ``torch._scaled_mm``, where it can.
+    """The same, and ``F.linear`` multiplies the codes where it can: on a Hopper GPU, and on a CPU.
 
     Inputs are quantized to float8 e4m3 with a scale for each row and each ``tile[1]`` columns; products are summed in float32.
     An input changes by at most 1/16 of itself, or by 1/1024 of its scale, which is the largest magnitude of its columns divided
     by 448. Gradients are computed from dequantized weights and unquantized inputs.
 
     It can if the weight is one matrix, the number of its columns is a multiple of the tile's width, that of its rows a multiple
-    of 16, the input has the dtype of the weight, and the device has float8 products. Otherwise it dequantizes.
+    of 16, and the input has the dtype of the weight; on Hopper with tiles of 128 x 128 or 1 x 128, and CUDA 12.9 or later. On
+    other GPUs, and otherwise, it dequantizes. On a CPU, each column of tiles takes a product of its own.
     """
     return Float8Weight(planes, multiplies_codes=True)
 
@@ -212,11 +213,14 @@ def _product_on_hopper(x: torch.Tensor, planes: Float8Planes, bias: torch.Tensor
         x = F.pad(x, (0, 0, 0, padded - rows))
     quantized = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=x.device)
     of_x = torch.empty(padded, across, device=x.device)
-    table = _rows_table(padded, columns)
+    table = TileTable.of_one((1, padded, columns), (1, 128), x.device)
     float8.quantize(x.contiguous().view(-1), quantized.view(torch.uint8).view(-1), table, of_x.view(-1))
     # Columns of scales are contiguous; of squares, their number is a multiple of four.
     is_square = planes.tile[0] > 1
-    of_weight = F.pad(planes.scales, (0, -across % _SCALES_MULTIPLE)).t() if is_square else planes.scales.t().contiguous().t()
+    if is_square:
+        of_weight = F.pad(planes.scales, (0, -across % _SCALES_MULTIPLE)).t()
+    else:
+        of_weight = planes.scales.t().clone(memory_format=torch.contiguous_format).t()
     # Not in bfloat16: results of that were off by 1 % of the sum of magnitudes (300 rows, H200, CUDA 13.0).
     product = F.scaled_mm(
         quantized,
@@ -230,12 +234,6 @@ def _product_on_hopper(x: torch.Tensor, planes: Float8Planes, bias: torch.Tensor
     if bias is None:
         return product.to(planes.dtype)
     return torch.add(product, bias, out=torch.empty_like(product, dtype=planes.dtype))
-
-
-@functools.lru_cache(maxsize=256)
-def _rows_table(rows: int, columns: int) -> TileTable:
-    """Tiles of one row; kept, because a copy of it is on the GPU."""
-    return TileTable([TileRun(0, 0, 0, (1, rows, columns))], (1, 128))
 
 
 def _product_of_codes(x: torch.Tensor, planes: Float8Planes, bias: torch.Tensor | None) -> torch.Tensor:
