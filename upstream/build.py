@@ -11,6 +11,7 @@ give the same bytes.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import os
 import re
@@ -66,13 +67,36 @@ def _broken(match: re.Match[str]) -> str:
     return "\n".join([f"{indent}from {module} import ({comment and '  #' + comment}", *lines, f"{indent})"])
 
 
+def _with_present(text: str, present: set[Path]) -> str:
+    """The text of an ``__init__`` without its imports of modules that are not in ``present``, and their names."""
+    lines, absent = text.splitlines(keepends=True), set()
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("torch_ragged."):
+            continue
+        path = ROOT.joinpath(*(node.module or "").split("."))
+        if path.with_suffix(".py") not in present and path / "__init__.py" not in present:
+            absent |= {alias.asname or alias.name for alias in node.names}
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)  # type: ignore[operator]
+    return "".join(line for line in lines if line.strip().strip('",') not in absent or not line.strip().startswith('"'))
+
+
 def new_files(step: Step) -> Iterator[tuple[str, str]]:
-    """The path in torch's repository and the text of each file that a patch adds, except files that ``core/`` has in full."""
-    for path in step.source_files():
+    """The path in torch's repository and the text of each file that a patch adds, except files that ``core/`` has in full.
+
+    So far as a package's ``__init__`` imports what a later patch adds, that patch adds these lines of it.
+    """
+    before = {path for each in SERIES[: SERIES.index(step)] for path in each.source_files()} if step in SERIES else set()
+    present = {*before, *step.source_files()}
+    for path in sorted({*step.source_files(), *(path for path in before if path.name == "__init__.py")}):
+        text = path.read_text()
+        if path.name == "__init__.py":
+            whole, text = text, _with_present(text, present)
+            if path in before and text == _with_present(whole, before):
+                continue
         parts = path.relative_to(ROOT).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = torch_name(".".join(parts[:-1] if is_package else parts)).replace(".", "/")
-        yield name + ("/__init__.py" if is_package else ".py"), in_torch(path.read_text())
+        yield name + ("/__init__.py" if is_package else ".py"), in_torch(text)
     for test in step.tests:
         yield f"{TESTS}/{Path(test).name}", in_torch((ROOT / "test" / test).read_text())
     for document in step.documents:

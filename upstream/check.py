@@ -3,7 +3,7 @@
 It must not change the installed torch: the patches go to a copy, made of hard links.
 
 1. The patches are made from the package's sources, and apply to a copy of torch.
-2. Each of the first five patches, together with the patches before it, passes its own tests without ``torch_ragged``.
+2. Each patch, together with the patches before it, passes its own tests without ``torch_ragged``.
 3. With all patches, this package passes its tests. It finds torch's placements, installs no hook, and uses torch's modules.
 4. Plain DTensor programs, and torch's own DTensor checks, give the same results on the patched torch and on the stock torch.
 """
@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from build import TESTS, changed_lines, installed, write
-from series import ALONE, RELEASES, ROOT, SERIES
+from series import RELEASES, ROOT, SERIES
 from tree import patched_tree
 
 # The package's tests of placements, redistribution, operators, checkpoints, and of training with all of them.
@@ -99,7 +99,7 @@ def main() -> None:
     patches = write(options.out / "patches")
     quick = ["test_placement_extension", "test_placement_types"]
 
-    for number, step in enumerate(SERIES[:ALONE], start=1):
+    for number, step in enumerate(SERIES, start=1):
         tree = patched_tree(options.out / f"{version}-{number}", patches[:number])
         names = [Path(test).name for test in step.tests]
         tests = [name for name in names if name.startswith("test_") and (not options.quick or name[:-3] in quick)]

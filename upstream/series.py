@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["ALONE", "FIRST", "RELEASES", "ROOT", "SERIES", "Step", "torch_name"]
+__all__ = ["ALONE", "FIRST", "MOST_LINES", "RELEASES", "ROOT", "SERIES", "Step", "torch_name"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,7 +51,7 @@ SERIES = (
     Step(
         "0001-placement-extension",
         ("tensor/_placement_extension.py",),
-        ("common/common.py", "tensor/test_placement_extension.py"),
+        ("common/common.py", "common/tested_device.py", "tensor/test_placement_extension.py"),
     ),
     Step(
         "0002-ragged-shard",
@@ -118,10 +118,8 @@ SERIES = (
         ("checkpoint/test_checkpoint.py",),
     ),
     Step(
-        "0006-ragged-fsdp",
+        "0006-ranks-agree",
         (
-            "_picture.py",
-            "granularity.py",
             "_ranks/__init__.py",
             "_ranks/agreement.py",
             "_ranks/peers.py",
@@ -129,27 +127,144 @@ SERIES = (
             "_ranks/standstill.py",
             "_ranks/store.py",
             "_register/_torch.py",
-            "transfer/*.py",
-            "_kernels/_triton_adam8bit.py",
-            "_kernels/_triton_casts.py",
-            "_kernels/_triton_float8.py",
-            "_kernels/_triton_symmetric.py",
-            "_kernels/casts.py",
-            "_kernels/float8.py",
-            "_kernels/symmetric.py",
-            "_kernels/tiles.py",
-            "fsdp/*.py",
-            "fsdp/layout/*.py",
-            "fsdp/comm/**/*.py",
-            "fsdp/core/**/*.py",
-            "fsdp/elastic/*.py",
-            "fsdp/offload/*.py",
-            "fsdp/tools/*.py",
         ),
-        ("common/transformer.py", "fsdp/test_fsdp_training.py"),
+        ("ranks/test_agreement.py",),
     ),
-    Step("0007-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
+    Step(
+        "0007-transfer-sides",
+        (
+            "transfer/__init__.py",
+            "transfer/_atoms.py",
+            "transfer/_changes.py",
+            "transfer/_engine_layout.py",
+            "transfer/_rounds.py",
+            "transfer/_sides.py",
+            "transfer/_staging.py",
+            "transfer/_tiles.py",
+        ),
+        ("transfer/test_transfer_property.py",),
+    ),
+    Step(
+        "0008-transfer-plans",
+        (
+            "_picture.py",
+            "transfer/_background.py",
+            "transfer/_check.py",
+            "transfer/_errors.py",
+            "transfer/_execution.py",
+            "transfer/_plan.py",
+            "transfer/_stream.py",
+            "transfer/_visualize.py",
+            "transfer/_watch.py",
+        ),
+        ("transfer/test_transfer_boxes.py", "transfer/test_transfer_run.py", "transfer/test_transfer_tiles.py"),
+    ),
+    Step(
+        "0009-fsdp-layout",
+        ("granularity.py", "fsdp/__init__.py", "fsdp/layout/*.py"),
+        ("common/planner_oracle.py", "fsdp/layout/test_segments.py", "fsdp/layout/test_weighted.py"),
+    ),
+    Step(
+        "0010-fsdp-collectives",
+        (
+            "fsdp/comm/__init__.py",
+            "fsdp/comm/_call_log.py",
+            "fsdp/comm/_collectives.py",
+            "fsdp/comm/_gloo.py",
+            "fsdp/comm/_hierarchical.py",
+            "fsdp/comm/_unequal.py",
+            "fsdp/comm/_wide_gradients.py",
+        ),
+        ("fsdp/comm/test_process_group.py",),
+    ),
+    Step(
+        "0011-fsdp-peer-memory",
+        ("fsdp/comm/experimental/*.py", "fsdp/comm/_capabilities.py", "fsdp/comm/_choice.py"),
+        ("fsdp/comm/test_cuda_paths.py",),
+    ),
+    Step(
+        "0012-fsdp-buffers",
+        (
+            "_kernels/_triton_casts.py",
+            "_kernels/casts.py",
+            "fsdp/core/__init__.py",
+            "fsdp/core/_dbuffer.py",
+            "fsdp/core/_fsdp_api.py",
+            "fsdp/core/_fsdp_param.py",
+            "fsdp/core/_mesh.py",
+            "fsdp/core/_slots.py",
+            "fsdp/core/encodings/__init__.py",
+            "fsdp/core/encodings/_plain.py",
+            "fsdp/core/encodings/_spmd_types.py",
+            "fsdp/core/keepers/*.py",
+        ),
+        ("fsdp/core/test_dbuffer.py",),
+    ),
+    Step(
+        "0013-fsdp-gradients",
+        (
+            "fsdp/core/_fsdp_grad.py",
+            "fsdp/core/_grad_buffer.py",
+            "fsdp/core/_grad_reduction.py",
+            "fsdp/core/_weight_gradient.py",
+        ),
+        ("fsdp/core/weight_gradient_cases.py", "fsdp/core/test_weight_gradient_fallback.py"),
+    ),
+    Step(
+        "0014-fsdp-passes",
+        (
+            "fsdp/core/_forward_order.py",
+            "fsdp/core/_fsdp_param_group.py",
+            "fsdp/core/_root.py",
+            "fsdp/core/_untrained.py",
+            "fsdp/core/optional/*.py",
+        ),
+        ("fsdp/core/test_forward_order.py",),
+    ),
+    Step(
+        "0015-fsdp-states",
+        (
+            "fsdp/core/_dormant_group.py",
+            "fsdp/core/_fsdp_state.py",
+            "fsdp/core/_persistent_buffers.py",
+            "fsdp/core/_state_dict.py",
+            "fsdp/core/encodings/_borrowed.py",
+            "fsdp/core/encodings/_contiguous.py",
+            "fsdp/core/encodings/_tensor_types.py",
+        ),
+        ("fsdp/core/test_optimizer_states.py",),
+    ),
+    Step(
+        "0016-fsdp-float8",
+        (
+            "_kernels/_triton_float8.py",
+            "_kernels/float8.py",
+            "_kernels/tiles.py",
+            "fsdp/core/_fsdp_init.py",
+            "fsdp/core/encodings/_float8.py",
+            "fsdp/core/encodings/_float8_planes.py",
+            "fsdp/core/encodings/_float8_weight.py",
+        ),
+        ("kernels/test_float8_tiles.py",),
+    ),
+    Step(
+        "0017-fully-shard",
+        ("tensor/_from_meta.py", "fsdp/_fsdp_module.py", "fsdp/_fully_shard.py"),
+        (
+            "common/transformer.py",
+            "fsdp/test_fsdp_training.py",
+            "fsdp/core/test_grad_buffer.py",
+            "fsdp/core/test_group_state.py",
+        ),
+    ),
+    Step("0018-fsdp-elastic", ("fsdp/elastic/*.py",), ("ranks/test_groups.py",)),
+    Step("0019-fsdp-offload", ("fsdp/offload/*.py",), ("fsdp/offload/test_offload_plain.py",)),
+    Step("0020-fsdp-tools", ("fsdp/tools/*.py",), ("common/fsdp_common.py", "fsdp/tools/test_fsdp_monitor.py")),
+    Step("0021-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )
+
+MOST_LINES = 2500
+"""A patch behind the placements adds no more lines."""
 
 FIRST = Step("0000-placeholders-ask-placements")
 """The smallest first step: one patch of torch's own files, on which no other depends. docs/upstream.md says what it is for."""

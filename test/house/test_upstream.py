@@ -1,7 +1,9 @@
 """The patch series and torch's versions: patches are made and apply; a patched, a newer and an unknown torch."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,10 +20,19 @@ sys.path.insert(0, str(ROOT / "upstream"))
 
 import build  # noqa: E402
 import readme  # noqa: E402
-from series import ALONE, FIRST, RELEASES, SERIES  # noqa: E402
+from series import ALONE, FIRST, MOST_LINES, RELEASES, SERIES  # noqa: E402
 from tree import patched_tree  # noqa: E402
 
 IS_RELEASE = torch.__version__.startswith(RELEASES)
+
+
+def _imported(node):
+    """The modules that a statement imports, each with the names that it takes of it."""
+    if isinstance(node, ast.Import):
+        return [(alias.name, []) for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [(node.module, [alias.name for alias in node.names])]
+    return []
 
 
 class SeriesTest(unittest.TestCase):
@@ -34,6 +45,38 @@ class SeriesTest(unittest.TestCase):
             for path in [path for path, _ in (*build.new_files(step), *build.edits(step))]:
                 self.assertIn(f"diff --git a/{path} b/{path}\n", text)
         self.assertEqual(build.build(site_packages), patches)
+
+    @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
+    def test_patches_behind_the_placements_are_small_and_name_their_tests(self):
+        _, site_packages = build.installed()
+        for step, text in zip(SERIES[ALONE:], list(build.build(site_packages).values())[ALONE:], strict=True):
+            added = sum(line.startswith("+") and not line.startswith("+++") for line in text.splitlines())
+            self.assertLessEqual(added, MOST_LINES, step.name)
+            tests = {Path(test).name for test in step.tests if Path(test).name.startswith("test_")}
+            self.assertTrue(tests or step.documents, step.name)
+            named = {line.rpartition("/")[2] for line in build.message(step).splitlines() if line.startswith("    pytest")}
+            self.assertEqual(named, tests, step.name)
+
+    def test_a_patch_imports_what_it_and_earlier_ones_bring(self):
+        """A maintainer may stop at any patch."""
+        texts: dict[str, str] = {}
+        helpers = {path.stem for path in (ROOT / "test").rglob("*.py") if not path.name.startswith("test_")}
+        every = {path for step in SERIES for path, _ in build.new_files(step)}
+        for step in SERIES:
+            new = {path: text for path, text in build.new_files(step) if path.endswith(".py")}
+            texts |= {path: "" for path, _ in build.edits(step)} | new
+            for path, text in new.items():
+                for node in ast.walk(ast.parse(text)):
+                    for module, names in _imported(node):
+                        if f"{build.TESTS}/" in path and module in helpers:
+                            self.assertIn(f"{build.TESTS}/{module}.py", texts, f"{step.name}: {path}")
+                        where = module.replace(".", "/")
+                        package = f"{where}/__init__.py"
+                        if f"{where}.py" in every or package in every:
+                            self.assertTrue(f"{where}.py" in texts or package in texts, f"{step.name}: {path}: {module}")
+                        for name in names if package in every else ():
+                            is_there = f"{where}/{name}.py" in texts or f"{where}/{name}/__init__.py" in texts
+                            self.assertTrue(is_there or re.search(rf"\b{name}\b", texts[package]), f"{path}: {module}.{name}")
 
     def test_the_series_has_all_of_fsdp(self):
         fsdp = ROOT / "torch_ragged/fsdp"

@@ -11,7 +11,10 @@ from common import error_of, ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from torch_ragged import GlobalLayout, RaggedShard, owned_boxes, transfer, with_layout
+from torch_ragged import RaggedShard, transfer
+from torch_ragged.tensor._box_tensor import with_layout
+from torch_ragged.tensor._global_layout import GlobalLayout
+from torch_ragged.tensor._owned_boxes import owned_boxes
 
 SHAPE = (6, 4)
 WHOLE = torch.arange(24.0).view(SHAPE)

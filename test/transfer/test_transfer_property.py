@@ -10,7 +10,8 @@ import torch
 from oracle import SIZES, local_of, random_placement
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torch_ragged import GlobalLayout, StridedRaggedShard
+from torch_ragged import StridedRaggedShard
+from torch_ragged.tensor._global_layout import GlobalLayout
 from torch_ragged.tensor.placement_types import normalize_placements
 from torch_ragged.transfer import BoxSpec, Spec
 from torch_ragged.transfer._rounds import rounds_of, slices_of

@@ -1,0 +1,69 @@
+"""Collectives of a process group by themselves, against sums and copies by hand: shards, replicas, dtypes, divisors."""
+
+import unittest
+
+import torch
+import torch.distributed as dist
+from common import ranks
+
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+
+SIZE = 5
+
+
+def of_rank(rank, dtype, numel=SIZE):
+    """Whole numbers, so that sums are exact in any order."""
+    return (torch.arange(numel) % 7 + rank).to(dtype)
+
+
+class ProcessGroupTest(unittest.TestCase):
+    @ranks(3)
+    def test_an_all_gather_puts_shards_in_the_order_of_ranks():
+        collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
+            output = torch.zeros(3 * SIZE).to(dtype)
+            shard = output[rank * SIZE : (rank + 1) * SIZE]
+            shard.copy_(of_rank(rank, dtype))
+            for source in (shard, shard.clone()):
+                collectives.all_gather(output, source).wait()
+                assert torch.equal(output.float(), torch.cat([of_rank(each, torch.float32) for each in range(3)])), dtype
+
+    @ranks(3)
+    def test_a_reduce_scatter_divides_as_asked():
+        collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
+        whole = sum(of_rank(each, torch.float64, 3 * SIZE) for each in range(3))
+        mine = whole[rank * SIZE : (rank + 1) * SIZE]
+        adds_wide = collectives.reduce_scatter_traits(torch.device("cpu")).adds_wide
+        cases = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
+        for dtype, wide in [*cases, *([(torch.bfloat16, torch.float32)] if adds_wide else [])]:
+            for reduction, divisor in ((Reduction(), 3), (Reduction(8.0), 8), (Reduction(1.0, sum_only=True), 1)):
+                output = torch.empty(SIZE, dtype=wide)
+                collectives.reduce_scatter(output, of_rank(rank, dtype, 3 * SIZE), reduction).wait()
+                torch.testing.assert_close(
+                    output.double(), mine / divisor, rtol=1e-6 if wide == torch.float32 else 1e-2, atol=0
+                )
+
+    @ranks(4)
+    def test_replicas_average_and_the_largest_is_known_everywhere():
+        rank = dist.get_rank()
+        shards = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+        replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+        collectives = ProcessGroupCollectives(shards, replicas)
+        tensor = of_rank(rank, torch.float32)
+        collectives.all_reduce(tensor, Reduction()).wait()
+        assert torch.equal(tensor, (of_rank(rank % 2, torch.float32) + of_rank(rank % 2 + 2, torch.float32)) / 2)
+        flags = torch.tensor([rank, 3 - rank, int(rank == 2)], dtype=torch.uint8)
+        collectives.all_reduce_max(flags).wait()
+        assert flags.tolist() == [3, 3, 1]
+
+    @ranks(1)
+    def test_one_rank_only_copies():
+        collectives, shard, output = ProcessGroupCollectives(dist.group.WORLD), torch.arange(4.0), torch.empty(4)
+        collectives.all_gather(output, shard).wait()
+        assert torch.equal(output, shard)
+        collectives.reduce_scatter(output, shard, Reduction(2.0)).wait()
+        assert torch.equal(output, shard / 2)
+
+
+if __name__ == "__main__":
+    unittest.main()

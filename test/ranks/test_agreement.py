@@ -1,0 +1,58 @@
+"""Agreement: what one rank does wrong is an error on all ranks, and nobody waits for a rank that raised."""
+
+import unittest
+
+import torch
+import torch.distributed as dist
+from common import error_of, ranks
+
+from torch_ragged._ranks.agreement import agree, agreement
+
+CPU = torch.device("cpu")
+
+
+def called(line, problem=None):
+    """The error of a call whose block adds a line, or raises."""
+
+    def call():
+        with agreement([dist.group.WORLD], CPU, "call()") as claim:
+            if problem is not None:
+                raise problem
+            claim.append(line)
+
+    return error_of(call)
+
+
+class AgreementTest(unittest.TestCase):
+    @ranks(3)
+    def test_equal_claims_return_and_others_raise_on_all_ranks():
+        rank = dist.get_rank()
+        assert called("a = 1") == ""
+        error = called(f"a = {rank // 2}")
+        assert error.startswith("ValueError: call() was called differently on different ranks"), error
+        assert "a = 0" in error and "a = 1" in error and "give it equal modules" in error, error
+        assert called("a = 2") == "", "and the ranks still meet"
+
+    @ranks(3)
+    def test_an_error_of_one_rank_is_one_of_all():
+        rank = dist.get_rank()
+        error = called("a = 1", KeyError("mine") if rank == 1 else None)
+        assert error == ("KeyError: 'mine'" if rank == 1 else "RuntimeError: call() failed on rank 1: KeyError: 'mine'"), error
+        assert called("a = 1") == ""
+
+    @ranks(4)
+    def test_groups_carry_an_answer_one_after_the_other():
+        """Ranks 0 and 3 share no group."""
+        rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        rank = dist.get_rank()
+        groups = [rows[rank // 2], columns[rank % 2]]
+        agree(groups, CPU, "call()", "same", None)
+        error = error_of(agree, groups, CPU, "call()", "same", TypeError("no") if rank == 3 else None)
+        assert error == ("TypeError: no" if rank == 3 else "RuntimeError: call() failed on rank 3: TypeError: no"), error
+        error = error_of(agree, groups, CPU, "call()", f"rank {rank}" if rank == 0 else "others", None)
+        assert "rank 0" in error and "others" in error, error
+
+
+if __name__ == "__main__":
+    unittest.main()
