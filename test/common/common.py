@@ -17,6 +17,7 @@ import traceback
 import unittest
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -32,6 +33,17 @@ _LONGEST = 200.0  # seconds for a whole call; a rank that waits for another one 
 _MOST_THREADS = 300  # in a process of the pool, which is replaced then
 # c10d looks up the name of each new connection. Where no server answers, glibc would try for 5 or 10 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+_PRELOADED = ["torch_ragged", *(f"torch.{name}" for name in ("distributed.checkpoint", "distributed.fsdp", "testing"))]
+
+
+def context_of_ranks() -> BaseContext:
+    """What starts processes for ranks. On Linux they are copies of one that has imported the package: an import takes seconds.
+
+    A copy cannot use CUDA of its own on all versions of CUDA, so on other devices than the CPU each process begins anew.
+    """
+    context = mp.get_context("forkserver" if sys.platform == "linux" and DEVICE == "cpu" else "spawn")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 def as_before() -> None:
@@ -91,7 +103,7 @@ class _Pool:
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], size: int, timeout: float) -> list[Any]:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = mp.get_context("spawn")
+        context = context_of_ranks()
         if self.store is None:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # At a free port.
         while len(self.workers) < size:
@@ -203,7 +215,7 @@ def run_mortal_ranks(
     Raises:
         AssertionError: another rank raised, died or hung.
     """
-    context = mp.get_context("spawn")
+    context = context_of_ranks()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], {}
     for rank in range(size):

@@ -12,8 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import error_of, ranks, run_ranks
+from common import context_of_ranks, error_of, ranks, run_ranks
 from doc_pages import run_page
 from oracle import SIZES, local_of, random_placement
 from torch import nn
@@ -504,7 +503,7 @@ class TransferPlanTest(unittest.TestCase):
         self.check_deaths(0)
 
     def check_deaths(self, *victims):
-        context, worlds = mp.get_context("spawn"), []
+        context, worlds = context_of_ranks(), []
         for victim in victims:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             pipes = [context.Pipe() for _ in range(4)]

@@ -18,8 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import error_of, ranks, run_ranks
+from common import context_of_ranks, error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -174,7 +173,7 @@ class PeerTest(unittest.TestCase):
     """What becomes of a rank whose peer does not answer."""
 
     def peer_of(self, kills: bool) -> str:
-        context = mp.get_context("spawn")
+        context = context_of_ranks()
         with tempfile.TemporaryDirectory() as folder:
             pipes = [context.Pipe() for _ in range(2)]
             ranks = [
