@@ -196,7 +196,9 @@ def placements():
         shape = tuple(rng.choice((2, 3, 4, 8, 12)) for _ in range(rng.randint(1, 4)))
         order = rng.sample(range(len(shape)), len(shape)) if rng.random() < 0.7 else list(range(len(shape)))
         like = torch.empty([shape[dim] for dim in order], dtype=dtype).permute([order.index(dim) for dim in range(len(shape))])
-        most, numel, limit = rng.choice(GRIDS), math.prod(shape), rng.choice((100, 200, 2**31 - 1))
+        most, numel = rng.choice(GRIDS), math.prod(shape)
+        # A draw is cut into few parts: the interpreter takes 20 ms for a launch.
+        limit = rng.choice((max(100, numel * dtype.itemsize // 3), max(100, numel * dtype.itemsize // 5), 2**31 - 1))
         distribution = distribution_of(op, args, dtype)
         cut, offset = list(halves(numel, dtype.itemsize, limit)), 4 * number
         after = offset + (Grid(most).steps(numel, distribution.lanes) if len(cut) > 1 else 0)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ragged import checkpoint
 from torch_ragged._ranks import peers, standstill
 from torch_ragged.fsdp import fully_shard, reshard_to
+from torch_ragged.fsdp.comm import _call_log
 
 __all__ = ["ALONE", "OTHERS", "outcomes"]
 
@@ -68,6 +69,7 @@ def meet(alone: str, others: str, is_quick: bool = False) -> tuple[str, str, flo
     """One rank runs ``alone``, the others ``others``: the error of this rank, what was logged, and after how many seconds."""
     if is_quick:  # Tests need not wait as long as programs, whose ranks may only be late.
         peers.HELD, standstill._PERIOD, standstill._NOTICE = 1.0, 0.2, 0.5
+        _call_log._PATIENCE = 3.0
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]

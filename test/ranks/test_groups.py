@@ -16,6 +16,7 @@ from torch_ragged._ranks.groups import group_of, is_nccl
 from torch_ragged._register._torch import process_groups
 from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to
 from torch_ragged.fsdp.comm._collectives import Reduction, division_of
+from torch_ragged.transfer import _watch
 
 _CPU = torch.device("cpu")
 
@@ -47,6 +48,7 @@ def mesh_of(ranks, timeout):
 
 
 def wait_for_copies_of_a_rank_that_makes_none():
+    _watch._PATIENCE = 3.0  # Seconds, for the report of the other rank, which makes none.
     mesh = DeviceMesh("cpu", [0, 1])
     model = sharded(mesh)
     copies = NeighbourCopies(model, None)

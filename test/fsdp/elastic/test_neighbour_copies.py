@@ -8,13 +8,15 @@ import unittest
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import error_of, ranks, run_mortal_ranks
+from common import context_of_ranks, error_of, ranks, run_mortal_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torch_ragged._ranks import peers, standstill
 from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to, rows
+from torch_ragged.fsdp.elastic import _neighbour_copies
 from torch_ragged.optim import AdamW8bit
+from torch_ragged.transfer import _watch
 
 
 def make(mesh, optimizer="adamw"):
@@ -118,6 +120,7 @@ def copied_after(model, optimizer, copies):
 
 def lose_a_rank_when_states_appear():
     """The copy of a model before its first step is complete. In the next one, which has states too, rank 2 dies."""
+    _watch._PATIENCE = 3.0  # Seconds, for the report of the dead rank.
     if dist.get_rank() < 3:
         NeighbourCopies(*make(DeviceMesh("cpu", [0, 1, 2])))  # Rank 3 has made fewer process groups.
     model, optimizer = make(init_device_mesh("cpu", (4,)))
@@ -154,13 +157,16 @@ def lose_two_ranks():
 def lose_a_rank_while_others_are_busy():
     """Rank 1 dies. Rank 0 is in a collective with it, rank 2 computes, rank 3 waits for rank 2 in another group."""
     rank = dist.get_rank()
+    # Rank 2 is later than each of these, also than the standstill that rank 3 finds: the timeout of the group counts.
+    peers.HELD, standstill._PERIOD, standstill._NOTICE = 1.0, 0.2, 0.5
+    peers._PATIENCE = _watch._PATIENCE = _neighbour_copies._REPORTING = 2.0
     mesh = DeviceMesh.from_group(dist.new_group([0, 1, 2, 3]), "cpu")
     copies = NeighbourCopies(*make(mesh))
     dist.barrier()
     if rank == 1:
         die()
     if rank == 2:
-        time.sleep(11)
+        time.sleep(5)
     failure = error_of(dist.all_reduce, torch.ones(1), group=None if rank == 3 else mesh.get_group())
     return failure, copies.ranks_left()
 
@@ -177,7 +183,7 @@ def lose_a_rank_and_stop_another():
 
 class NeighbourCopiesTest(unittest.TestCase):
     def run_world(self, victims, kind):
-        context = mp.get_context("spawn")
+        context = context_of_ranks()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(4)]
         for rank, (_, theirs) in enumerate(pipes):
