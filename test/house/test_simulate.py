@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import gc
 import sys
 import unittest
@@ -119,7 +120,9 @@ class NetworkTest(unittest.TestCase):
 class CountTest(unittest.TestCase):
     """One step on the meta device, by either package."""
 
-    def step(self, package, ranks, shards=None, layers=3):
+    @staticmethod
+    @functools.cache  # A step takes seconds, and tests only look at what it has left.
+    def step(package, ranks, shards=None, layers=3):
         log, tracker = CollectiveLog(), MemoryTracker()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         with fake_world(ranks), meta_training(), log.installed(), tracker:
