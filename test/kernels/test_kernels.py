@@ -36,14 +36,14 @@ def _answers(script, *arguments, **environment):
 
 def _check_by_the_interpreter(*names):
     answers = _answers("kernel_cases.py", *names, TRITON_INTERPRET="1")
-    assert list(answers) == list(names)
+    assert set(answers) == set(names)
     assert not any(answers.values()), "\n".join(f"{name}: {text}" for name, text in answers.items() if text)
 
 
 @has_triton
 def test_kernels_equal_their_twins_by_the_interpreter():
     """Training runs those of float8 and of 8-bit Adam, too."""
-    _check_by_the_interpreter("casts", "adam8bit_codes", "symmetric", "training")
+    _check_by_the_interpreter(*kernel_cases.QUICK)
 
 
 @has_triton
