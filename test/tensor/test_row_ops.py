@@ -89,6 +89,42 @@ LOSSES = {
     "binary cross entropy with logits": lambda x, y, c, w, r: F.binary_cross_entropy_with_logits(x, y, w, reduction=r),
     "kl div": lambda x, y, c, w, r: F.kl_div(x, y, reduction=r),
 }
+# By classes, by probabilities, with smoothing, one of several dimensions; of values, one op of torch's or several.
+ONE_OF_EACH_KIND = (
+    *("cross entropy, weights", "cross entropy, label smoothing", "cross entropy, probabilities", "cross entropy, 3-D", "nll"),
+    *("mse", "huber", "binary cross entropy with logits", "kl div"),
+)
+
+
+def check_rows(takes_all):
+    """Each function of rows with all units, or with one, the next function with the next one."""
+    mesh = init_device_mesh("cpu", (4,))
+    plain, of_functions = tensors(), itertools.cycle(TOKENS)
+    for name, function in FORWARD.items():
+        for units in TOKENS if takes_all else [next(of_functions)]:
+            want_in = [t.clone().requires_grad_() for t in plain]
+            want = function(*want_in)
+            x = distribute_tensor(plain[0], mesh, [RaggedShard((0,), units)]).requires_grad_()
+            rest = [distribute_tensor(t, mesh, [Replicate()]).requires_grad_() for t in plain[1:]]
+            seed = torch.randn(want.shape)
+            with CommDebugMode() as mode:
+                got = function(x, *rest)
+                assert not isinstance(got.placements[0], (Replicate, Shard)), (name, got.placements)
+                gradient = DTensor.from_local(seed, mesh, [Replicate()], run_check=False)
+                if name not in NO_BACKWARD:
+                    (got * gradient).sum().backward()
+            # One all-reduce for the gradient of the sum, which is pending: none for the op or its backward.
+            assert mode.get_total_counts() == 0, (name, units, mode.get_comm_counts())
+            assert got.shape == want.shape and got.stride() == want.stride(), (name, got.stride(), want.stride())
+            torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-5, atol=1e-6, msg=f"{name} {units}")
+            if name not in NO_BACKWARD:
+                (want * seed).sum().backward()
+            for mine, theirs in zip((x, *rest), want_in, strict=True):
+                assert (mine.grad is None) == (theirs.grad is None), name
+                if mine.grad is not None:
+                    torch.testing.assert_close(
+                        mine.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6, msg=f"{name} {units}"
+                    )
 
 
 def loss_inputs(dtype=torch.float32):
@@ -113,14 +149,15 @@ def loss_and_gradient(function, inputs, placement, mesh, reduction, targets=None
 def check_losses(takes_all):
     """On whole rows: what a single device computes, with no more collectives than under Shard(0).
 
-    For each loss, with all reductions, units and placements of targets; or its average, with one pair of units and placements,
-    the next pair for the next loss.
+    For each loss, with all reductions, units and placements of targets; or the averages of one loss of each kind, with one pair
+    of units and placements, the next pair for the next loss.
     """
     mesh, inputs = init_device_mesh("cpu", (4,)), loss_inputs()
     pairs = list(itertools.product(TOKENS, (None, Replicate())))
     of_losses = itertools.cycle(pairs)
     reductions = ("none", "sum", "mean") if takes_all else ("mean",)
-    for (name, function), reduction in itertools.product(LOSSES.items(), reductions):
+    losses = {name: function for name, function in LOSSES.items() if takes_all or name in ONE_OF_EACH_KIND}
+    for (name, function), reduction in itertools.product(losses.items(), reductions):
         x = inputs[0].clone().requires_grad_()
         want = function(x, *inputs[1:], reduction)
         (want_gradient,) = torch.autograd.grad(want, x, torch.ones_like(want))
@@ -185,35 +222,12 @@ class RowOpsTest(ExpectTestCase):
         ):
             assert torch.equal(op(ragged, whole).full_tensor(), op(x, w))
 
-    @ranks(4)
-    def test_rows_need_no_communication_forward_and_backward():
-        mesh = init_device_mesh("cpu", (4,))
-        plain = tensors()
-        for units in TOKENS:
-            for name, function in FORWARD.items():
-                want_in = [t.clone().requires_grad_() for t in plain]
-                want = function(*want_in)
-                x = distribute_tensor(plain[0], mesh, [RaggedShard((0,), units)]).requires_grad_()
-                rest = [distribute_tensor(t, mesh, [Replicate()]).requires_grad_() for t in plain[1:]]
-                seed = torch.randn(want.shape)
-                with CommDebugMode() as mode:
-                    got = function(x, *rest)
-                    assert not isinstance(got.placements[0], (Replicate, Shard)), (name, got.placements)
-                    gradient = DTensor.from_local(seed, mesh, [Replicate()], run_check=False)
-                    if name not in NO_BACKWARD:
-                        (got * gradient).sum().backward()
-                # One all-reduce for the gradient of the sum, which is pending: none for the op or its backward.
-                assert mode.get_total_counts() == 0, (name, units, mode.get_comm_counts())
-                assert got.shape == want.shape and got.stride() == want.stride(), (name, got.stride(), want.stride())
-                torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-5, atol=1e-6, msg=f"{name} {units}")
-                if name not in NO_BACKWARD:
-                    (want * seed).sum().backward()
-                for mine, theirs in zip((x, *rest), want_in, strict=True):
-                    assert (mine.grad is None) == (theirs.grad is None), name
-                    if mine.grad is not None:
-                        torch.testing.assert_close(
-                            mine.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6, msg=f"{name} {units}"
-                        )
+    def test_rows_need_no_communication_forward_and_backward(self):
+        run_ranks(4, check_rows, False)
+
+    @pytest.mark.slow
+    def test_rows_of_all_units_need_no_communication_forward_and_backward(self):
+        run_ranks(4, check_rows, True)
 
     def test_losses_communicate_no_more_than_under_shard(self):
         run_ranks(4, check_losses, False)
