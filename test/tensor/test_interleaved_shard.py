@@ -8,6 +8,7 @@ import unittest
 
 import expecttest
 import hypothesis
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
@@ -133,6 +134,36 @@ def program(x, weight, bias):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.size(0), 5, 8)
 
 
+def check_a_fused_layer(takes_all):
+    """The rows and positions of a mesh of two dimensions, and of three: some pairs of cuts, or all."""
+    x, weight, bias = torch.randn(4, 8, 6), torch.randn(16, 6), torch.randn(16)
+    single = [each.clone().requires_grad_() for each in (x, weight, bias)]
+    expected = F.linear(*single)
+    expected.square().sum().backward()
+    whole, cuts = [Replicate()], [Replicate(), Shard(0)]
+    if torch.__version__ >= "2.12":  # Torch 2.11 flattens no dimension behind which one is cut, of plain shards either.
+        cuts.append(Shard(1))
+    for sizes, repeat in (((2, 2), 1), ((2, 2, 1), 2)):
+        mesh = init_device_mesh("cpu", sizes)
+        for cut in itertools.product(cuts, repeat=repeat):
+            if repeat == 2 and not takes_all and cut not in zip(cuts, cuts[1:]):
+                continue
+            fused = [*whole * repeat, InterleavedShard(0, (2, 1, 1))]
+            ours = [
+                distribute_tensor(x, mesh, [*cut, *whole]),
+                *(distribute_tensor(p, mesh, fused) for p in (weight, bias)),
+            ]
+            for each in ours:
+                each.requires_grad_(repeat == 1)  # On three mesh dimensions, torch takes minutes to plan the gradients.
+            result = F.linear(*ours)
+            assert result.placements == (*cut, InterleavedShard(2, (2, 1, 1))), result.placements
+            torch.testing.assert_close(result.full_tensor(), expected)
+            if repeat == 1:
+                result.square().sum().backward()
+                for one, other in zip(ours, single):
+                    torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
 class ProgramTest(unittest.TestCase):
     @ranks(2)
     def test_fused_attention_runs_with_one_reduction():
@@ -209,32 +240,12 @@ class ProgramTest(unittest.TestCase):
         assert permuted.placements == (InterleavedShard(0, 1),)
         assert torch.equal(permuted.reshape(12, 120).full_tensor(), whole.permute(1, 0, 2).reshape(12, 120))
 
-    @ranks(4)
-    def test_a_fused_layer_takes_rows_and_positions_that_other_mesh_dimensions_cut():
-        x, weight, bias = torch.randn(4, 8, 6), torch.randn(16, 6), torch.randn(16)
-        single = [each.clone().requires_grad_() for each in (x, weight, bias)]
-        expected = F.linear(*single)
-        expected.square().sum().backward()
-        whole, cuts = [Replicate()], [Replicate(), Shard(0)]
-        if torch.__version__ >= "2.12":  # Torch 2.11 flattens no dimension behind which one is cut, of plain shards either.
-            cuts.append(Shard(1))
-        for sizes, repeat in (((2, 2), 1), ((2, 2, 1), 2)):
-            mesh = init_device_mesh("cpu", sizes)
-            for cut in itertools.product(cuts, repeat=repeat):
-                fused = [*whole * repeat, InterleavedShard(0, (2, 1, 1))]
-                ours = [
-                    distribute_tensor(x, mesh, [*cut, *whole]),
-                    *(distribute_tensor(p, mesh, fused) for p in (weight, bias)),
-                ]
-                for each in ours:
-                    each.requires_grad_(repeat == 1)  # On three mesh dimensions, torch takes minutes to plan the gradients.
-                result = F.linear(*ours)
-                assert result.placements == (*cut, InterleavedShard(2, (2, 1, 1))), result.placements
-                torch.testing.assert_close(result.full_tensor(), expected)
-                if repeat == 1:
-                    result.square().sum().backward()
-                    for one, other in zip(ours, single):
-                        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    def test_a_fused_layer_takes_rows_and_positions_that_other_mesh_dimensions_cut(self):
+        run_ranks(4, check_a_fused_layer, False)
+
+    @pytest.mark.slow
+    def test_a_fused_layer_takes_all_that_other_mesh_dimensions_cut(self):
+        run_ranks(4, check_a_fused_layer, True)
 
     @ranks(2)
     def test_redistribution_knows_equal_ownership():
