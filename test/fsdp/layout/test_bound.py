@@ -5,6 +5,7 @@ import unittest
 from collections import Counter
 from itertools import starmap
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,18 +74,36 @@ def fits(group, ranks, shard):
 
 
 class BoundTest(unittest.TestCase):
-    @settings(max_examples=3000, deadline=None)
+    @settings(max_examples=600, deadline=None)
     @given(groups(), st.integers(1, 24), st.sampled_from((1, 1, 2, 4)))
     def test_no_layout_is_below_the_bound(self, group, ranks, alignment):
+        self.check_layouts(group, ranks, alignment)
+
+    @pytest.mark.slow
+    @settings(max_examples=10000, deadline=None)
+    @given(groups(), st.integers(1, 24), st.sampled_from((1, 1, 2, 4)))
+    def test_no_layout_of_many_is_below_the_bound(self, group, ranks, alignment):
+        self.check_layouts(group, ranks, alignment)
+
+    def check_layouts(self, group, ranks, alignment):
         bound = lower_bound(kinds_of(group), ranks, alignment).shard
         self.assertEqual(bound % alignment, 0)
         lowest = max(alignment, bound // 2 // alignment * alignment)
         for shard in range(lowest, bound, alignment):
             self.assertFalse(fits(group, ranks, shard), shard)
 
-    @settings(max_examples=2000, deadline=None)
+    @settings(max_examples=500, deadline=None)
     @given(groups(), st.integers(1, 24), st.sampled_from((1, 1, 2, 4)), st.integers(1, 40))
     def test_a_rule_excludes_only_sizes_that_do_not_fit(self, group, ranks, alignment, multiple):
+        self.check_rules(group, ranks, alignment, multiple)
+
+    @pytest.mark.slow
+    @settings(max_examples=10000, deadline=None)
+    @given(groups(), st.integers(1, 24), st.sampled_from((1, 1, 2, 4)), st.integers(1, 40))
+    def test_a_rule_excludes_only_sizes_of_many_that_do_not_fit(self, group, ranks, alignment, multiple):
+        self.check_rules(group, ranks, alignment, multiple)
+
+    def check_rules(self, group, ranks, alignment, multiple):
         kinds, start = kinds_of(group), Bound(multiple * alignment, "")
         counts = Counter(kinds)
         raised = [_bound._of_divisor(counts, ranks, divisor, start) for divisor in range(2, 11)]
@@ -93,10 +112,15 @@ class BoundTest(unittest.TestCase):
             self.assertFalse(fits(group, ranks, shard), shard)
 
     def test_a_plan_that_fits_is_not_below_the_bound(self):
+        self.check_plans((("deepseek-v3", rows(16), 64), ("qwen3-30b-a3b", rows(16), 64), ("qwen3-30b-a3b", rows(128), 512)))
+
+    @pytest.mark.slow
+    def test_no_plan_that_fits_is_below_the_bound(self):
+        self.check_plans(itertools.product(("deepseek-v3", "qwen3-30b-a3b"), (rows(16), rows(128)), (64, 512, 1024)))
+
+    def check_plans(self, cases):
         """The groups of the models, planned from the trivial bound on."""
-        for model, granularity, ranks in itertools.product(
-            ("deepseek-v3", "qwen3-30b-a3b"), (rows(16), rows(128)), (64, 512, 1024)
-        ):
+        for model, granularity, ranks in cases:
             loaded = load_model(model)
             for kind in ModelPlanner(loaded, granularity_policy(granularity, False), 64).kinds:
                 tensors = [Kind.of(one) for one in kind.tensors]
