@@ -24,7 +24,7 @@ from torch_ragged._register._torch import fsdp2_keeps_wide_gradients
 from torch_ragged.fsdp import advise, blocks, buffer_layouts, fully_shard, rows, tensor
 from torch_ragged.fsdp._fully_shard import named_groups
 
-STEPS = 12
+STEPS = 8
 POLICIES = {"elements": None, "rows": lambda fqn, p: rows(5), "blocks": lambda fqn, p: blocks(8, 8)}
 
 
@@ -167,7 +167,7 @@ class FullyShardTest(unittest.TestCase):
     @ranks(4)
     def test_losses_of_four_ranks_equal_one_process():
         want = {tied: train(build("single", tied=tied), STEPS, whole=True) for tied in (True, False)}
-        for raf, name in ((None, "elements"), (None, "rows"), (None, "blocks"), (True, "rows"), (False, "blocks")):
+        for raf, name in ((None, "elements"), (True, "rows"), (False, "blocks")):
             got = train(build("ragged", raf, policy=POLICIES[name]), STEPS)
             torch.testing.assert_close(got, want[True], rtol=2e-4, atol=2e-5, msg=lambda m: f"{raf} {name}: {m}")
         torch.testing.assert_close(train(build("ragged", tied=False), STEPS), want[False], rtol=2e-4, atol=2e-5)

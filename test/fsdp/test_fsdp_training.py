@@ -1,4 +1,4 @@
-"""Twenty steps of training equal FSDP2's, for a dense and a mixture-of-experts transformer, one way of training at a time."""
+"""Twelve steps of training equal FSDP2's, for a dense and a mixture-of-experts transformer, one way of training at a time."""
 
 import unittest
 
@@ -19,7 +19,7 @@ from transformer import VOCAB, Transformer
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import fully_shard, rows
 
-STEPS = 20
+STEPS = 12
 
 
 def build(shard, is_moe, mesh, prepare=None, granular=False, **knobs):
