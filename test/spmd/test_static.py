@@ -133,30 +133,37 @@ def check_bias(cases):
         assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
 
 
+def check_blocks(takes_all):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for sequence in (True, False):
+        for unit in (False, True) if takes_all else [not sequence]:
+            plan = plan_of(sequence)
+            plan = plan.unit(BLOCK, "dp") if unit else plan.default(Replicate())
+            eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
+            found = losses_of(static, accumulate=2)
+            assert found == losses_of(eager, accumulate=2), (sequence, unit)
+            torch.testing.assert_close(found, losses_of(make(), accumulate=2), rtol=0, atol=1e-5)
+            assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
+            inside = Inside(static.blocks[1].down)
+            with inside:
+                static(torch.arange(24).view(4, 6))
+            assert inside.found == [], inside.found
+            watched = Inside(eager.blocks[1].down)
+            with watched:
+                eager(torch.arange(24).view(4, 6))
+            assert watched.found  # What the check above would see.
+            assert isinstance(static.blocks[1].down.weight, DTensor)
+            names = {name for name, _ in make().named_parameters()}
+            assert {name for name, _ in static.named_parameters()} == names == set(static.state_dict())
+
+
 class StaticTest(unittest.TestCase):
-    @ranks(4)
-    def test_static_blocks_have_the_bits_of_eager_mode_and_no_dtensor_inside():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for sequence in (True, False):
-            for unit in (False, True):
-                plan = plan_of(sequence)
-                plan = plan.unit(BLOCK, "dp") if unit else plan.default(Replicate())
-                eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
-                found = losses_of(static, accumulate=2)
-                assert found == losses_of(eager, accumulate=2), (sequence, unit)
-                torch.testing.assert_close(found, losses_of(make(), accumulate=2), rtol=0, atol=1e-5)
-                assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
-                inside = Inside(static.blocks[1].down)
-                with inside:
-                    static(torch.arange(24).view(4, 6))
-                assert inside.found == [], inside.found
-                watched = Inside(eager.blocks[1].down)
-                with watched:
-                    eager(torch.arange(24).view(4, 6))
-                assert watched.found  # What the check above would see.
-                assert isinstance(static.blocks[1].down.weight, DTensor)
-                names = {name for name, _ in make().named_parameters()}
-                assert {name for name, _ in static.named_parameters()} == names == set(static.state_dict())
+    def test_static_blocks_have_the_bits_of_eager_mode_and_no_dtensor_inside(self):
+        run_ranks(4, check_blocks, False)
+
+    @pytest.mark.slow
+    def test_static_blocks_have_the_bits_of_eager_mode_in_all_combinations(self):
+        run_ranks(4, check_blocks, True)
 
     @ranks(2)
     def test_checkpointed_blocks_and_dropout():
