@@ -11,6 +11,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
@@ -198,7 +199,12 @@ class ForgedManifestTest(unittest.TestCase):
 
     def test_no_change_of_a_value_is_an_unexpected_error(self):
         with tempfile.TemporaryDirectory() as path:
-            run_ranks(1, check_random_changes, Path(path), 300)
+            run_ranks(1, check_random_changes, Path(path), 100)
+
+    @pytest.mark.slow
+    def test_none_of_many_changes_of_a_value_is_an_unexpected_error(self):
+        with tempfile.TemporaryDirectory() as path:
+            run_ranks(1, check_random_changes, Path(path), 1000)
 
     @unittest.skipUnless(hasattr(os, "mkfifo"), "needs named pipes")
     def test_pipes_in_place_of_files_are_refused(self):

@@ -4,6 +4,7 @@ import itertools
 import warnings
 
 import expecttest
+import pytest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_ranks
@@ -138,11 +139,18 @@ def check_errors():
 
 class RedistributeTest(expecttest.TestCase):
     def test_random_cases_are_bitwise_right_and_move_the_least(self):
+        self.check_random_cases(20, 70)
+
+    @pytest.mark.slow
+    def test_many_random_cases_are_bitwise_right_and_move_the_least(self):
+        self.check_random_cases(200, 600)
+
+    def check_random_cases(self, of_one_dimension, of_more):
         kinds = set()
         for world in (1, 2, 3, 5, 7):
-            kinds |= kinds_of_random_cases(((world,),), 40, world)
+            kinds |= kinds_of_random_cases(((world,),), of_one_dimension, world)
         for world, mesh_shapes in MESHES.items():
-            kinds |= kinds_of_random_cases(mesh_shapes, 120, world)
+            kinds |= kinds_of_random_cases(mesh_shapes, of_more, world)
         names = ("Replicate", "Shard", "_StridedShard", "Partial", "RaggedShard")
         self.assertLessEqual(set(itertools.product(names, names)), kinds)
 
@@ -211,7 +219,7 @@ class RedistributeTest(expecttest.TestCase):
 
     def test_random_cases_on_meshes_whose_ranks_do_not_ascend(self):
         for world, mesh_shapes in MESHES.items() if can_order_groups else ():
-            kinds_of_random_cases(mesh_shapes, 60, world, permuted=True)
+            kinds_of_random_cases(mesh_shapes, 40, world, permuted=True)
 
     def test_a_mesh_whose_ranks_do_not_ascend_decides_where_parts_are(self):
         for found in run_ranks(4, check_a_mesh_whose_ranks_do_not_ascend):

@@ -7,6 +7,7 @@ import types
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 from oracle import REDUCE, contributions, local_of, random_case, reduced
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -331,8 +332,15 @@ class RouteTest(unittest.TestCase):
                 check((4, 6, 3), (2, 2), source, target, seed)
 
     def test_random_steps_move_each_gained_element_once(self):
+        self.check_random_steps(400)
+
+    @pytest.mark.slow
+    def test_many_random_steps_move_each_gained_element_once(self):
+        self.check_random_steps(4000)
+
+    def check_random_steps(self, count):
         rng = random.Random(0)
-        for seed in range(1200):
+        for seed in range(count):
             mesh_shape = rng.choice(MESHES)
             case = random_case(rng, mesh_shape, StridedRaggedShard)
             try:
