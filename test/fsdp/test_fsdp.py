@@ -6,6 +6,7 @@ import unittest
 import weakref
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -172,6 +173,14 @@ class FullyShardTest(unittest.TestCase):
             torch.testing.assert_close(got, want[True], rtol=2e-4, atol=2e-5, msg=lambda m: f"{raf} {name}: {m}")
         torch.testing.assert_close(train(build("ragged", tied=False), STEPS), want[False], rtol=2e-4, atol=2e-5)
         assert (want[True][0] - want[True][-1])[0] > 0.5  # It learns, so equal curves mean something.
+
+    @pytest.mark.slow
+    @ranks(4)
+    def test_losses_of_other_granularities_equal_one_process():
+        want = train(build("single", tied=True), STEPS, whole=True)
+        for name in ("rows", "blocks"):
+            got = train(build("ragged", None, policy=POLICIES[name]), STEPS)
+            torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5, msg=lambda m: f"{name}: {m}")
 
     @ranks(4)
     def test_mixed_precision_equals_fsdp2():
