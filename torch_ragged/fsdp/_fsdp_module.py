@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -135,6 +135,11 @@ class FSDPModule(TorchFSDPModule):
         for group in groups:
             group.load_converted()
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.nn.Module.zero_grad``, behind the optimizer steps that a backward has left to a thread when it raised."""
+        _wait_for_users(self._ragged_groups(recurse=True))
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether gradients are set by :meth:`finalize_backward`, and not at the end of each backward pass.
@@ -602,12 +607,17 @@ def check_reshard_after_forward(value: Any, ranks: int) -> None:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {value}")
 
 
+def _wait_for_users(groups: Sequence[FSDPParamGroup]) -> None:
+    """A thread may use gradients and parameters, after a backward that raised."""
+    for user in dict.fromkeys(group.gradient_user for group in groups):
+        if user is not None:
+            user.wait()
+
+
 def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     _reshard_state(module)
     state = state_of(module)
-    for group in state.groups if state else ():
-        if group.gradient_user is not None:
-            group.gradient_user.wait()
+    _wait_for_users(state.groups if state else ())
     if state is not None and state.is_root:
         warn_of_unsharded(state.modules, state.context.groups)
 

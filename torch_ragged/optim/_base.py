@@ -322,10 +322,11 @@ class RaggedOptimizer(torch.optim.Optimizer):
     """An optimizer whose states keep their dtypes on loading. Torch's ``load_state_dict`` casts them to the parameter's dtype.
 
     ``_knobs`` names further attributes that a pickle or a deep copy must contain, in addition to those of
-    ``torch.optim.Optimizer``.
+    ``torch.optim.Optimizer``. ``unsaved_options`` of a group belong to the program, and are in no state dict.
     """
 
     _knobs: tuple[str, ...] = ()
+    unsaved_options = ("capturable",)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._knobs}}

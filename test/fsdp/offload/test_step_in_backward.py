@@ -335,6 +335,17 @@ class RefusedTest(unittest.TestCase):
             text = error_of(scaler.step, optimizer)
             assert "in_backward=True" in text and "RuntimeError" in text, text
 
+    @ranks(1)
+    def test_gradients_are_not_dropped_under_a_thread_that_steps():
+        """A backward that raised has left a step to it, and torch does not bear two threads at one ``.grad``."""
+        model = stack(Offload(0.5))
+        optimizer = offloaded(torch.optim.AdamW, model, in_backward=True)
+        loss_of(model, 0).backward()
+        for drop in (optimizer.zero_grad, model.zero_grad, model[0].zero_grad, model.state_dict, optimizer.state_dict):
+            with mock.patch.object(_in_backward.BackwardStep, "wait", side_effect=KeyError("waits")):
+                assert "waits" in error_of(drop), drop
+        optimizer.step()
+
     @ranks(2)
     def test_a_backward_that_raises_after_steps_is_an_error_of_the_step():
         model = stack(Offload(0.5))

@@ -510,6 +510,11 @@ class OffloadedOptimizer(Optimizer):
 
     # -- state dicts -----------------------------------------------------------------------------------------------
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``, behind the steps that a backward has left to a thread when it raised."""
+        self._wait()
+        super().zero_grad(set_to_none)
+
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``. States in files are read into memory, all of them.
 
@@ -520,7 +525,11 @@ class OffloadedOptimizer(Optimizer):
         self._wait()
         self._check_states_are_valid()
         try:
-            return super().state_dict()
+            found = super().state_dict()
+            for group in found["param_groups"]:
+                for name in self._rules.unsaved:
+                    group.pop(name, None)
+            return found
         except OSError:
             # A read may go well at the next try. What could not be written is lost.
             self.has_failed = any(tier.has_lost for _, tier in self._chunks if isinstance(tier, FileTier))

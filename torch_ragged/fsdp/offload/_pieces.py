@@ -101,7 +101,13 @@ class Piece:
 
 
 class Rules(Protocol):
-    """How the pieces of one class of optimizers are cut and stepped."""
+    """How the pieces of one class of optimizers are cut and stepped.
+
+    Attributes:
+        unsaved: options of a parameter group that its state dict leaves out.
+    """
+
+    unsaved: tuple[str, ...]
 
     def cut(self, member: Member, at: int) -> int:
         """The legal cut of a parameter that is nearest to element ``at``: 0 and ``member.numel`` are legal."""
@@ -134,6 +140,7 @@ class ElementWise:
     """
 
     CLASSES = (SGD, Adam, AdamW)
+    unsaved: tuple[str, ...] = ()
 
     def __init__(self, optimizer: Any) -> None:
         self._class = optimizer
@@ -182,6 +189,7 @@ class OwnRules:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        self.unsaved: tuple[str, ...] = tuple(getattr(optimizer, "unsaved_options", ()))
 
     def cut(self, member: Member, at: int) -> int:
         """Where the optimizer can be cut: between its blocks."""
