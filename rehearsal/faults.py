@@ -35,7 +35,7 @@ NOT_FOUND = {
     ("checkpoint/_lease.py", "Lease._renew"): "a pause of a thread of the host",
     ("fsdp/comm/_wide_gradients.py", "_Added.wait"): "torch 2.15: earlier, no gradient is wider than its buffer",
     ("fsdp/comm/experimental/_peer_memory.py", "_HostExchange.wait"): "the host's memory: no stream",
-    ("fsdp/_fsdp_module.py", "_reshard_before_state_dict"): _STEPPED,
+    ("fsdp/_fsdp_module.py", "_wait_for_users"): _STEPPED,
     ("fsdp/core/_state_dict.py", "before_load"): _STEPPED,
     ("fsdp/offload/_in_backward.py", "BackwardStep.drop"): _STEPPED,
     ("fsdp/offload/_in_backward.py", "BackwardStep.reset"): _STEPPED,

@@ -136,10 +136,10 @@ class FSDPModule(TorchFSDPModule):
             group.load_converted()
         return self
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As ``torch.nn.Module.zero_grad``, behind the optimizer steps that a backward has left to a thread when it raised."""
         _wait_for_users(self._ragged_groups(recurse=True))
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether gradients are set by :meth:`finalize_backward`, and not at the end of each backward pass.
