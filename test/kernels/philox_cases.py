@@ -197,8 +197,8 @@ def placements():
         order = rng.sample(range(len(shape)), len(shape)) if rng.random() < 0.7 else list(range(len(shape)))
         like = torch.empty([shape[dim] for dim in order], dtype=dtype).permute([order.index(dim) for dim in range(len(shape))])
         most, numel = rng.choice(GRIDS), math.prod(shape)
-        # A draw is cut into few parts: the interpreter takes 20 ms for a launch.
-        limit = rng.choice((max(100, numel * dtype.itemsize // 3), max(100, numel * dtype.itemsize // 5), 2**31 - 1))
+        few = [max(100, numel * dtype.itemsize // parts) for parts in (3, 5)]  # The interpreter takes 20 ms for a launch.
+        limit = rng.choice((*(few if "TRITON_INTERPRET" in os.environ else (100, 200)), 2**31 - 1))
         distribution = distribution_of(op, args, dtype)
         cut, offset = list(halves(numel, dtype.itemsize, limit)), 4 * number
         after = offset + (Grid(most).steps(numel, distribution.lanes) if len(cut) > 1 else 0)

@@ -219,7 +219,7 @@ class RedistributeTest(expecttest.TestCase):
 
     def test_random_cases_on_meshes_whose_ranks_do_not_ascend(self):
         for world, mesh_shapes in MESHES.items() if can_order_groups else ():
-            kinds_of_random_cases(mesh_shapes, 40, world, permuted=True)
+            kinds_of_random_cases(mesh_shapes, 60, world, permuted=True)
 
     def test_a_mesh_whose_ranks_do_not_ascend_decides_where_parts_are(self):
         for found in run_ranks(4, check_a_mesh_whose_ranks_do_not_ascend):

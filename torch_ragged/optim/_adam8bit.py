@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -271,7 +271,7 @@ class Adam8bit(RaggedOptimizer):
         state = self.state[param]
         if numbers is None:
             self._count_step(param, group, layout)
-            numbers = self._numbers(group, int(state["step"].item()), self._indices.get(param, index))
+            numbers = self._numbers(group, int(state["step"].item()), hash32(self._indices.get(param, index) + 1))
         if layout.aligned is None:
             target = local(param)
             flat = target.view(-1) if target.is_contiguous() else target.contiguous().view(-1)
@@ -312,17 +312,22 @@ class Adam8bit(RaggedOptimizer):
             self._init_state(param, group, layout)
         self.state[param]["step"] += 1
 
-    def _numbers(self, group: dict[str, Any], step: int, index: int) -> AdamStep:
+    def _numbers(self, group: dict[str, Any], step: Any, of_param: Any) -> AdamStep:
+        """The scalars of a step, given the hash of the parameter; of int64 tensors, of several steps, as float64 tensors."""
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+        power = step.double() if isinstance(step, torch.Tensor) else step
+        square = 1 - beta2**power
+        root = square.sqrt() if isinstance(square, torch.Tensor) else math.sqrt(square)
+        seed = self.seed & 0xFFFFFFFF
         return AdamStep(
             shrink=1 - lr * decay if self._decoupled else 1.0,
             decay=0.0 if self._decoupled else decay,
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
-            step_size=lr / (1 - beta1**step),
-            correction=1 / math.sqrt(1 - beta2**step),
-            rounding_key=hash32(self.seed ^ hash32(step ^ hash32(index + 1))) if self.stochastic_rounding else None,
+            step_size=lr / (1 - beta1**power),
+            correction=1 / root,
+            rounding_key=hash32(hash32(step ^ of_param) ^ seed) if self.stochastic_rounding else None,
         )
 
     def _numbers_on_device(self, active: Sequence[tuple[Any, ...]]) -> dict[int, AdamStep]:
@@ -338,21 +343,18 @@ class Adam8bit(RaggedOptimizer):
         found: dict[int, AdamStep] = {}
         for numbers in alike.values():
             params, group = [active[number][1] for number in numbers], active[numbers[0]][2]
-            lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-            steps = torch.stack([self.state[param]["step"] for param in params]).double()
+            lr, steps = group["lr"], torch.stack([self.state[param]["step"] for param in params]).long()
             if isinstance(lr, torch.Tensor):
                 lr = lr.double().reshape(()) if lr.device == steps.device else lr.item()
-            step_sizes = (lr / (1 - beta1**steps)).unbind()
-            corrections = (1 / (1 - beta2**steps).sqrt()).unbind()
-            keys: Sequence[torch.Tensor | None] = [None] * len(params)
+            hashes: Any = 0
             if self.stochastic_rounding:
                 indices = [self._indices.get(param, active[number][0]) for param, number in zip(params, numbers)]
-                of_params = torch.stack([self._graphs.constant(hash32(index + 1), steps.device) for index in indices])
-                keys = hash32(hash32(steps.long() ^ of_params) ^ self.seed & 0xFFFFFFFF).unbind()
-            shrink = 1 - lr * decay if self._decoupled else 1.0
-            decay = 0.0 if self._decoupled else decay
-            for number, *of_param in zip(numbers, step_sizes, corrections, keys):
-                found[number] = AdamStep(shrink, decay, beta1, beta2, group["eps"], *of_param)
+                hashes = torch.stack([self._graphs.constant(hash32(index + 1), steps.device) for index in indices])
+            all_of_them: Any = self._numbers({**group, "lr": lr}, steps, hashes)
+            for i, number in enumerate(numbers):
+                key = None if all_of_them.rounding_key is None else all_of_them.rounding_key[i]
+                step_size, correction = all_of_them.step_size[i], all_of_them.correction[i]
+                found[number] = replace(all_of_them, step_size=step_size, correction=correction, rounding_key=key)
         return found
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any], layout: _Layout) -> None:

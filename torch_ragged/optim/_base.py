@@ -147,8 +147,13 @@ def check_warm(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor])
 
 
 def new_step(param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """The step counter of ``param``: on its device if the group is capturable, otherwise on the CPU."""
-    return torch.tensor(0.0, dtype=torch.float32, device="cpu").to(param.device if group.get("capturable") else "cpu")
+    """The step counter of ``param``, of no step yet."""
+    return torch.zeros((), dtype=torch.float32, device=_device_of_step(param, group))
+
+
+def _device_of_step(param: torch.Tensor, group: dict[str, Any]) -> torch.device:
+    """The device of ``param`` if the group is capturable, otherwise the CPU."""
+    return param.device if group.get("capturable") else torch.device("cpu")
 
 
 def by_mesh(params: Sequence[torch.Tensor]) -> Iterator[tuple[DeviceMesh | None, list[int]]]:
@@ -415,7 +420,7 @@ class RaggedOptimizer(torch.optim.Optimizer):
         for index, (param, group) in zip(saved, params):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor):  # A copy, so that the step counters are not shared with ``state_dict``.
-                    device = param.device if name != "step" else new_step(param, group).device
+                    device = param.device if name != "step" else _device_of_step(param, group)
                     self.state[param][name] = value.to(device, copy=True)
 
 

@@ -222,7 +222,8 @@ class MatrixOptimizer(RaggedOptimizer):
         Raises:
             PeerError: another rank died, or did not call it.
             RuntimeError: a gradient is sparse; or it is missing on some ranks and has other placements than its parameter on
-                other ranks. Every rank raises it, and nothing is changed.
+                other ranks. Every rank raises it, and nothing is changed. Or a CUDA graph captures the step, and it is not
+                capturable, ranks agree on gradients, or a parameter was not stepped before.
         """
         meshes = {mesh_of(param) for group in self.param_groups for param in group["params"]}
         agrees = self.check_gradients and any(mesh is not None and mesh.size() > 1 for mesh in meshes)

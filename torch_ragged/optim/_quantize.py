@@ -86,10 +86,10 @@ def quantize(values: torch.Tensor, dims: tuple[int, ...], kind: str, signed: boo
     return encode(values * inverse, kind, signed), scales
 
 
-Integers = TypeVar("Integers", int, torch.Tensor)
+_Integers = TypeVar("_Integers", int, torch.Tensor)
 
 
-def hash32(value: Integers) -> Integers:
+def hash32(value: _Integers) -> _Integers:
     """A 32-bit hash of an integer, or of each int64 of a tensor: each input bit changes half of the output bits.
 
     Source: Wellons' "lowbias32".

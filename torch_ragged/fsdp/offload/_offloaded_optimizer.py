@@ -508,12 +508,12 @@ class OffloadedOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
-    # -- state dicts -----------------------------------------------------------------------------------------------
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``, behind the steps that a backward has left to a thread when it raised."""
         self._wait()
         super().zero_grad(set_to_none)
+
+    # -- state dicts -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``. States in files are read into memory, all of them.
