@@ -85,13 +85,12 @@ import torch, torch.distributed.fsdp, torch.distributed.pipelining
 versions = json.loads(sys.argv[1])
 for version in versions:
     if os.fork():
+        os.wait()  # Two that print at once may mix their lines.
         continue
     torch.__version__ = type(torch.__version__)(version)
     from torch_ragged.fsdp.core import _fsdp_param_group as group
     print(json.dumps([group._KEEPS_WIDE_GRADIENTS, group.allows_split_backward()]), flush=True)
     os._exit(0)
-for _ in versions:
-    os.wait()
 """
 VERSIONS = ("2.11.0", "2.13.0+cpu", "2.15.0", "2.15.0a0+git1234", "2.15.0.dev20261001", "2.15.0rc1", "2.16.0a0")
 
