@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -224,6 +225,40 @@ def test_ranks_that_share_matrices_give_the_bits_of_one_process(ranks):
     run_ranks(
         ranks, _check_shared, CASES[ranks], in_one_process(train, _make_shared, "", None, 3, shapes=SHARED_SHAPES), narrow
     )
+
+
+def _check_turns():
+    params = make_params("ragged", init_device_mesh("cpu", (2,)), [(64, 128)] * 3)
+    optimizer = _make_shared(params, check_gradients=False)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    (plan,) = optimizer._plans.values()
+    names = {}
+    for number, flight in enumerate(plan.flights):
+        names |= {id(lane): f"rows {number}.{step}" for step, lane in enumerate(flight.exchanges)}
+        names |= {id(flight.gather): f"gather {number}", id(flight.scatter): f"scatter {number}"}
+    log, start, finish = [], _gather._start, _gather._finish
+
+    def started(lane, *args):
+        log.append(f"start {names[id(lane)]}")
+        return start(lane, *args)
+
+    def finished(lane, *args):
+        log.append(f"finish {names[id(lane)]}")
+        return finish(lane, *args)
+
+    with mock.patch.object(_gather, "_start", started), mock.patch.object(_gather, "_finish", finished):
+        optimizer.step()
+    expected = ["start gather 0", "start gather 1"]
+    ways = [[f"gather {flight}", *(f"rows {flight}.{step}" for step in range(9)), f"scatter {flight}"] for flight in range(2)]
+    for of_both in zip(*(zip(way, way[1:]) for way in ways)):
+        expected += [f"{verb} {name}" for done, following in of_both for verb, name in (("finish", done), ("start", following))]
+    assert log == [*expected, "finish scatter 0", "finish scatter 1"], log
+
+
+def test_one_flight_computes_while_the_other_exchanges_rows():
+    run_ranks(2, _check_turns)
 
 
 def test_blocks_of_rows_are_as_exact_as_whole_products():
@@ -477,6 +512,9 @@ def test_flights_hold_the_cap_and_share_the_cost():
             ]
             assert sum(held) <= 256
     assert "max_root_bytes=255" in error_of(split_flights, stacks, roots.of, 2, 255)
+    for count, expected in ((64, 4), (640, 8)):  # Roots of 1 and 10 GiB.
+        large = [Stack((count, 4096, 4096), 1.0)]
+        assert max(split_flights(large, assign_roots(large, 2).of, itemsize=2)[0]) == expected - 1
     assert split_flights([], [], 2) == ()
 
 
@@ -490,15 +528,23 @@ def test_large_matrices_are_shared_where_it_saves_time():
         group = {**optimizer.param_groups[0], **group}
         return [optimizer._stack(Placed(shape, (1024,), (Run(2, Units.of([1] * 1024)),)), group) for shape in shapes]
 
-    for ranks, most in ((512, 1.50), (1024, 1.75)):
-        whole_ones, free, shared = (assign_roots(stacks(*each), ranks) for each in ((1, 0.0), (8, 0.0), (8, 1333.0)))
+    for ranks, most, between_hosts in ((512, 1.05, 1.35), (1024, 1.05, 2.3)):
+        options = (1, 0.0), (8, 0.0), (8, 1333.0), (8, 8000.0)
+        whole_ones, free, shared, slow = (assign_roots(stacks(*each), ranks) for each in options)
         mean = sum(whole_ones.loads) / ranks
         assert free.imbalance < 1.02, "without the cost of exchanges, work is even"
         assert shared.time < most * mean < whole_ones.time, (ranks, shared.time / mean, whole_ones.time / mean)
         assert max(shared.splits) > 1 and all(of == tuple(sorted(of)) for of in shared.of)
         assert all(root % split == 0 for of, split in zip(shared.of, shared.splits) for root in of), "teams of one host"
-        slow = assign_roots(stacks(8, 1e9), ranks)
-        assert set(slow.splits) == {1}, "exchanges cost more than they save"
+        assert slow.time < between_hosts * mean and 0 < slow.exchange, (ranks, slow.time / mean)
+        assert set(assign_roots(stacks(8, 1e9), ranks).splits) == {1}, "exchanges cost more than they save"
+
+
+def test_matrices_at_home_are_not_shared_with_others_of_their_size():
+    at_home, free = Stack((1, 64, 64), 4.0, owners=((0,),), blocks=4), Stack((4, 64, 64), 4.0, blocks=4)
+    roots = assign_roots([at_home, free], 4)
+    assert roots.of[0] == (0,) and roots.splits[0] == 1 < roots.splits[1], roots
+    assert roots.loads[0] >= 4.0 and math.isclose(sum(roots.loads), 20.0)
 
 
 # --- the family -----------------------------------------------------------------------------------------------------

@@ -6,24 +6,25 @@ One step with two flights (``|`` is a wait)::
 
     gather 0   gather 1 | compute 0   scatter 0 | compute 1   scatter 1 | unpack 0 | unpack 1
 
-Each gather and each scatter is one ``all_to_all_single`` over all ranks of the mesh. A step has at most two per direction, for
-any number of matrices; only ``max_root_bytes`` can cause more. The root receives the parts of a matrix from the ranks of its
-own replica. It sends the result to every rank that holds a part. The root copies its own part. If a flight moves nothing
-between ranks, it issues no collective. This is Algorithm 2 of the RaggedShard paper (redistribute to the root's RaggedShard,
-compute, redistribute back), with the transfers of many parameters packed together.
+Each gather and each scatter is one ``all_to_all_single`` over all ranks of the mesh. A step has two per direction, for any
+number of small matrices, and up to eight for large ones; only ``max_root_bytes`` can cause more. The root receives the parts of
+a matrix from the ranks of its own replica. It sends the result to every rank that holds a part. The root copies its own part.
+If a flight moves nothing between ranks, it issues no collective. This is Algorithm 2 of the RaggedShard paper (redistribute to
+the root's RaggedShard, compute, redistribute back), with the transfers of many parameters packed together.
 
 If ranks share a matrix, each of them gets the whole matrix, computes some of its rows, and sends these back. In between, they
-exchange rows, all ranks of a flight in one all-to-all. Matrices that are not shared are computed meanwhile.
+exchange rows, all ranks of a flight in one all-to-all. Meanwhile, they compute the other flight::
+
+    gather 0   gather 1 | compute 0   rows 0 | compute 1   rows 1 | compute 0   rows 0 | compute 1   rows 1 | ...
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -324,60 +325,65 @@ class GatherToRoot:
         """
         flat = [each.contiguous().view(-1) for each in inputs]
         results = [torch.empty(held.numel, dtype=dtype, device=device) for held in self._mine]
-        gathers: dict[int, tuple[list[torch.Tensor], list[torch.Tensor], Any]] = {}
-        scatters = []
-        for number, flight in enumerate(self.flights):
-            # The gather of the next flight is issued before this flight computes, so that both overlap.
-            for ahead in range(number, min(number + 2, len(self.flights))):
-                if ahead not in gathers:
-                    gathers[ahead] = self._start_gather(self.flights[ahead], flat, dtype, device)
-            batches, matrices, received = gathers.pop(number)
-            _finish(flight.gather, received, matrices)
-            computed = self._compute(flight, batches, compute, share, dtype, device)
-            del batches, matrices  # Free the inputs of this flight before the scatter allocates.
-            out = [computed[batch][index].reshape(-1) for batch, index in flight.matrices]
-            scatters.append((flight.scatter, _start(flight.scatter, out, results, self.group, self.ranks, dtype, device)))
+        scatters: list[tuple[_Lane, torch.Tensor | None]] = []
+        # At most two flights at a time. Each goes on until its next transfer is in flight; then it is the other's turn.
+        coming = (self._fly(flight, flat, results, scatters, compute, share, dtype, device) for flight in self.flights)
+        active: deque[Generator[None, None, None]] = deque()
+        landed = object()
+        while True:
+            for flight in itertools.islice(coming, 2 - len(active)):
+                next(flight)
+                active.append(flight)
+            if not active:
+                break
+            flight = active.popleft()
+            if next(flight, landed) is not landed:
+                active.append(flight)
         for lane, received in scatters:
             _finish(lane, received, results)
         return results
 
-    def _compute(
+    def _fly(
         self,
         flight: _Flight,
-        batches: Sequence[torch.Tensor],
+        flat: list[torch.Tensor],
+        results: list[torch.Tensor],
+        scatters: list[tuple[_Lane, torch.Tensor | None]],
         compute: Compute,
         share: Share,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> list[torch.Tensor]:
-        """The results of all batches. Shared matrices go on together, from one exchange of rows to the next."""
-        results, waiting = list(batches), list(batches)
+    ) -> Generator[None, None, None]:
+        """One flight, up to its scatter, which is added to ``scatters``. Yields while its gather or its rows are in flight."""
+        batches = [torch.empty(len(batch.spots), *batch.shape, dtype=dtype, device=device) for batch in flight.batches]
+        matrices = [batches[batch][index].view(-1) for batch, index in flight.matrices]
+        received = _start(flight.gather, flat, matrices, self.group, self.ranks, dtype, device)
+        yield
+        _finish(flight.gather, received, matrices)
+        del received
+        computed, waiting = list(batches), list(batches)
         alone = (number for number, batch in enumerate(flight.batches) if batch.rows is None)
         shared = {
             number: share(batch, batches[number]) for number, batch in enumerate(flight.batches) if batch.rows is not None
         }
-        for lane in (*flight.exchanges, None):
+        for lane in (*flight.exchanges, None):  # Shared matrices go on together, from one exchange of rows to the next.
             for number, each in list(shared.items()):
                 try:
                     waiting[number] = next(each).view(-1)
                 except StopIteration as end:
-                    results[number] = end.value
+                    computed[number] = end.value
                     del shared[number]
             if lane is not None:
                 received = _start(lane, waiting, waiting, self.group, self.ranks, dtype, device)
                 for number in itertools.islice(alone, 1):  # While the rows are in flight.
-                    results[number] = compute(flight.batches[number], batches[number])
+                    computed[number] = compute(flight.batches[number], batches[number])
+                yield
                 _finish(lane, received, waiting)
         for number in alone:
-            results[number] = compute(flight.batches[number], batches[number])
-        return results
-
-    def _start_gather(
-        self, flight: _Flight, flat: list[torch.Tensor], dtype: torch.dtype, device: torch.device
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-        batches = [torch.empty(len(batch.spots), *batch.shape, dtype=dtype, device=device) for batch in flight.batches]
-        matrices = [batches[batch][index].view(-1) for batch, index in flight.matrices]
-        return batches, matrices, _start(flight.gather, flat, matrices, self.group, self.ranks, dtype, device)
+            computed[number] = compute(flight.batches[number], batches[number])
+        del batches, matrices, waiting  # Free the inputs of this flight before the scatter allocates.
+        out = [computed[batch][index].reshape(-1) for batch, index in flight.matrices]
+        scatters.append((flight.scatter, _start(flight.scatter, out, results, self.group, self.ranks, dtype, device)))
 
 
 def _add_to_batch(batches: list[Batch], stack: Stack, spot: Spot, rows: tuple[int, int] | None) -> tuple[int, int]:

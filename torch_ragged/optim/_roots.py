@@ -13,8 +13,9 @@ expensive matrix goes to the rank with the lowest load. Each root then splits it
 other is gathered, computed and sent back; the gather of the next flight is in flight while this flight computes.
 
 Few large matrices leave most ranks without work. If the computation has blocks of rows, some neighbours (2, 4, 8 ranks of one
-host) may *share* a matrix: each computes some of its blocks, and they exchange rows. The root is the first of them. Sharing
-costs exchanges. So it is chosen only where the most loaded rank has less to do, with the exchanges as a part of its load.
+host) may *share* a matrix: each computes some of its blocks, and they exchange rows. The root is the first of them. While the
+matrices of one flight exchange rows, those of the other are computed. Matrices are shared only if the most loaded rank ends
+earlier.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from typing import Optional
 __all__ = ["Roots", "Stack", "assign_roots", "split_flights"]
 
 FLIGHTS = 2
-"""Flights per step, if ``max_root_bytes`` does not require more. Two are enough to overlap transfers with computation."""
+"""Flights of a step whose matrices are small: enough to overlap transfers with computation."""
+
+MOST_FLIGHTS = 8
+FLIGHT_BYTES = 2**28
+"""With more matrices, a step has up to ``MOST_FLIGHTS`` of about so many bytes, whose transfer still takes much longer than the
+latency of a collective. Only the first gather and the last scatter have no computation to overlap with."""
+
+_CLOSE = 1.02
+"""Two times whose ratio is smaller are taken for equal: the model is not more exact."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,14 @@ class Stack:
         return self.shape[-2], self.shape[-1]
 
     @property
-    def loads(self) -> tuple[float, float]:
-        """The work of each of the ranks that share a matrix, and this work with the exchanges."""
-        return self.cost / self.split, self.cost / self.split + (1 - 1 / self.split) * self.exchange_cost
+    def work(self) -> float:
+        """The work of each of the ranks that share a matrix."""
+        return self.cost / self.split
+
+    @property
+    def exchange(self) -> float:
+        """The cost of what each of these ranks receives from the others, in the unit of ``cost``."""
+        return (1 - 1 / self.split) * self.exchange_cost
 
     def rows_of(self, member: int) -> tuple[int, int]:
         """The first row that a rank computes, and the one behind its last: the rank ``member`` behind the root."""
@@ -86,13 +100,15 @@ class Roots:
         of: for each stack, the root of each of its matrices. Roots never descend within a stack.
         splits: for each stack, the number of ranks that share each of its matrices.
         loads: the sum of the costs at each rank.
-        time: the load of the most loaded rank, with its exchanges.
+        time: when the most loaded rank ends, with its exchanges, in the unit of the costs.
+        exchange: the sum of the exchanges of all ranks.
     """
 
     of: tuple[tuple[int, ...], ...]
     splits: tuple[int, ...]
     loads: tuple[float, ...]
     time: float
+    exchange: float
 
     @property
     def imbalance(self) -> float:
@@ -104,62 +120,96 @@ class Roots:
 def assign_roots(stacks: Sequence[Stack], ranks: int) -> Roots:
     """Choose the root of every matrix, and how many ranks share it. All ranks choose the same, by the arguments alone.
 
-    If the matrices of a stack are whole on their owners, the owners are the roots; of several replicas, the least loaded.
+    If the matrices of a stack are whole on their owners, the owners are the roots; of several replicas, the least loaded. Of
+    the other matrices, those of equal cost are shared by equal numbers of ranks. A search changes one of these numbers at a
+    time, until no change makes the step shorter. Among assignments that are about as short, it prefers few exchanges.
     """
-    best, splits, limit = _assign(stacks, ranks), [1] * len(stacks), sum(stack.cost * stack.count for stack in stacks) / ranks
-    finest = [_split(stack, ranks, 0.0) for stack in stacks]
-    while splits != finest:  # Smaller pieces are balanced better, and need more exchanges.
-        finer = [_split(stack, ranks, limit) for stack in stacks]
-        if finer != splits:
-            roots = _assign([replace(stack, split=split) for stack, split in zip(stacks, finer)], ranks)
-            best = min(best, roots, key=lambda each: each.time)
-        splits, limit = finer, limit / 2
-    return best
+    kinds = list(dict.fromkeys((stack.cost, stack.blocks) for stack in stacks if stack.owners is None))
+    legal = [[split for split in range(1, min(blocks, ranks) + 1) if blocks % split == 0] for _, blocks in kinds]
+    found: dict[tuple[int, ...], Roots] = {}
 
+    def assigned(splits: tuple[int, ...]) -> Roots:
+        if splits not in found:
+            of_kind = dict(zip(kinds, splits))
+            found[splits] = _assign(
+                [s if s.owners is not None else replace(s, split=of_kind[s.cost, s.blocks]) for s in stacks], ranks
+            )
+        return found[splits]
 
-def _split(stack: Stack, ranks: int, limit: float) -> int:
-    """The fewest ranks that must share each matrix so that none computes more than ``limit`` with it."""
-    if stack.owners is not None:
-        return 1
-    legal = [split for split in range(1, min(stack.blocks, ranks) + 1) if stack.blocks % split == 0]
-    return next((split for split in legal if stack.cost / split <= limit), legal[-1])
+    def time_of(splits: tuple[int, ...]) -> float:
+        return assigned(splits).time
+
+    mean = sum(stack.cost * stack.count for stack in stacks) / ranks
+    best = tuple(1 for _ in kinds)
+    if time_of(best) > _CLOSE * mean:  # One change may make it worse, and several better: so there are several starts.
+        limits = [mean / 2**halvings for halvings in range(4)]
+        starts = [
+            tuple(next((n for n in splits if cost / n <= limit), splits[-1]) for (cost, _), splits in zip(kinds, legal))
+            for limit in limits
+        ]
+        best = min([best, *starts], key=time_of)
+    while time_of(best) > _CLOSE * mean:
+        changed = [(*best[:index], split, *best[index + 1 :]) for index, splits in enumerate(legal) for split in splits]
+        shortest = min([best, *changed], key=time_of)
+        if shortest == best:
+            break
+        best = shortest
+    about = _CLOSE * time_of(best)
+    return min((roots for roots in found.values() if roots.time <= about), key=lambda roots: (roots.exchange, roots.time))
 
 
 def _assign(stacks: Sequence[Stack], ranks: int) -> Roots:
-    work, times = [0.0] * ranks, [0.0] * ranks
+    """The roots for given numbers of ranks that share a matrix."""
+    work = [0.0] * ranks
     of: list[tuple[int, ...]] = [()] * len(stacks)
-    order = sorted(range(len(stacks)), key=lambda index: (-stacks[index].loads[1], index))
+    order = sorted(range(len(stacks)), key=lambda index: (-stacks[index].work, index))
     for index in order:
         owners = stacks[index].owners
         if owners is not None:
-            of[index] = min(owners, key=lambda roots: (max((times[r] for r in roots), default=0.0), roots))
+            of[index] = min(owners, key=lambda roots: (max((work[r] for r in roots), default=0.0), roots))
             for rank in of[index]:
                 work[rank] += stacks[index].cost
-                times[rank] += stacks[index].cost
+    loads = list(work)
     for split in sorted({stack.split for stack in stacks}, reverse=True):
         # Ranks that share a matrix wait for each other, so the most loaded one counts.
-        heap = [(max(times[start : start + split]), start) for start in range(0, ranks - split + 1, split)]
+        heap = [(max(loads[start : start + split]), start) for start in range(0, ranks - split + 1, split)]
         heapq.heapify(heap)
         for index in order:
             stack = stacks[index]
             if stack.owners is None and stack.split == split:
                 chosen = []
                 for _ in range(stack.count):
-                    time, start = heap[0]
-                    heapq.heapreplace(heap, (time + stack.loads[1], start))
+                    load, start = heap[0]
+                    heapq.heapreplace(heap, (load + stack.work, start))
                     chosen.append(start)
                     for rank in range(start, start + split):
-                        work[rank] += stack.loads[0]
+                        work[rank] += stack.work
                 of[index] = tuple(sorted(chosen))  # All matrices of a stack have equal costs.
-        for time, start in heap:
-            times[start : start + split] = [time] * split
-    return Roots(tuple(of), tuple(stack.split for stack in stacks), tuple(work), max(times))
+        for load, start in heap:
+            loads[start : start + split] = [load] * split
+    splits = tuple(stack.split for stack in stacks)
+    time = max(work) if set(splits) <= {1} else _time(stacks, of, ranks)
+    exchange = sum(stack.split * stack.count * stack.exchange for stack in stacks)
+    return Roots(tuple(of), splits, tuple(work), time, exchange)
+
+
+def _time(stacks: Sequence[Stack], of: Sequence[Sequence[int]], ranks: int) -> float:
+    """When the last rank ends: while one of two flights exchanges rows, the other one is computed."""
+    work, exchange = ([[0.0] * FLIGHTS for _ in range(ranks)] for _ in range(2))
+    in_flights = _fill_flights(stacks, _in_order(stacks, of), FLIGHTS, 0, None)
+    assert in_flights is not None  # There is no limit.
+    for stack, roots, flights in zip(stacks, of, in_flights):
+        for root, flight in zip(roots, flights):
+            for rank in range(root, root + stack.split):
+                work[rank][flight] += stack.work
+                exchange[rank][flight] += stack.exchange
+    return max(max(sum(w), sum(e), *map(sum, zip(w, e))) for w, e in zip(work, exchange))
 
 
 def split_flights(
     stacks: Sequence[Stack], of: Sequence[Sequence[int]], itemsize: int, max_root_bytes: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The flight of each matrix: as few flights as possible, and at most two if ``max_root_bytes`` permits.
+    """The flight of each matrix. There are two flights, or more if matrices are large or ``max_root_bytes`` is small.
 
     Each root spreads its matrices over the flights by cost, so that all roots have nearly equal work in each flight.
 
@@ -178,18 +228,29 @@ def split_flights(
                 f"a matrix of {stack.matrix[0]} x {stack.matrix[1]} elements takes {size:,} bytes at its root, more than "
                 f"max_root_bytes={max_root_bytes:,}: raise the limit, or keep this parameter out of the matrix groups"
             )
-    # Matrices that several ranks share come first: the ranks must agree on their flights.
-    matrices = [
-        (index, position, range(root, root + stacks[index].split))
-        for index in sorted(range(len(stacks)), key=lambda index: (stacks[index].split == 1, -stacks[index].loads[1], index))
-        for position, root in enumerate(of[index])
-    ]
-    counts = Counter(rank for _, _, team in matrices for rank in team)
-    for flights in itertools.count(min(FLIGHTS, max(counts.values(), default=1))):
+    matrices = _in_order(stacks, of)
+    counts: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
+    for index, _, team in matrices:
+        counts.update(team)
+        nbytes.update(dict.fromkeys(team, math.prod(stacks[index].matrix) * itemsize))
+    wanted = max(FLIGHTS, min(MOST_FLIGHTS, max(nbytes.values(), default=0) // FLIGHT_BYTES))
+    for flights in itertools.count(min(wanted, max(counts.values(), default=1))):
         result = _fill_flights(stacks, matrices, flights, itemsize, max_root_bytes)
         if result is not None:
             return result
     raise AssertionError("unreachable: with enough flights, every matrix has one of its own")
+
+
+def _in_order(stacks: Sequence[Stack], of: Sequence[Sequence[int]]) -> list[tuple[int, int, range]]:
+    """All matrices, with the ranks that compute each, in the order in which they are assigned to flights.
+
+    Matrices that several ranks share come first: these ranks must agree on their flight.
+    """
+    order = sorted(range(len(stacks)), key=lambda i: (stacks[i].split == 1, -stacks[i].work - stacks[i].exchange, i))
+    return [
+        (index, position, range(root, root + stacks[index].split)) for index in order for position, root in enumerate(of[index])
+    ]
 
 
 def _fill_flights(
@@ -211,6 +272,6 @@ def _fill_flights(
         flight = min(fits, key=lambda f: (max(costs[rank][f] for rank in team), f))
         result[index][position] = flight
         for rank in team:
-            costs[rank][flight] += stacks[index].loads[1]
+            costs[rank][flight] += stacks[index].work + stacks[index].exchange
             sizes[rank][flight] += size
     return tuple(map(tuple, result))
