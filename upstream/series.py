@@ -230,9 +230,11 @@ SERIES = (
             "fsdp/core/_state_dict.py",
             "fsdp/core/encodings/_borrowed.py",
             "fsdp/core/encodings/_contiguous.py",
+            "fsdp/core/encodings/_mapped.py",
             "fsdp/core/encodings/_tensor_types.py",
+            "fsdp/files/*.py",
         ),
-        ("fsdp/core/test_optimizer_states.py",),
+        ("fsdp/core/test_optimizer_states.py", "fsdp/files/test_files.py"),
     ),
     Step(
         "0016-fsdp-float8",

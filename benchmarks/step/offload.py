@@ -7,7 +7,7 @@ Three tables:
 - steps of the same model under each kind of optimizer, by turns in the same processes, medians; "floor ms" is the time to read
   and write the same files as often as a step does, without training. On a CPU, device and host are the same memory.
 - for each kind in a process of its own: the largest resident set in three steps beyond that of the sharded model, beside the
-  prediction: gradients, gathered parameters and states in memory (of files: their windows).
+  prediction: gradients, gathered parameters and states in memory (of files: their windows, or the pages of five groups).
 - AdamW's states in files, in a process whose address space is limited (RLIMIT_AS) to what it has after sharding the model and a
   forward and backward, gradients included, and a quarter of the bytes of the states.
 
@@ -41,7 +41,9 @@ POLICY = BlockPolicy()
 PARTS = ["steps", "memory", "limited"]
 KINDS = ("none", "FSDP2 CPUOffloadPolicy", "host 0.5", "host 1", "files 0.5", "files 1", "files 1 in backward")
 _IN_BACKWARD = " in backward"
-KINDS += ("8-bit, none", "8-bit, host 1", "8-bit, files 1")
+_ALL = "parameters in files, too"
+MEASURED = ("none", "host 0.5", "host 1", "files 1", _ALL)
+KINDS += (_ALL, _ALL + _IN_BACKWARD, "8-bit, none", "8-bit, host 1", "8-bit, files 1")
 
 
 def sharded(kind: str, options: argparse.Namespace) -> nn.Module:
@@ -55,6 +57,8 @@ def sharded(kind: str, options: argparse.Namespace) -> nn.Module:
     where, _, fraction = kind.removesuffix(_IN_BACKWARD).rpartition(", ")[2].partition(" ")
     if shard is torch_fully_shard:
         knobs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    elif kind.startswith(_ALL):
+        knobs["offload_policy"] = Offload(parameters="files", to=options.folder)
     elif fraction:
         knobs["offload_policy"] = Offload(float(fraction), to="cpu" if where == "host" else options.folder)
     if kind.startswith("8-bit"):
@@ -83,11 +87,18 @@ def trainer(model: nn.Module, optimizer: torch.optim.Optimizer, options: argpars
 
 
 def traffic(optimizer: Any) -> Callable[[], None]:
-    """The reads and writes of one step, by the threads of the tier, without training."""
+    """The reads and writes of one step, by the threads of the tier and of mapped files, without training."""
     chunks = [(chunk, tier) for chunk, tier in optimizer._chunks if isinstance(tier, FileTier)]
+    mapped = [group.shards for group in optimizer._of_groups if group.shards.file_nbytes]
 
     def move() -> None:
+        for shards in (*mapped, *reversed(mapped)):  # Forward, and backward.
+            shards.prepare()
         for (chunk, tier), (following, _) in zip(chunks, [*chunks[1:], *chunks[:1]]):
+            for group in optimizer._homes[chunk]:
+                if group.shards.file_nbytes:
+                    group.shards.prepare()
+                    group.sharded.flat[::1024].mul_(1)  # Each page has to be written.
             tier.fetch(chunk)
             tier.fetch_ahead(following)
             tier.store(chunk)
@@ -136,17 +147,33 @@ def _status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{key}:"))
 
 
+def mapped_nbytes() -> int:
+    """The bytes of mapped scratch files that are in this process's memory."""
+    found, is_ours = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            words = line.split()
+            if not words[0].endswith(":"):
+                is_ours = "torch_ragged-offload" in line
+            elif is_ours and words[0] == "Rss:":
+                found += 1024 * int(words[1])
+    return found
+
+
 def warmed(options: argparse.Namespace) -> nn.Module:
     """The sharded model after a forward and backward: libraries allocate at their first use."""
     model = sharded(options.kind, options)
-    trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), options)()
+    # An ordinary step reads all parameters: those in files would all be in memory.
+    params = [torch.zeros(1)] if options.kind.startswith(_ALL) else model.parameters()
+    trainer(model, torch.optim.SGD(params, lr=0.0), options)()
+    model.zero_grad()
     return model
 
 
 def peak_of(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """The growth of this process's largest resident set in three steps."""
     model = warmed(options)
-    before = _status("VmRSS")
+    before = _status("VmRSS") - mapped_nbytes()
     optimizer = optimizer_of(options.kind, model)
     report = memory_report(model, optimizer)
     for _ in range(3):
@@ -203,7 +230,7 @@ def main() -> None:
                 title, tables[part] = f"A step on {options.ranks} ranks", on_ranks(options.ranks, time_steps, options)
             elif part == "memory":
                 title = "The largest resident set of one rank, beyond the sharded model"
-                tables[part] = [on_ranks(1, peak_of, run(kind=kind)) for kind in ("none", "host 0.5", "host 1", "files 1")]
+                tables[part] = [on_ranks(1, peak_of, run(kind=kind)) for kind in MEASURED]
             else:
                 title = "One rank in a limited address space"
                 tables[part] = [on_ranks(1, limited, run(kind=kind)) for kind in ("none", "files 1")]

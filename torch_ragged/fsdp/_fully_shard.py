@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, overload
 
 import torch
@@ -100,7 +101,8 @@ def fully_shard(
             gradients are reduced in ``param_dtype`` (before torch 2.15) or in the parameters' dtype (since torch 2.15). With a
             :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.
         offload_policy: with ``CPUOffloadPolicy()``, sharded parameters and their gradients are on the CPU. So the optimizer
-            runs there. With an :class:`Offload`, a part of the states of an :func:`offloaded` optimizer is in host memory.
+            runs there. With an :class:`Offload`, a part of the states of an :func:`offloaded` optimizer is in host memory, or
+            states and parameters are in files.
         ignored_params: an iterable of parameters that are not sharded, and whose gradients are not reduced. A parameter that is
             added later, and is trained without ``fully_shard``, causes a warning, unless it was ever in ``ignored_params``.
         dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its
@@ -135,6 +137,7 @@ def fully_shard(
             floating-point dtypes, ``offload_policy`` is no ``OffloadPolicy``, ``ignored_params`` has something other than
             parameters, ``orig_param_policy`` or ``shard_placement_fn`` is no function of its arguments, or
             ``orig_param_policy`` returns something other than a granularity.
+        OSError: a folder of ``Offload(parameters="files")`` is missing or read-only, or has too little space.
         PeerError: another rank died, or did not make this call within the timeout.
         RuntimeError: another rank raised.
     """
@@ -171,10 +174,13 @@ def fully_shard(
         casts += [f"weights {tuple(weights)}"] if weights is not None else []
         claim += _claim(plans, list(found), reshard_after_forward, tuple(casts), offload_policy, placements)
     _move(modules, found if dp.is_member else {}, device)
+    in_files = any(plan.parameters_folder is not None for plan in plans)
+    with agreement(ranks, device, "fully_shard") if in_files else nullcontext([]) as claim:
+        groups = [make_group(plan) for plan in plans]
+        claim.append("files")  # One may fail on one rank: then no rank replaces a parameter.
     note_ignored(ignored)
     watch_optimizers()
     note_replaced(param for plan in plans for param in plan.params)
-    groups = [make_group(plan) for plan in plans]
     for group in groups:
         group.register_sharded()
     if not isinstance(reshard_after_forward, (bool, type(None))):

@@ -137,11 +137,13 @@ class Fit:
     Attributes:
         policy: the ``offload_policy`` of the model as it is.
         scale: how many times as large the model may be.
-        used: the bytes of each rank, for the model as it is; None if it does not fit.
+        needed: the bytes of each rank, for the model as it is.
+        used: these bytes; None if it does not fit.
     """
 
     policy: str
     scale: float
+    needed: Budget
     used: Budget | None
 
 
@@ -161,12 +163,12 @@ def offload_fits(sharding: Sharding, precision: Precision, budget: Budget) -> di
     # A part of the states in host memory: what does not fit on the device, beside the two windows through which it is copied.
     beside = budget.device - device_windows
     leaving = max(0, fixed + moved - beside)
-    fraction = math.ceil(10_000 * leaving / moved) / 10_000 if moved else 0.0
+    fraction = min(1.0, math.ceil(10_000 * leaving / moved) / 10_000) if moved else 0.0
     part = math.ceil(fraction * moved)
     fits = {
         "no offload": ("None", budget.device / memory.total, Budget(memory.total, 0, 0)),
         "optimizer": (
-            f"Offload({min(fraction, 1):g})",
+            f"Offload({fraction:g})",
             min((beside + budget.host) / memory.total, beside / fixed),
             Budget(memory.total - part + device_windows, part, 0),
         ),
@@ -176,5 +178,13 @@ def offload_fits(sharding: Sharding, precision: Precision, budget: Budget) -> di
             min((budget.host - file_windows) / fixed, budget.files / moved if moved else math.inf),
             Budget(0, fixed + file_windows, moved),
         ),
+        "all in files": (
+            'Offload(parameters="files", to=folder)',
+            min((budget.host - file_windows) / memory.gradients, budget.files / (memory.total - memory.gradients)),
+            Budget(0, memory.gradients + file_windows, memory.total - memory.gradients),
+        ),
     }
-    return {kind: Fit(policy, max(0.0, scale), used if scale >= 1 else None) for kind, (policy, scale, used) in fits.items()}
+    return {
+        kind: Fit(policy, max(0.0, scale), needed, needed if scale >= 1 else None)
+        for kind, (policy, scale, needed) in fits.items()
+    }

@@ -18,6 +18,8 @@ from torch_ragged.offline._muon import MuonPlan
 
 __all__ = ["Report", "bytes_text"]
 
+_BESIDE = ("in host memory", "in files")
+
 
 @dataclass(frozen=True)
 class Report:
@@ -139,6 +141,10 @@ class Report:
                 for name, other in zip(list(plan.schemes)[1:], others):
                     row[name] = bytes_text(other[stage].total)
                 rows.append(row)
+            for fit in offload_fits(plan.ragged, self.precision, self.budget).values() if self.budget else ():
+                if fit.policy != "None":
+                    on_device, *others_of = (bytes_text(nbytes) for nbytes in asdict(fit.needed).values())
+                    rows.append({"ZeRO": f"3, {fit.policy}", "total": on_device, **dict(zip(_BESIDE, others_of))})
         return rows
 
     def _weight_rows(self, plan: ModelPlan) -> list[dict[str, str]]:
@@ -153,7 +159,7 @@ class Report:
 
     @staticmethod
     def _tiers(budget: Budget) -> dict[str, int]:
-        return {"on the device": budget.device, "in host memory": budget.host, "in files": budget.files}
+        return {"on the device": budget.device, **dict(zip(_BESIDE, (budget.host, budget.files)))}
 
     def _offload_rows(self, budget: Budget) -> list[dict[str, str]]:
         rows = []
@@ -256,6 +262,7 @@ def _dtype(dtype: object) -> str:
 
 
 def _table(title: str, rows: Sequence[dict[str, str]]) -> str:
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    lines = [list(columns), *([row.get(name, "") for name in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join([title, *("  ".join(map(str.rjust, line, widths)) for line in lines)])

@@ -22,7 +22,7 @@ from offload_cases import ADAMW, assert_equal, backward, build, chunks_of, folde
 
 from torch_ragged import checkpoint
 from torch_ragged.fsdp import Offload, offloaded
-from torch_ragged.fsdp.offload import _files
+from torch_ragged.fsdp.files import _scratch_file
 
 PLAIN = ADAMW[1]
 CALLS = (10_000, 115_000)
@@ -41,8 +41,8 @@ def checkpoints_of_ranks():
 
 def at_call(call, number, happens):
     """``happens(call, *arguments)`` in place of the ``number``-th ``_preadv``, ``_pwritev``, ... from now on."""
-    real, numbers = getattr(_files, call), itertools.count(1)
-    return mock.patch.object(_files, call, lambda *a: happens(real, *a) if next(numbers) == number else real(*a))
+    real, numbers = getattr(_scratch_file, call), itertools.count(1)
+    return mock.patch.object(_scratch_file, call, lambda *a: happens(real, *a) if next(numbers) == number else real(*a))
 
 
 def failing(call, number, error):
@@ -162,7 +162,7 @@ def folder_that(how):
             os.mkdir(own, 0o777)
             os.chmod(own, 0o777)
         dist.barrier()
-        with mock.patch.object(_files, "_open", open_as_user):
+        with mock.patch.object(_scratch_file, "_open", open_as_user):
             yield own, lambda: os.rmdir(own) if how == "vanishes" else os.chmod(own, 0o555)
         gc.collect()
         dist.barrier()

@@ -3,12 +3,15 @@
 import gc
 import os
 import shutil
+import sys
+import threading
 import unittest
+import weakref
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import error_of, ranks
+from common import ranks
 from offload_cases import (
     ADAMW,
     BLOCKS,
@@ -29,7 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged import checkpoint
 from torch_ragged.fsdp import Offload, fully_shard, monitor, offloaded
-from torch_ragged.fsdp.offload import _files, _offloaded_optimizer
+from torch_ragged.fsdp.files import _scratch_file
+from torch_ragged.fsdp.offload import _offloaded_optimizer
 from torch_ragged.fsdp.offload._tiers import WindowTier
 from torch_ragged.optim import AdamW8bit
 
@@ -106,13 +110,13 @@ class FilesTest(unittest.TestCase):
             moved = {"_preadv": 0, "_pwritev": 0}
 
             def counted(call):
-                real = getattr(_files, call)
+                real = getattr(_scratch_file, call)
 
                 def count(file, buffers, offset):
                     moved[call] += len(buffers[0])
                     return real(file, buffers, offset)
 
-                return mock.patch.object(_files, call, count)
+                return mock.patch.object(_scratch_file, call, count)
 
             with counted("_preadv"), counted("_pwritev"):
                 for _ in range(4):
@@ -164,23 +168,20 @@ class FilesTest(unittest.TestCase):
             assert not any("tier" in key for key in watch.step())
 
     @ranks(1)
-    def test_a_file_has_no_name_and_two_jobs_do_not_meet():
-        with folder_of_ranks() as folder:
-            files = [_files.ScratchFile(folder, 0, 2 * _files.BLOCK) for _ in range(2)]
-            assert os.listdir(folder) == [] and files[0].path != files[1].path
-            block = memoryview(_files.mmap.mmap(-1, _files.BLOCK))
-            for number, file in enumerate(files):
-                block[:] = bytes([number + 1]) * _files.BLOCK
-                file.write(block, _files.BLOCK)
-            for number, file in enumerate(files):
-                file.read(block, _files.BLOCK)
-                assert bytes(block) == bytes([number + 1]) * _files.BLOCK
-            text = error_of(files[0].read, block, 2 * _files.BLOCK)
-            assert (
-                "could not read 4096 bytes at 8192 of a scratch file: it ends after 0 bytes" in text and files[0].path in text
-            )
-            for file in files:
-                file.close()
+    def test_a_tier_that_its_own_thread_lets_go_closes_its_file():
+        with folder_of_ranks() as folder, chunks_of(2048), mock.patch.object(sys, "unraisablehook") as unraisable:
+            model, optimizer = layer_with_files(folder)
+            tier = next(tier for _, tier in optimizer._chunks)
+            closed, may_go_on = threading.Event(), threading.Event()
+            weakref.finalize(tier.file, closed.set)
+            tier._reader.submit(lambda tier=tier: may_go_on.wait(20) and None)
+            del model, optimizer, tier
+            gc.collect()
+            assert not closed.is_set()
+            may_go_on.set()
+            assert closed.wait(20)
+            gc.collect()
+            unraisable.assert_not_called()
 
 
 class PolicyTest(unittest.TestCase):
@@ -188,7 +189,7 @@ class PolicyTest(unittest.TestCase):
         for wrong in (None, 3, ""):
             with self.assertRaisesRegex(ValueError, "is no tier"):
                 Offload(to=wrong)
-        self.assertEqual(Offload(to=_files.os.path.join("a", "b")).to, "a/b")
+        self.assertEqual(Offload(to=os.path.join("a", "b")).to, "a/b")
 
 
 if __name__ == "__main__":

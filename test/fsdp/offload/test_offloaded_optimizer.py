@@ -325,7 +325,7 @@ class PolicyTest(unittest.TestCase):
         for wrong in (-0.1, 1.5, float("nan"), True, "half"):
             with self.assertRaisesRegex(ValueError, "is no fraction"):
                 Offload(optimizer=wrong)
-        with self.assertRaisesRegex(ValueError, "must be a bool"):
+        with self.assertRaisesRegex(ValueError, "must be True, False"):
             Offload(parameters=1)
         with self.assertRaisesRegex(ValueError, "keeps states on the device for an optimizer that runs on the CPU"):
             Offload(optimizer=0.5, parameters=True)

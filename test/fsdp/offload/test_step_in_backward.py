@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged.fsdp import Offload, fully_shard, monitor, offloaded
-from torch_ragged.fsdp.offload import _files, _in_backward, _offloaded_optimizer
+from torch_ragged.fsdp.files import _scratch_file
+from torch_ragged.fsdp.offload import _in_backward, _offloaded_optimizer
 from torch_ragged.fsdp.offload._tiers import WindowTier
 from torch_ragged.optim import AdamW8bit
 
@@ -425,14 +426,14 @@ class RefusedTest(unittest.TestCase):
                 loss_of(model, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            real = _files._preadv
+            real = _scratch_file._preadv
 
             def failing(*arguments):
                 if dist.get_rank() == 1:
                     raise OSError(5, "Input/output error")
                 return real(*arguments)
 
-            with mock.patch.object(_files, "_preadv", failing):
+            with mock.patch.object(_scratch_file, "_preadv", failing):
                 loss_of(model, 2).backward()
                 text = error_of(optimizer.step)
             assert ("OSError" in text and "scratch file" in text) if dist.get_rank() else "failed on rank 1" in text, text

@@ -126,17 +126,18 @@ class Offload(OffloadPolicy):
         optimizer: the fraction of the elements of each group's shard whose states do not lie on the device, from 0 to 1. They
             are the last ones of the shard.
         parameters: whether the sharded parameters and their gradients lie in host memory, too, as with ``CPUOffloadPolicy()``.
-            Then the optimizer runs on the CPU, so ``optimizer`` must be 1.
+            Then the optimizer runs on the CPU, so ``optimizer`` must be 1. Or ``"files"``: the parameters lie in scratch files
+            in the folder ``to``, one for each group, which are mapped into memory. Gradients are in host memory.
         to: ``"cpu"`` for host memory, or a folder: each rank keeps these states in a scratch file there. It needs an optimizer
             that runs on the CPU: a mesh of CPUs, or ``parameters=True``.
 
     Raises:
-        ValueError: ``optimizer`` is no number from 0 to 1, ``parameters`` is no bool, they contradict each other, or ``to`` is
-            no path.
+        ValueError: ``optimizer`` is no number from 0 to 1, ``parameters`` is neither a bool nor ``"files"``, they contradict
+            each other, or ``to`` is no path.
     """
 
     optimizer: float = 1.0
-    parameters: bool = False
+    parameters: bool | str = False
     to: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -151,12 +152,14 @@ class Offload(OffloadPolicy):
                 f"Offload optimizer={given!r} is no fraction: give a number from 0 (all states on the device) to 1 (all "
                 "states in host memory)"
             )
-        if not isinstance(self.parameters, bool):
-            raise ValueError(f"Offload parameters must be a bool, got {self.parameters!r}")
+        if not isinstance(self.parameters, bool) and self.parameters != "files":
+            raise ValueError(f'Offload parameters must be True, False or "files", got {self.parameters!r}')
+        if self.parameters == "files" and self.to == "cpu":
+            raise ValueError('Offload(parameters="files") needs the folder of the files: give to=folder')
         if self.parameters and given != 1:
             raise ValueError(
-                f"Offload(optimizer={given!r}, parameters=True) keeps states on the device for an optimizer that runs on "
-                "the CPU, where its parameters are: give optimizer=1.0, or parameters=False"
+                f"Offload(optimizer={given!r}, parameters={self.parameters!r}) keeps states on the device for an optimizer "
+                "that runs on the CPU, where its parameters are: give optimizer=1.0, or parameters=False"
             )
 
     @classmethod

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp.core._dormant_group import DormantGroup
+from torch_ragged.fsdp.core._fsdp_api import Offload
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, GroupPlan, has_extension
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
@@ -22,6 +23,7 @@ from torch_ragged.fsdp.core.encodings._borrowed import BorrowedEncoding
 from torch_ragged.fsdp.core.encodings._contiguous import ContiguousEncoding
 from torch_ragged.fsdp.core.encodings._float8 import Float8Encoding, Float8Policy
 from torch_ragged.fsdp.core.encodings._float8_planes import PlanesEncoding
+from torch_ragged.fsdp.core.encodings._mapped import MappedShards
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.encodings._tensor_types import TypeEncoding, TypeShards, TypeStandIn
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
@@ -96,6 +98,11 @@ def plan_groups(
                     f"{fqn} of shape {tuple(param.shape)} is a {type(param).__name__} with fsdp_pre_all_gather, whose rows are "
                     f"sharded{why}"
                 )
+            if isinstance(offload, Offload) and offload.parameters == "files":
+                raise ValueError(
+                    f"{fqn} is a {type(param).__name__} with fsdp_pre_all_gather, which keeps its shard itself, and "
+                    'Offload(parameters="files") cannot keep it: give Offload(parameters=True) for its module'
+                )
             cut = Shard(0)
         dtype = _param_dtype(fqn, param, mp_policy)
         shard_dim = cut.dim if isinstance(cut, Shard) else None
@@ -162,7 +169,8 @@ def make_group(plan: GroupPlan) -> FSDPParamGroup:
         if isinstance(layout, RowsLayout) and not plan.runs_on_meta:
             types = TypeEncoding(layout, rank, plan.params, plan.dp.shard_mesh, plan.mp_policy)
             return FSDPParamGroup(plan, TypeShards(layout, rank), types)
-        shards = Shards(layout, rank)
+        folder = plan.parameters_folder
+        shards = Shards(layout, rank) if folder is None else MappedShards(layout, rank, folder)
         if isinstance(layout, RowsLayout):
             encoding: Encoding = TypeStandIn(layout, rank)
         elif first.distribution.shard_dim:

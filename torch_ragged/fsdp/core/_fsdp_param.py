@@ -428,8 +428,14 @@ class GroupPlan:
     @property
     def offloads_params(self) -> bool:
         """Whether shards and ``.grad`` are on the CPU, where the optimizer runs."""
-        is_ours = isinstance(self.offload, Offload) and self.offload.parameters
+        is_ours = isinstance(self.offload, Offload) and self.offload.parameters is not False
         return is_ours or isinstance(self.offload, CPUOffloadPolicy)
+
+    @property
+    def parameters_folder(self) -> str | None:
+        """The folder of the file in which shards lie; None: they lie in memory."""
+        is_in_files = isinstance(self.offload, Offload) and self.offload.parameters == "files"
+        return self.offload.to if is_in_files else None  # type: ignore[attr-defined]
 
 
 @dataclass

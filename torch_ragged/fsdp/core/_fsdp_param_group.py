@@ -370,6 +370,7 @@ class FSDPParamGroup:
             try:
                 # All ranks issue it: states call this in an order that ranks have in common.
                 with profiler_range("all_gather", self.fqn):
+                    self.shards.prepare()
                     if self.keeper is None:
                         self._all_gather = self.encoding.all_gather(self.shards, self.named)
                     else:

@@ -5,27 +5,22 @@ Its threads read and write files only: they call no torch, and nothing of the pa
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import mmap
-import os
+import threading
 import time
-import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
 from torch_ragged.fsdp.offload._pieces import Chunk
 from torch_ragged.fsdp.offload._tiers import Memory, TierEvent
 
-__all__ = ["BLOCK", "FILE_NUMEL", "WINDOWS", "FileTier", "ScratchFile"]
-
-BLOCK = 4096
-"""Direct I/O reads and writes whole blocks of the file, from addresses that are multiples of it."""
+__all__ = ["FILE_NUMEL", "WINDOWS", "FileTier"]
 
 FILE_NUMEL = 1 << 22
 """The most elements of a chunk in a file: with two float32 states, one read or write of 32 MiB."""
@@ -33,86 +28,8 @@ FILE_NUMEL = 1 << 22
 WINDOWS = 3
 """One chunk is read ahead, one is stepped, one is written behind."""
 
-# Named here, so that tests can let them fail. None: a system that is not Linux.
-_open: Any = os.open
-_preadv, _pwritev, _fallocate = (getattr(os, name, None) for name in ("preadv", "pwritev", "posix_fallocate"))
-
-
-class ScratchFile:
-    """A file of a fixed size that has no name once it is open.
-
-    It cannot be taken for a checkpoint, another job cannot open it, and its space is free when the process ends, however it
-    ends. It is read and written past the page cache (``O_DIRECT``) if the file system allows it.
-
-    Args:
-        folder: where the file lies.
-        rank: this rank, for the name in errors.
-        nbytes: the size, a multiple of ``BLOCK``. It is reserved here.
-
-    Attributes:
-        path: the name that it had when it was made.
-        is_direct: whether it is read and written past the page cache.
-
-    Raises:
-        OSError: ``folder`` is missing or read-only, or the disk is full. The error names the file, as those of all methods.
-    """
-
-    def __init__(self, folder: str, rank: int, nbytes: int) -> None:
-        self.path = os.path.join(folder, f"torch_ragged-offload-rank{rank}-{uuid.uuid4().hex}")
-        if _fallocate is None:
-            raise OSError(errno.ENOSYS, "offload to files needs Linux", folder)
-        with self._named("create"):
-            # Exclusive: it is an error if the name is there, which no other process has drawn.
-            self._fd = _open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self.close = weakref.finalize(self, os.close, self._fd)
-        with self._named("remove the name of"):
-            os.unlink(self.path)
-        with self._named(f"reserve {nbytes} bytes for"):
-            _fallocate(self._fd, 0, nbytes)
-        with self._named("write a first block of"):
-            self.is_direct = self._becomes_direct()
-
-    def read(self, memory: memoryview, offset: int) -> None:
-        """Fill ``memory`` from ``offset`` on."""
-        with self._named(f"read {len(memory)} bytes at {offset} of"):
-            self._run(_preadv, memory, offset)
-
-    def write(self, memory: memoryview, offset: int) -> None:
-        """Write ``memory`` at ``offset``."""
-        with self._named(f"write {len(memory)} bytes at {offset} of"):
-            self._run(_pwritev, memory, offset)
-
-    def _run(self, call: Any, memory: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(memory):
-            # Whole blocks only: direct I/O cannot go on from within one.
-            count = call(self._fd, [memory[done:]], offset + done) // BLOCK * BLOCK
-            if count <= 0:
-                raise OSError(errno.EIO, f"it ends after {done} bytes")
-            done += count
-
-    def _becomes_direct(self) -> bool:
-        """Switch to direct I/O, and return whether a block can be written so."""
-        import fcntl  # Not on every system.
-
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            _pwritev(self._fd, [mmap.mmap(-1, BLOCK)], 0)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
-            return False
-        return True
-
-    @contextlib.contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            text = error.strerror or str(error)
-            raise OSError(error.errno, f"offload could not {what} a scratch file: {text}", self.path) from error
+_THREADS = "torch_ragged-files"
+"""The names of all threads of tiers begin so."""
 
 
 @dataclass(eq=False)
@@ -190,7 +107,7 @@ class FileTier:
         self._writes: dict[Chunk, Future[None]] = {}  # The last write of each chunk.
         self._looked: Chunk | None = None  # The chunk that is read or written between steps.
         self._is_dirty = False  # Whether the file lacks what was written to it.
-        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix=_THREADS) for _ in range(2))
         # First the threads, then the file.
         weakref.finalize(self, _shut, self._reader, self._writer, self.file.close)
 
@@ -301,6 +218,8 @@ class FileTier:
 
 
 def _shut(reader: ThreadPoolExecutor, writer: ThreadPoolExecutor, close: Any) -> None:
-    reader.shutdown()
-    writer.shutdown()
+    # A read or write holds the tier. So in one of its threads, no other one is left, and a thread cannot wait for itself.
+    waits = not threading.current_thread().name.startswith(_THREADS)
+    reader.shutdown(wait=waits)
+    writer.shutdown(wait=waits)
     close()

@@ -235,8 +235,11 @@ class OffloadedOptimizer(Optimizer):
         self._last: Chunk | None = None  # The chunk that was stepped last.
         self._after: dict[Chunk, tuple[Chunk, Tier]] = {}  # Which chunk followed, the last time.
         self._of_groups: dict[FSDPParamGroup, list[tuple[Chunk, Tier]]] = {}
+        self._homes: dict[Chunk, list[FSDPParamGroup]] = {}
         for chunk, tier in self._chunks:
-            for home in {self._members[p.param].group: None for p in chunk.pieces if p.param in self._members}:
+            members = [self._members[piece.param] for piece in chunk.pieces if piece.param in self._members]
+            self._homes[chunk] = list(dict.fromkeys(member.group for member in members))
+            for home in self._homes[chunk]:
                 self._of_groups.setdefault(home, []).append((chunk, tier))
         # In each parameter group, a parameter by which a step sees that it needs other states.
         self._samples: dict[int, tuple[Member, set[str]]] = {}
@@ -245,12 +248,12 @@ class OffloadedOptimizer(Optimizer):
                 member = self._members[param]
                 self._samples.setdefault(member.group_number, (member, set(parts[-1].piece.sizes)))
         self.state = _States(self, self._parts, self._members, rules)  # type: ignore[assignment]
-        members: dict[FSDPParamGroup, list[Member]] = {}
+        by_group: dict[FSDPParamGroup, list[Member]] = {}
         for member in self._members.values():
-            members.setdefault(member.group, []).append(member)
+            by_group.setdefault(member.group, []).append(member)
         for group in groups:
             group.gradient_user = None  # That of an earlier optimizer of the model.
-        self._in_backward = BackwardStep(self, members) if in_backward else None
+        self._in_backward = BackwardStep(self, by_group) if in_backward else None
 
     # -- construction ----------------------------------------------------------------------------------------------
 
@@ -440,6 +443,8 @@ class OffloadedOptimizer(Optimizer):
             if self._last is not None:
                 self._after[self._last] = chunk, tier
             self._last = chunk
+            for home in self._homes[chunk]:
+                home.shards.prepare()
             memory = tier.fetch(chunk)
             # After the last one, the chunk that came next the last time: it is read while forward and backward run.
             next_chunk, next_tier = following or self._after.get(chunk) or (chunk, tier)

@@ -19,6 +19,7 @@ from torch_ragged.fsdp._fully_shard import module_states, named_groups
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.files._mapped_file import MAPPED_IN_MEMORY
 from torch_ragged.fsdp.tools._optimizer_memory import (
     OptimizerLike,
     first_state_nbytes,
@@ -47,7 +48,8 @@ class MemoryRow:
         gradients: gradients that are not reduced yet, in a buffer as large as the gathered parameters.
         grad: the memory of the parameters' ``.grad``, and reduced shards that become ``.grad``.
         optimizer: the optimizer's state for the parameters, on the device.
-        host: the state that an :func:`offloaded` optimizer keeps in host memory, and its windows of files. Not in ``total``.
+        host: the state that an :func:`offloaded` optimizer keeps in host memory, and its windows of files. If parameters lie in
+            files, also what of them is in memory at most. Not in ``total``.
     """
 
     name: str
@@ -142,7 +144,9 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
     for name, group in named_groups(model).items():
         groups.append(_row_of(name, group, held, hosted))
     total = MemoryRow("total", *(sum(column) for column in list(zip(*map(astuple, groups)))[1:]))
-    total = dataclasses.replace(total, host=total.host + sum(windows for _, windows in of_tiers))
+    mapped = sorted((group.shards.file_nbytes for group in named_groups(model).values()), reverse=True)
+    windows = sum(windows for _, windows in of_tiers) + sum(mapped[:MAPPED_IN_MEMORY])
+    total = dataclasses.replace(total, host=total.host + windows)
     moment, predicted = highest_moment(states, _forward_order(list(states.values())))
     first = [_first_states(one) for one in optimizers if not one.state]
     optimizer_nbytes = total.optimizer + sum(nbytes for nbytes, _ in first)
@@ -178,7 +182,7 @@ def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int], hosted: dict
             grads[storage.data_ptr()] = storage.nbytes()
     return MemoryRow(
         name,
-        sharded=resident["sharded"],
+        sharded=resident["sharded"] - group.shards.file_nbytes,
         gathered=resident["gathered"] + group.kept_nbytes,
         gradients=resident["gradients"],
         grad=resident["reduced"] + sum(grads.values()),

@@ -44,9 +44,20 @@ class Shards:
 
     def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
         """Make a new buffer for parameters of ``dtype``."""
-        self.buffer = DBuffer(self._layout, Shard(0), self._rank, dtype, device, is_pinned)
+        self._hold(DBuffer(self._layout, Shard(0), self._rank, dtype, device, is_pinned))
+
+    def _hold(self, buffer: DBuffer) -> None:
+        self.buffer = buffer
         self.buffer.zero_padding()
         self._storage = self.buffer.flat.untyped_storage()._cdata
+
+    def prepare(self) -> None:
+        """All shards are read or written next. Plain ones are in memory."""
+
+    @property
+    def file_nbytes(self) -> int:
+        """The bytes that lie in a file."""
+        return 0
 
     def store(self, index: int, distribution: Distribution, value: torch.Tensor) -> None:
         """Copy this rank's interval of a whole parameter into the buffer."""

@@ -1,0 +1,63 @@
+"""MappedShards: sharded parameters in a scratch file that is mapped into memory.
+
+They do not decide when parameters are used: the group and the optimizer say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core.encodings._plain import Shards
+from torch_ragged.fsdp.files._mapped_file import MappedFile
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["MappedShards"]
+
+
+class MappedShards(Shards):
+    """Shards whose buffer is a :class:`MappedFile`: the DTensors of parameters are views of the file.
+
+    ::
+
+        file       | shard of a | shard of b | shard of c | padding |    one file per group and rank
+           | mapped into memory
+        buffer     DBuffer Shard(0)
+
+    Args:
+        folder: where the file lies.
+    """
+
+    def __init__(self, layout: BufferLayout, rank: int, folder: str) -> None:
+        super().__init__(layout, rank)
+        self._folder, self._file = folder, None
+
+    _file: MappedFile | None
+
+    def attach(self, params: Sequence[FSDPParam]) -> None:
+        if self._file is not None:
+            self._file.release()  # The parameters were written there now.
+
+    def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
+        start, stop = self._layout.shard_range(self._rank)
+        nbytes = (stop - start) * dtype.itemsize
+        self._file = None
+        if device.type == "meta" or not nbytes:
+            super().allocate(dtype, device, is_pinned=False)
+            return
+        self._file = MappedFile(self._folder, dist.get_rank(), nbytes)
+        flat = torch.frombuffer(self._file.memory, dtype=torch.uint8).view(dtype)
+        self._hold(DBuffer(self._layout, Shard(0), self._rank, dtype, device, borrowed=flat))
+
+    def prepare(self) -> None:
+        if self._file is not None:
+            self._file.use()
+
+    @property
+    def file_nbytes(self) -> int:
+        return 0 if self._file is None else self._file.nbytes

@@ -1,0 +1,105 @@
+"""ScratchFile: a file without a name, for what does not fit into memory.
+
+It does not know what lies in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import uuid
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["BLOCK", "ScratchFile"]
+
+BLOCK = 4096
+"""Direct I/O reads and writes whole blocks of the file, from addresses that are multiples of it."""
+
+# Named here, so that tests can let them fail. None: a system that is not Linux.
+_open: Any = os.open
+_preadv, _pwritev, _fallocate = (getattr(os, name, None) for name in ("preadv", "pwritev", "posix_fallocate"))
+
+
+class ScratchFile:
+    """A file of a fixed size that has no name once it is open.
+
+    It cannot be taken for a checkpoint, another job cannot open it, and its space is free when the process ends, however it
+    ends.
+
+    Args:
+        folder: where the file lies.
+        rank: this rank, for the name in errors.
+        nbytes: the size, a multiple of ``BLOCK``. It is reserved here.
+        uses_cache: whether it is read and written through the page cache, as a file must be that is mapped into memory. If not,
+            it is read and written past it (``O_DIRECT``) where the file system allows it.
+
+    Attributes:
+        path: the name that it had when it was made.
+        fd: its descriptor.
+        is_direct: whether it is read and written past the page cache.
+
+    Raises:
+        OSError: ``folder`` is missing or read-only, or the disk is full. The error names the file, as those of all methods.
+    """
+
+    def __init__(self, folder: str, rank: int, nbytes: int, uses_cache: bool = False) -> None:
+        self.path = os.path.join(folder, f"torch_ragged-offload-rank{rank}-{uuid.uuid4().hex}")
+        if _fallocate is None:
+            raise OSError(errno.ENOSYS, "offload to files needs Linux", folder)
+        with self.named("create"):
+            # Exclusive: it is an error if the name is there, which no other process has drawn.
+            self.fd = _open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.close = weakref.finalize(self, os.close, self.fd)
+        with self.named("remove the name of"):
+            os.unlink(self.path)
+        with self.named(f"reserve {nbytes} bytes for"):
+            _fallocate(self.fd, 0, nbytes)
+        with self.named("write a first block of"):
+            self.is_direct = not uses_cache and self._becomes_direct()
+
+    def read(self, memory: memoryview, offset: int) -> None:
+        """Fill ``memory`` from ``offset`` on."""
+        with self.named(f"read {len(memory)} bytes at {offset} of"):
+            self._run(_preadv, memory, offset)
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        """Write ``memory`` at ``offset``."""
+        with self.named(f"write {len(memory)} bytes at {offset} of"):
+            self._run(_pwritev, memory, offset)
+
+    @contextlib.contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """Errors of what is done inside say what it was, and name the file."""
+        try:
+            yield
+        except OSError as error:
+            text = error.strerror or str(error)
+            raise OSError(error.errno, f"offload could not {what} a scratch file: {text}", self.path) from error
+
+    def _run(self, call: Any, memory: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(memory):
+            # Whole blocks only: direct I/O cannot go on from within one.
+            count = call(self.fd, [memory[done:]], offset + done) // BLOCK * BLOCK
+            if count <= 0:
+                raise OSError(errno.EIO, f"it ends after {done} bytes")
+            done += count
+
+    def _becomes_direct(self) -> bool:
+        """Switch to direct I/O, and return whether a block can be written so."""
+        import fcntl  # Not on every system.
+
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            _pwritev(self.fd, [mmap.mmap(-1, BLOCK)], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
+            return False
+        return True
