@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Optional, Union
 
@@ -100,6 +100,20 @@ class TensorSpec:
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    def packed(self, count: int) -> TensorSpec:
+        """The description of the tensor with ``count`` elements in each byte, along its last dimension.
+
+        Raises:
+            ValueError: its last dimension or a block is no whole number of bytes.
+        """
+        if self.shape[-1] % count or self.block % count or self.period % count:
+            raise ValueError(
+                f"{self.name} of shape {self.shape} in blocks of {self.block} cannot have {count} elements in each byte"
+            )
+        segments = tuple(segment.packed(count) for segment in self.segments)
+        shape = (*self.shape[:-1], self.shape[-1] // count)
+        return replace(self, shape=shape, block=self.block // count, period=self.period // count, segments=segments, dtype=None)
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:

@@ -240,6 +240,7 @@ SERIES = (
         "0016-fsdp-float8",
         (
             "_kernels/_triton_float8.py",
+            "_kernels/float4.py",
             "_kernels/float8.py",
             "_kernels/tiles.py",
             "fsdp/core/_fsdp_init.py",
@@ -247,7 +248,7 @@ SERIES = (
             "fsdp/core/encodings/_float8_planes.py",
             "fsdp/core/encodings/_float8_weight.py",
         ),
-        ("kernels/test_float8_tiles.py",),
+        ("kernels/test_float4_tiles.py", "kernels/test_float8_tiles.py"),
     ),
     Step(
         "0017-fully-shard",

@@ -1,4 +1,4 @@
-"""What a rank sends and holds of a block of GPT-OSS-20B's shapes: in bfloat16, as float8, and as codes in the modules.
+"""What a rank sends and holds of a block of GPT-OSS-20B's shapes: in bfloat16, as float8, as codes of 8 and 4 bits in modules.
 
     python -m benchmarks.parts.float8_planes [--ranks 8] [--json PATH]
 
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.common.fake_world import fake_world, make_mesh
 from benchmarks.common.measure import print_table, write_json
-from torch_ragged.fsdp import Float8Policy, float8_weight, fully_shard
+from torch_ragged.fsdp import Float4Policy, Float8Policy, float8_weight, fully_shard
 
 HIDDEN, EXPERTS, QUERIES, KEYS = 2880, 32, 4096, 512
 
@@ -43,6 +43,7 @@ def rows(ranks: int) -> list[dict[str, Any]]:
         "bfloat16": MixedPrecisionPolicy(narrow, wide),
         "Float8Policy": Float8Policy(narrow, wide),
         "Float8Policy, weight_factory": Float8Policy(narrow, wide, weight_factory=float8_weight),
+        "Float4Policy": Float4Policy(narrow, wide),
     }
     found = []
     with fake_world(ranks):

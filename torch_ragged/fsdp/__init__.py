@@ -30,9 +30,14 @@ from torch_ragged.fsdp._fully_shard import buffer_layouts, fully_shard
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.core._fsdp_api import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements, Offload
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
-from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
-from torch_ragged.fsdp.core.encodings._float8_planes import Float8Planes
-from torch_ragged.fsdp.core.encodings._float8_weight import Float8Weight, float8_matmul_weight, float8_weight
+from torch_ragged.fsdp.core.encodings._float8 import Float4Policy, Float8Policy
+from torch_ragged.fsdp.core.encodings._float8_planes import Float4Planes, Float8Planes
+from torch_ragged.fsdp.core.encodings._float8_weight import (
+    Float8Weight,
+    float4_weight,
+    float8_matmul_weight,
+    float8_weight,
+)
 from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import reshard_to
 from torch_ragged.fsdp.layout._advice import advise
@@ -63,6 +68,8 @@ __all__ = [
     "FSDPGrad",
     "FSDPModule",
     "Float8Planes",
+    "Float4Planes",
+    "Float4Policy",
     "Float8Policy",
     "Float8Weight",
     "Granularity",
@@ -79,6 +86,7 @@ __all__ = [
     "blocks",
     "buffer_layouts",
     "elements",
+    "float4_weight",
     "float8_matmul_weight",
     "float8_weight",
     "fully_shard",

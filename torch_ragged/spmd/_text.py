@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged import granularity
-from torch_ragged.fsdp import BufferPlacements, Float8Policy, Offload
+from torch_ragged.fsdp import BufferPlacements, Float4Policy, Float8Policy, Offload
 from torch_ragged.granularity import Granularity
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
@@ -44,7 +44,7 @@ def _named(*makers: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 PLACEMENTS = _named(Shard, Replicate, Partial, _StridedShard, InterleavedShard, RaggedShard, StridedRaggedShard)
 _GRANULARITIES = _named(granularity.elements, granularity.rows, granularity.blocks, granularity.tensor, granularity.segments)
 _MOST_RANKS = 10**7  # In text, so that a short one cannot fill the memory.
-_POLICIES = _named(MixedPrecisionPolicy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, Offload, BufferPlacements)
+_POLICIES = _named(MixedPrecisionPolicy, Float4Policy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, Offload, BufferPlacements)
 
 
 def placement_text(placement: Placement) -> str:

@@ -315,5 +315,5 @@ class FactoryTest(unittest.TestCase):
         with torch.autocast(DEVICE, torch.bfloat16):
             assert F.linear(torch.ones(1, 256), weight).dtype == torch.bfloat16
         for write in (weight.zero_, lambda: weight.add_(1), lambda: weight.copy_(values), lambda: torch.nn.init.zeros_(weight)):
-            assert "would write to an all-gathered float8 parameter" in error_of(write)
+            assert "would write to a Float8Weight, an all-gathered parameter that holds codes" in error_of(write)
         assert repr(weight) == "Float8Weight(shape=(2, 256), dtype=torch.float32, tile=(128, 128))"

@@ -118,6 +118,8 @@ def plan_groups(
         reduce_dtype = mp_policy.reduce_dtype if params[0].value.dtype.is_floating_point else None
         sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
         alignment = max(1, _SHARD_ALIGNMENT_BYTES // (min(sizes) if tile is None else 1))
+        if tile is not None and isinstance(mp_policy, Float8Policy):
+            alignment *= mp_policy.planes.per_byte
         specs = [param.distribution.tensor_spec(granularity) for param, granularity in members]
         if weights is not None:
             _check_weighted(params[0], weights, dp.ranks, policy, tile)
@@ -176,9 +178,12 @@ def make_group(plan: GroupPlan) -> FSDPParamGroup:
         elif first.distribution.shard_dim:
             encoding = ContiguousEncoding(layout, rank, first.distribution)
         elif plan.tile is not None:
-            factory = getattr(plan.mp_policy, "weight_factory", None)
-            planes = None if factory is None else PlanesEncoding(layout, rank, plan.tile, factory)
-            encoding = planes or Float8Encoding(layout, rank, plan.tile)
+            policy = plan.mp_policy
+            assert isinstance(policy, Float8Policy)
+            if policy.weight_factory is None:
+                encoding = Float8Encoding(layout, rank, plan.tile)
+            else:
+                encoding = PlanesEncoding(layout, rank, plan.tile, policy.weight_factory, policy.planes)
         elif layout.ranks == 1:
             encoding = BorrowedEncoding(layout, rank, shards)
         else:

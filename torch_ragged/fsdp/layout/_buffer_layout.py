@@ -179,6 +179,21 @@ class BufferLayout:
         offsets = [(offset - shard * self.shard_numel) % self.numel for offset in self.offsets]
         return dataclasses.replace(self, offsets=tuple(offsets))
 
+    def packed(self, count: int) -> BufferLayout:
+        """The layout of the same buffer with ``count`` elements in each byte, in bytes. Whole blocks then are whole bytes.
+
+        Raises:
+            ValueError: an offset, a block or a last dimension is no whole number of bytes.
+        """
+        numbers = [*self.offsets, self.shard_numel, self.alignment, self.lower_bound]
+        if any(number % count for number in numbers):
+            raise ValueError(
+                f"offsets and the alignment {self.alignment} must be multiples of {count} elements: {self.offsets}"
+            )
+        offsets = tuple(offset // count for offset in self.offsets)
+        sizes = {name: getattr(self, name) // count for name in ("shard_numel", "alignment", "lower_bound")}
+        return dataclasses.replace(self, tensors=tuple(t.packed(count) for t in self.tensors), offsets=offsets, **sizes)
+
     @functools.cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding: (start, stop) of each interval of the buffer that belongs to no tensor."""

@@ -1,26 +1,28 @@
-"""Float8Policy and Float8Encoding: matrices that are all-gathered as 8-bit codes, half the bytes of bfloat16."""
+"""Float8Policy, Float4Policy and Float8Encoding: matrices that are all-gathered as codes of 8 or 4 bits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 
-from torch_ragged._kernels import float8
+from torch_ragged._kernels import float4, float8
 from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
-from torch_ragged.fsdp.core.encodings._float8_planes import WeightFactory
+from torch_ragged.fsdp.core.encodings._float8_planes import Float4Planes, Float8Planes, WeightFactory
+from torch_ragged.fsdp.core.encodings._float8_weight import float4_weight
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, blocks, elements
 
-__all__ = ["Float8Encoding", "Float8Policy", "keeps_tiles"]
+__all__ = ["Float4Policy", "Float8Encoding", "Float8Policy", "keeps_tiles"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SLICE_ALIGNMENT = 128
@@ -61,15 +63,17 @@ class Float8Policy(MixedPrecisionPolicy):
     tile: tuple[int, int] = float8.TILES[0]
     weight_factory: WeightFactory | None = None
 
+    tiles: ClassVar[tuple[tuple[int, int], ...]] = float8.TILES
+    planes: ClassVar[type[Float8Planes]] = Float8Planes
+
     def __post_init__(self) -> None:
-        if self.tile not in float8.TILES:
-            raise ValueError(f"Float8Policy tile must be one of {float8.TILES}, got {self.tile!r}")
+        name = type(self).__name__
+        if self.tile not in self.tiles:
+            raise ValueError(f"{name} tile must be one of {self.tiles}, got {self.tile!r}")
         if self.param_dtype not in (None, *_DTYPES):
-            raise ValueError(f"Float8Policy param_dtype must be one of {_DTYPES} or None, got {self.param_dtype}")
+            raise ValueError(f"{name} param_dtype must be one of {_DTYPES} or None, got {self.param_dtype}")
         if self.weight_factory is not None and not callable(self.weight_factory):
-            raise TypeError(
-                f"Float8Policy weight_factory must be a function, such as float8_weight, got {self.weight_factory!r}"
-            )
+            raise TypeError(f"{name} weight_factory must be a function, such as float8_weight, got {self.weight_factory!r}")
 
     def default_granularity(self, param: torch.Tensor, places: Sequence[tuple[nn.Module, str]]) -> Granularity:
         """The granularity of a parameter for which the caller of ``fully_shard`` gives none."""
@@ -79,6 +83,45 @@ class Float8Policy(MixedPrecisionPolicy):
     def quantizes(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
         """Whether parameters of ``dtype`` with the layout ``spec`` are all-gathered as float8."""
         return dtype in _DTYPES and keeps_tiles(spec, self.tile[0])
+
+
+@dataclass(frozen=True)
+class Float4Policy(Float8Policy):
+    """A ``Float8Policy`` with 4-bit codes: MXFP4, e2m1 codes with a power of two for each 32 elements of a row::
+
+        fully_shard(block, mp_policy=Float4Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+    An all-gather sends 17/32 byte per element; bfloat16 needs 2 bytes. Sharded parameters, gradients and the optimizer do
+    not change, so a step of the optimizer is not rounded to 4 bits. Forward and backward compute with values that differ from
+    the parameters by up to a fourth of themselves: see :mod:`torch_ragged._kernels.float4`.
+
+    A parameter is quantized if it has two or more dimensions, its number of columns is a multiple of 32, and its granularity
+    keeps rows whole, as the default does. All others are all-gathered in ``param_dtype``, in another group.
+
+    Args:
+        param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as in ``MixedPrecisionPolicy``.
+        tile: ``(1, 32)``.
+        weight_factory: what makes the tensor that the module holds of :class:`Float4Planes`: by default
+            :func:`float4_weight`, whose uses dequantize it. Or a function of yours, for kernels that multiply such codes.
+
+    Raises:
+        TypeError: ``weight_factory`` is no function.
+        ValueError: ``tile`` is another one; or ``param_dtype`` is not float32, bfloat16, float16 or None.
+    """
+
+    tile: tuple[int, int] = float4.TILE
+    weight_factory: WeightFactory | None = float4_weight
+
+    tiles = (float4.TILE,)
+    planes = Float4Planes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight_factory is None:
+            raise TypeError("Float4Policy weight_factory must be a function, such as float4_weight, got None")
+
+    def quantizes(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
+        return super().quantizes(spec, dtype) and spec.shape[-1] % self.tile[1] == 0
 
 
 def keeps_tiles(spec: TensorSpec, height: int) -> bool:

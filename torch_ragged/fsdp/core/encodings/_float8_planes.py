@@ -1,4 +1,4 @@
-"""PlanesEncoding: matrices that are all-gathered as 8-bit codes, and that modules hold as codes.
+"""PlanesEncoding: matrices that are all-gathered as codes of 8 or 4 bits, and that modules hold as codes.
 
 It does not know what modules do with the codes: a function makes the tensors that they hold.
 """
@@ -9,11 +9,12 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.distributed.tensor import Replicate
 
-from torch_ragged._kernels import float8
+from torch_ragged._kernels import float4, float8
 from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
 from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
@@ -22,9 +23,9 @@ from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["Float8Planes", "PlanesEncoding", "WeightFactory"]
+__all__ = ["Float4Planes", "Float8Planes", "PlanesEncoding", "WeightFactory"]
 
-_SCALES_ALIGNMENT = 32  # 128 bytes.
+_SCALES_ALIGNMENT = 128  # Bytes.
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,44 @@ class Float8Planes:
     tile: tuple[int, int]
     dtype: torch.dtype
 
+    # Of the format: elements in a byte of codes; the dtypes of codes and scales; the dtype of buffers of scales.
+    per_byte: ClassVar[int] = 1
+    dtypes: ClassVar[tuple[torch.dtype, torch.dtype]] = (torch.float8_e4m3fn, torch.float32)
+    scale_storage: ClassVar[torch.dtype] = torch.float32
+    quantize: ClassVar[Callable[..., None]] = staticmethod(float8.quantize)
+    dequantize: ClassVar[Callable[..., None]] = staticmethod(float8.dequantize)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the parameter."""
+        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * self.per_byte))
+
     @functools.cached_property
     def _table(self) -> TileTable:
-        rows, columns = self.codes.shape[-2:]
-        return TileTable([TileRun(0, 0, 0, (self.codes.shape[:-2].numel(), rows, columns))], self.tile)
+        return TileTable([TileRun(0, 0, 0, (self.shape[:-2].numel(), *self.shape[-2:]))], self.tile)  # type: ignore[arg-type]
 
     def dequantized(self) -> torch.Tensor:
         """The values, rounded to ``dtype``: a new tensor. One kernel launch on CUDA."""
-        values = torch.empty(self.codes.shape, dtype=self.dtype, device=self.codes.device)
-        codes = self.codes.view(torch.uint8).view(-1)
-        float8.dequantize(values.view(-1), codes, self._table, self.scales.view(-1))
+        values = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
+        codes, scales = self.codes.view(torch.uint8), self.scales.view(self.scale_storage)
+        self.dequantize(values.view(-1), codes.view(-1), self._table, scales.view(-1))
         return values
+
+
+class Float4Planes(Float8Planes):
+    """The same with 4-bit codes, two in a byte, and 8-bit exponents as scales: MXFP4, see :mod:`torch_ragged._kernels.float4`.
+
+    Attributes:
+        codes: ``torch.float4_e2m1fn_x2``, in the shape of the parameter with half as many columns.
+        scales: ``torch.float8_e8m0fnu``, one for 32 elements of a row.
+        tile: ``(1, 32)``.
+    """
+
+    per_byte = float4.PER_BYTE
+    dtypes = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)
+    scale_storage = torch.int8  # Another dtype than that of codes: each dtype has one persistent buffer.
+    quantize = staticmethod(float4.quantize)
+    dequantize = staticmethod(float4.dequantize)
 
 
 WeightFactory = Callable[[Float8Planes], torch.Tensor]
@@ -73,8 +101,8 @@ class PlanesEncoding(Encoding):
 
         shards     DBuffer Shard(0), original dtype
            | quantize each tile into this rank's slots
-        buffer     DBuffer Replicate(), one byte per element, in the layout of the shards
-        scales     DBuffer Replicate(), float32: one slice per rank, all of one size
+        buffer     DBuffer Replicate(), one byte for one element or two, in the layout of the shards
+        scales     DBuffer Replicate(): one slice per rank, all of one size
            | two all-gathers, in place
            | copy the scales of each parameter into one piece; free the slices
         planes     of each parameter: a view of buffer, and its scales
@@ -91,19 +119,26 @@ class PlanesEncoding(Encoding):
     computes_in_buffer = False
     makes_params = True
 
-    def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int], factory: WeightFactory) -> None:
-        super().__init__(layout, rank)
-        self._tile, self._factory = tile, factory
-        slices = _ScaleSlices(layout, tile)
+    def __init__(
+        self,
+        layout: BufferLayout,
+        rank: int,
+        tile: tuple[int, int],
+        factory: WeightFactory,
+        kind: type[Float8Planes] = Float8Planes,
+    ) -> None:
+        super().__init__(layout if kind.per_byte == 1 else layout.packed(kind.per_byte), rank)
+        self._tile, self._factory, self._kind = tile, factory, kind
+        slices = _ScaleSlices(layout, tile, kind)
         self._scale_layout, self._pieces = slices.layout, slices.pieces
         self._mine = TileTable(slices.runs_of(rank), tile)
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
         self._dtype, self._log = dtype, log
         self.buffer = DBuffer(self._layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
-        self.scales = DBuffer(self._scale_layout, Replicate(), self._rank, torch.float32, device, pool=pool, log=log)
+        self.scales = DBuffer(self._scale_layout, Replicate(), self._rank, self._kind.scale_storage, device, pool=pool, log=log)
         counts = [sum(count for _, count in pieces) for pieces in self._pieces]
-        self._whole = torch.empty(sum(counts), dtype=torch.float32, device=device)
+        self._whole = torch.empty(sum(counts), dtype=self._kind.scale_storage, device=device)
         log.note(self._whole.nbytes)
         # Each all-gather fills the same storage, so that views stay valid.
         parts = self._whole.split(counts)
@@ -114,10 +149,11 @@ class PlanesEncoding(Encoding):
         self.scales.free()
 
     def _planes_of(self, index: int, scales: torch.Tensor) -> Float8Planes:
-        codes = self.buffer.tensor(index).view(torch.float8_e4m3fn)
-        *stack, rows, columns = codes.shape
-        shape = (*stack, -(-rows // self._tile[0]), -(-columns // self._tile[1]))
-        return Float8Planes(codes, scales.view(shape), self._tile, self._dtype)
+        of_codes, of_scales = self._kind.dtypes
+        codes = self.buffer.tensor(index)
+        *stack, rows, nbytes = codes.shape
+        shape = (*stack, -(-rows // self._tile[0]), -(-nbytes * self._kind.per_byte // self._tile[1]))
+        return self._kind(codes.view(of_codes), scales.view(shape).view(of_scales), self._tile, self._dtype)
 
     def buffers(self) -> list[DBuffer]:
         return [self.buffer, self.scales]
@@ -128,7 +164,7 @@ class PlanesEncoding(Encoding):
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return {torch.uint8: self._layout.numel, torch.float32: self._scale_layout.numel}
+        return {torch.uint8: self._layout.numel, self._kind.scale_storage: self._scale_layout.numel}
 
     def compute_tensor(self, index: int) -> torch.Tensor:
         """An empty tensor: the first :meth:`decode` makes the tensor to compute with."""
@@ -138,7 +174,7 @@ class PlanesEncoding(Encoding):
         self.buffer.allocate()
         self.scales.allocate()
         codes, scales = self.buffer.shard(), self.scales.shard()
-        float8.quantize(shards.buffer.flat.to(codes.device, non_blocking=True), codes, self._mine, scales)
+        self._kind.quantize(shards.buffer.flat.to(codes.device, non_blocking=True), codes, self._mine, scales)
         return wait_all([collectives.all_gather(self.buffer.flat, codes), collectives.all_gather(self.scales.flat, scales)])
 
     @torch.no_grad()
@@ -152,7 +188,7 @@ class PlanesEncoding(Encoding):
             made = [self._factory(planes) for planes in self._planes]
         for planes, value in zip(self._planes, made):
             found = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-            if found != (wanted := (tuple(planes.codes.shape), planes.dtype)):
+            if found != (wanted := (tuple(planes.shape), planes.dtype)):
                 raise ValueError(f"weight_factory must return a tensor of {wanted}, got {found}")
             if not set(storage_ids(planes.codes)) & set(storage_ids(value)):
                 raise ValueError(
@@ -184,7 +220,9 @@ class _ScaleSlices:
         pieces: of each parameter, where its scales begin in that buffer, and how many follow: one pair for each run.
     """
 
-    def __init__(self, layout: BufferLayout, tile: tuple[int, int]) -> None:
+    def __init__(self, layout: BufferLayout, tile: tuple[int, int], kind: type[Float8Planes]) -> None:
+        self._per_byte = kind.per_byte
+        alignment = _SCALES_ALIGNMENT // kind.scale_storage.itemsize
         self._runs: list[list[tuple[int, tuple[int, int, int], int]]] = [[] for _ in range(layout.ranks)]
         counts, found = [0] * layout.ranks, []
         for index, (spec, offset) in enumerate(zip(layout.tensors, layout.offsets)):
@@ -199,11 +237,11 @@ class _ScaleSlices:
                     mine.append((rank, counts[rank], count))
                     counts[rank] += count
             found.append(mine)
-        size = -(-max(counts) // _SCALES_ALIGNMENT) * _SCALES_ALIGNMENT
+        size = -(-max(counts) // alignment) * alignment
         why = "the largest number of scales of a shard"
-        self.layout = BufferLayout((), (), size, layout.ranks, _SCALES_ALIGNMENT, size, why, "scales")
+        self.layout = BufferLayout((), (), size, layout.ranks, alignment, size, why, "scales")
         self.pieces = [[(rank * size + start, count) for rank, start, count in mine] for mine in found]
 
     def runs_of(self, rank: int) -> list[TileRun]:
         """The runs of a rank's shard, in its shard, its codes and its slice of the scales."""
-        return [TileRun(offset, offset, scale, sizes) for offset, sizes, scale in self._runs[rank]]
+        return [TileRun(offset, offset // self._per_byte, scale, sizes) for offset, sizes, scale in self._runs[rank]]

@@ -16,8 +16,9 @@ from torch_ragged._kernels.tiles import LARGEST, SMALLEST, TileTable
 from torch_ragged._register._torch import as_plain_tensors, functorch_is_active, is_autocast, no_dispatch, recomputation_ends
 from torch_ragged.fsdp.core._weight_gradient import GradientTarget, weight_gradient
 from torch_ragged.fsdp.core.encodings._float8_planes import Float8Planes
+from torch_ragged.tensor._ownership import row_major
 
-__all__ = ["Float8Weight", "float8_matmul_weight", "float8_weight"]
+__all__ = ["Float8Weight", "float4_weight", "float8_matmul_weight", "float8_weight"]
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _MULTIPLE = 16
@@ -60,8 +61,17 @@ def float8_matmul_weight(planes: Float8Planes) -> Float8Weight:
     return Float8Weight(planes, multiplies_codes=True)
 
 
+def float4_weight(planes: Float8Planes) -> Float8Weight:
+    """The ``weight_factory`` of ``Float4Policy``: the module holds the codes, and each use of them dequantizes them.
+
+    It is :func:`float8_weight`, with planes of 4 bits. As long as the module holds the weight, no parameter is in
+    ``param_dtype``, but while it is used.
+    """
+    return Float8Weight(planes)
+
+
 class Float8Weight(torch.Tensor):
-    """A parameter whose values are the codes of ``planes`` times their scales. It cannot be written to.
+    """A parameter whose values are the codes of ``planes``, of 8 or 4 bits, times their scales. It cannot be written to.
 
     Attributes:
         codes, scales: those of ``planes``.
@@ -76,9 +86,9 @@ class Float8Weight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, planes: Float8Planes, multiplies_codes: bool = False) -> Float8Weight:
-        codes = planes.codes
+        strides, device = row_major(planes.shape), planes.codes.device
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, codes.shape, strides=codes.stride(), dtype=planes.dtype, device=codes.device, requires_grad=False
+            cls, planes.shape, strides=strides, dtype=planes.dtype, device=device, requires_grad=False
         )
         self.planes, self.multiplies_codes = planes, multiplies_codes
         return self
@@ -99,16 +109,20 @@ class Float8Weight(torch.Tensor):
     def scales(self) -> torch.Tensor:
         return self.planes.scales
 
+    @property
+    def _name(self) -> str:
+        return type(self.planes).__name__.replace("Planes", "Weight")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Float8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, tile={self.planes.tile})"
+        return f"{self._name}(shape={tuple(self.shape)}, dtype={self.dtype}, tile={self.planes.tile})"
 
     def __tensor_flatten__(self) -> Any:
-        return ["codes", "scales"], (self.planes.tile, self.planes.dtype, self.multiplies_codes)
+        return ["codes", "scales"], (type(self.planes), self.planes.tile, self.planes.dtype, self.multiplies_codes)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Float8Weight:
-        tile, dtype, multiplies_codes = context
-        return Float8Weight(Float8Planes(parts["codes"], parts["scales"], tile, dtype), multiplies_codes)
+        kind, tile, dtype, multiplies_codes = context
+        return Float8Weight(kind(parts["codes"], parts["scales"], tile, dtype), multiplies_codes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,8 +145,8 @@ class Float8Weight(torch.Tensor):
         for argument, value in zip(func._schema.arguments, args):
             if argument.is_write and isinstance(value, Float8Weight):
                 raise RuntimeError(
-                    f"{func} would write to an all-gathered float8 parameter, which holds codes: write to the sharded "
-                    "parameter, after backward or after reshard()"
+                    f"{func} would write to a {value._name}, an all-gathered parameter that holds codes: write to the "
+                    "sharded parameter, after backward or after reshard()"
                 )
 
         def values(value: Any) -> Any:
@@ -190,6 +204,8 @@ def _linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) ->
 def _can_multiply(x: torch.Tensor, planes: Float8Planes) -> bool:
     """Whether there is a product of codes. Not for operands that do not fit: ``F.linear`` raises its own error for them."""
     codes, width = planes.codes, planes.tile[1]
+    if codes.dtype != torch.float8_e4m3fn:
+        return False
     if codes.ndim != 2 or codes.shape[0] % _MULTIPLE or codes.shape[1] % width or width % _MULTIPLE or not x.numel():
         return False
     if x.dtype != planes.dtype or x.shape[-1] != codes.shape[1] or x.device != codes.device:
