@@ -239,6 +239,7 @@ SERIES = (
     Step(
         "0016-fsdp-float8",
         (
+            "_kernels/_triton_float4.py",
             "_kernels/_triton_float8.py",
             "_kernels/float4.py",
             "_kernels/float8.py",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 
-from torch_ragged._kernels import _choice, float8  # noqa: E402
+from torch_ragged._kernels import _choice, float4, float8  # noqa: E402
 from torch_ragged._kernels import symmetric as symmetric_products  # noqa: E402
 from torch_ragged._kernels.casts import scaled_copy_  # noqa: E402
 from torch_ragged._kernels.tiles import TileRun, TileTable  # noqa: E402
@@ -123,6 +123,39 @@ def float8_tiles(device):
                     twin(float8.dequantize, back, one, table)
                     kernel(float8.dequantize, there, two, table)
                     same(there, back, f"values {tile} {dtype} {sizes} {special}")
+
+
+def float4_tiles(device):
+    """Codes, exponents and values bitwise, of runs at odd offsets; ties, zeros, subnormal numbers, NaN and infinity."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for sizes, gap in (((), 0), (((1, 64, 64), (2, 65, 32)), 32), (((3, 5, 96), (1, 130, 32)), 3)):
+            runs, start = [], gap
+            for size in sizes:
+                runs.append(TileRun(start, start // 2 + gap, start // 32 + gap, size))
+                start += math.prod(size) + gap
+            table, values = TileTable(runs, float4.TILE), random(start, dtype).nan_to_num(0, 1, 1)
+            for run in runs[:1]:
+                values[run.values : run.values + 32] = 0
+                values[run.values + 32 : run.values + 64] = torch.arange(32) / 8
+                values[run.values + 64 : run.values + 96] *= 1e-37
+            for special in (None, math.nan, math.inf):
+                if special is not None and sizes:
+                    values[runs[0].values + 100] = special
+                ones = (
+                    torch.full((start // 2 + gap + 9,), 77, dtype=torch.uint8),
+                    torch.full((start // 32 + gap + 9,), 77, dtype=torch.int8),
+                )
+                twos = tuple(each.to(device, copy=True) for each in ones)
+                twin(float4.quantize, values, ones[0], table, ones[1])
+                kernel(float4.quantize, values.to(device), twos[0], table, twos[1])
+                same(twos[1], ones[1], f"exponents {dtype} {sizes} {special}")
+                if special is None:  # The codes of a tile that is NaN mean nothing.
+                    same(twos[0], ones[0], f"codes {dtype} {sizes}")
+                back = random(start, dtype, seed=2)
+                there = back.clone().to(device)
+                twin(float4.dequantize, back, ones[0], table, ones[1])
+                kernel(float4.dequantize, there, ones[0].to(device), table, ones[1].to(device))
+                same(there, back, f"values {dtype} {sizes} {special}")
 
 
 def adam8bit(device):
@@ -287,8 +320,9 @@ def _train(device):
     return found | {f"gathered {name}": param.detach().clone() for name, param in net.named_parameters()}
 
 
-CASES = {function.__name__: function for function in (casts, float8_tiles, adam8bit, adam8bit_codes, symmetric, training)}
-QUICK = {function.__name__: function for function in (casts, adam8bit_codes, some_symmetric, training)}
+_EVERY = (casts, float4_tiles, float8_tiles, adam8bit, adam8bit_codes, symmetric, training)
+CASES = {function.__name__: function for function in _EVERY}
+QUICK = {function.__name__: function for function in (casts, float4_tiles, adam8bit_codes, some_symmetric, training)}
 
 
 def main():

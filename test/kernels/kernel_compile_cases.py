@@ -76,6 +76,18 @@ def float8():
                 yield f"dequantize {text}", compiled(kernels.dequantize_kernel, every, constants, num_warps=4)
 
 
+def float4():
+    from torch_ragged._kernels import _triton_float4 as kernels
+
+    types = {"codes_ptr": "*u8", "scales_ptr": "*i8", "owners_ptr": "*i32", "numbers_ptr": "*i64"}
+    for values in ("*fp32", "*bf16"):
+        for aligned in (True, False):
+            constants = {"aligned": aligned, "height": 64, "width": 32}
+            every, text = {**types, "values_ptr": values}, f"{values} {aligned}"
+            yield f"float4 quantize {text}", compiled(kernels.quantize_kernel, every, constants, num_warps=4)
+            yield f"float4 dequantize {text}", compiled(kernels.dequantize_kernel, every, constants, num_warps=4)
+
+
 def adam8bit():
     from triton import language as tl
 
@@ -138,7 +150,7 @@ def philox():
             yield f"philox {kind} {lanes} {dtype} {dims}", compiled(kernel, types, constants, **options)
 
 
-CASES = (casts, float8, adam8bit, symmetric, philox)
+CASES = (casts, float4, float8, adam8bit, symmetric, philox)
 
 
 def main(names):

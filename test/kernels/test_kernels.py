@@ -70,8 +70,10 @@ def test_kernels_compile_for_hopper():
             assert each.get("stack", 0) == 0, (name, each)
         if is_aligned and not name.startswith("philox"):
             # A program takes as many elements as 16 bytes of its widest tensor have: of bfloat16 beside float32, 8.
-            store = "st.global.v2.b32" if "bf16 fp32" in name else "st.global.v4.b32"
-            assert {"ld.global.v4.b32", store} <= set(each["access"]), (name, each)
+            store = "st.global.v2.b32" if "bf16 fp32" in name or name.startswith("float4 quantize") else "st.global.v4.b32"
+            # Half a byte per element: 16 elements have 8 bytes of codes.
+            load = "ld.global.v2.b32" if name.startswith("float4 dequantize") else "ld.global.v4.b32"
+            assert {load, store} <= set(each["access"]), (name, each)
         if name.startswith("symmetric"):
             assert each["wgmma"] > 0 and each["registers"] <= 168, (name, each)
         if name.startswith("adam8bit (32, 32)") and is_aligned:

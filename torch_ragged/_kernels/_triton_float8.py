@@ -14,7 +14,7 @@ import triton.language as tl
 from torch_ragged._kernels._triton_rounding import from_float8, round_to, to_float8
 from torch_ragged._kernels.tiles import LARGEST, SMALLEST, TileTable
 
-__all__ = ["dequantize", "dequantize_kernel", "quantize", "quantize_kernel"]
+__all__ = ["dequantize", "dequantize_kernel", "quantize", "quantize_kernel", "tile_of_program"]
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _WARPS = 8  # Warps of a program that encodes.
@@ -22,7 +22,7 @@ _STEP_ROWS = 32  # Rows that a program decodes at a time: rows are independent, 
 
 
 @triton.jit
-def _tile(owners_ptr, numbers_ptr, aligned: tl.constexpr, height: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_of_program(owners_ptr, numbers_ptr, aligned: tl.constexpr, height: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """This program's run (offsets of values, codes and scales; rows; columns) and tile (matrix, first row, first column)."""
     program = tl.program_id(0)
     run = numbers_ptr + tl.load(owners_ptr + program).to(tl.int64) * 6
@@ -49,7 +49,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    values, codes, scales, rows, columns, matrix, row, column = _tile(owners_ptr, numbers_ptr, aligned, height, width)
+    values, codes, scales, rows, columns, matrix, row, column = tile_of_program(owners_ptr, numbers_ptr, aligned, height, width)
     at_row, at_column = row + tl.arange(0, height)[:, None], column + tl.arange(0, width)[None, :]
     inside = (at_row < rows) & (at_column < columns)
     at = (matrix * rows + at_row) * columns + at_column
@@ -90,7 +90,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     step: tl.constexpr,
 ):
-    values, codes, scales, rows, columns, matrix, row, column = _tile(owners_ptr, numbers_ptr, aligned, height, width)
+    values, codes, scales, rows, columns, matrix, row, column = tile_of_program(owners_ptr, numbers_ptr, aligned, height, width)
     at_column = column + tl.arange(0, width)[None, :]
     across = (columns + width - 1) // width
     for first in tl.static_range(0, height, step):

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import torch
 
-from torch_ragged._kernels.tiles import TileRun, TileTable
+from torch_ragged._kernels._choice import device_of, runs_triton
+from torch_ragged._kernels.tiles import TileTable
 
 __all__ = ["PER_BYTE", "TILE", "dequantize", "quantize"]
 
@@ -35,7 +36,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, table: TileTable, scales: torch.Tensor) -> None:
-    """Write the codes and exponents of all runs of ``table``, by ordinary operations of torch. No communication.
+    """Write the codes and exponents of all runs of ``table``. One kernel launch on CUDA; no communication.
 
     Args:
         values: flat; float32, bfloat16 or float16.
@@ -43,38 +44,51 @@ def quantize(values: torch.Tensor, codes: torch.Tensor, table: TileTable, scales
         table: the runs. Their numbers of columns are multiples of a tile's.
         scales: flat int8, for the bits of the exponents. Those of a run start at ``run.scales``.
     """
-    for run in table.runs if not values.is_meta else ():
-        tiles = values[run.values : run.values + run.numel].view(-1, TILE[1]).float()
-        largest = tiles.abs().amax(1)
-        exponent = torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT + _BIAS
-        exponent = torch.where(largest == 0, 0, exponent.clamp(0, _NAN - 1))
-        scaled = (tiles * _power(2 * _BIAS - exponent)[:, None]).abs()
-        code = (scaled > 0.25).to(torch.uint8)  # Ties go to the even code: below it they do not count, above it they do.
-        for bound, counts in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
-            code += (scaled >= bound) if counts else (scaled > bound)
-        code |= tiles.signbit().to(torch.uint8) << 3
-        low, high = code.view(-1, PER_BYTE).unbind(1)
-        codes[run.codes : run.codes + run.numel // PER_BYTE].copy_(low | high << 4)
-        exponent = torch.where(largest.isfinite(), exponent, _NAN).to(torch.uint8)
-        _scales_of(scales, run).copy_(exponent.view(torch.int8))
+    _run("quantize", values, codes, table, scales)
 
 
 def dequantize(values: torch.Tensor, codes: torch.Tensor, table: TileTable, scales: torch.Tensor) -> None:
     """The inverse of :func:`quantize`, with the same arguments: writes ``values``, rounded to their dtype."""
-    for run in table.runs if not values.is_meta else ():
-        packed = codes[run.codes : run.codes + run.numel // PER_BYTE]
-        code = torch.stack((packed & 15, packed >> 4), 1).view(-1, TILE[1])
-        positive = torch.tensor(_VALUES, device=values.device)
-        exponent = _scales_of(scales, run).view(torch.uint8).int()
-        scale = torch.where(exponent == _NAN, torch.nan, _power(exponent))
-        wide = torch.cat((positive, -positive))[code.int()] * scale[:, None]
-        values[run.values : run.values + run.numel].copy_(wide.view(-1))
+    _run("dequantize", values, codes, table, scales)
+
+
+def _run(name: str, values: torch.Tensor, codes: torch.Tensor, table: TileTable, scales: torch.Tensor) -> None:
+    if not table.runs or values.is_meta:
+        return
+    if runs_triton(values):
+        from torch_ragged._kernels import _triton_float4 as kernels
+
+        with device_of(values):
+            getattr(kernels, name)(values, codes, scales, table)
+        return
+    for run in table.runs:
+        of_run = values[run.values : run.values + run.numel], codes[run.codes : run.codes + run.numel // PER_BYTE]
+        exponents = scales[run.scales : run.scales + run.numel // TILE[1]].view(torch.uint8)
+        (_quantize_run if name == "quantize" else _dequantize_run)(*of_run, exponents)
+
+
+def _quantize_run(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+    tiles = values.view(-1, TILE[1]).float()
+    # The exponent of a subnormal number is 0, and that of a NaN or an infinity is 255.
+    largest = tiles.abs().amax(1).view(torch.int32) >> 23
+    exponent = torch.where(largest == _NAN, _NAN, (largest - _LARGEST_EXPONENT).clamp(min=0))
+    scaled = tiles.abs() * _power(2 * _BIAS - exponent)[:, None]
+    code = (scaled > 0.25).to(torch.uint8)  # Ties go to the even code: below it they do not count, above it they do.
+    for bound, counts in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
+        code += (scaled >= bound) if counts else (scaled > bound)
+    code |= tiles.signbit().to(torch.uint8) << 3
+    low, high = code.view(-1, PER_BYTE).unbind(1)
+    codes.copy_(low | high << 4)
+    exponents.copy_(exponent)
+
+
+def _dequantize_run(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+    code = torch.stack((codes & 15, codes >> 4), 1).view(-1, TILE[1])
+    positive = torch.tensor(_VALUES, device=values.device)
+    scale = torch.where(exponents == _NAN, torch.nan, _power(exponents.int()))
+    values.copy_((torch.cat((positive, -positive))[code.int()] * scale[:, None]).view(-1))
 
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:
     """2 to the power of ``exponent - 127``, exact: its bits, which for the smallest are those of a subnormal number."""
-    return torch.where(exponent == 0, 1 << 22, exponent.int() << 23).int().view(torch.float32)
-
-
-def _scales_of(scales: torch.Tensor, run: TileRun) -> torch.Tensor:
-    return scales[run.scales : run.scales + run.numel // TILE[1]]
+    return torch.where(exponent <= 0, 1 << 22, exponent.int() << 23).int().view(torch.float32)

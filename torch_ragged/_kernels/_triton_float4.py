@@ -1,0 +1,104 @@
+"""The Triton kernels of :mod:`torch_ragged._kernels.float4`, with the results of their twins.
+
+One program handles 64 rows of one column of tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_ragged._kernels._triton_float8 import tile_of_program
+from torch_ragged._kernels._triton_rounding import round_to
+from torch_ragged._kernels.tiles import TileTable
+
+__all__ = ["dequantize", "dequantize_kernel", "quantize", "quantize_kernel"]
+
+
+@triton.jit
+def quantize_kernel(  # type: ignore[no-untyped-def]
+    values_ptr,
+    codes_ptr,
+    scales_ptr,
+    owners_ptr,
+    numbers_ptr,
+    aligned: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
+    values, codes, scales, rows, columns, matrix, row, column = tile_of_program(owners_ptr, numbers_ptr, aligned, height, width)
+    lines = matrix * rows + row + tl.arange(0, height)
+    here = row + tl.arange(0, height) < rows
+    inside = here[:, None]
+    at = lines[:, None] * columns + column + tl.arange(0, width)[None, :]
+    x = tl.load(values_ptr + values + at, mask=inside, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    # As integers, magnitudes have the order of floats, and a NaN is the largest: its exponent is 255, as that of infinity.
+    largest = tl.max(bits & 0x7FFFFFFF, axis=1) >> 23
+    exponent = tl.where(largest == 255, 255, tl.maximum(largest - 2, 0))
+    inverse = (tl.minimum(254 - exponent, 254) << 23).to(tl.float32, bitcast=True)
+    scaled = tl.abs(x) * inverse[:, None]
+    # Ties go to the even code: below it they do not count, above it they do.
+    code = (scaled > 0.25).to(tl.int32) + (scaled >= 0.75).to(tl.int32) + (scaled > 1.25).to(tl.int32)
+    code += (scaled >= 1.75).to(tl.int32) + (scaled > 2.5).to(tl.int32) + (scaled >= 3.5).to(tl.int32)
+    code += (scaled > 5.0).to(tl.int32)
+    code |= (bits >> 28) & 8
+    low, high = tl.split(tl.reshape(code, (height, width // 2, 2)))
+    pairs = (lines[:, None] * columns + column) // 2 + tl.arange(0, width // 2)[None, :]
+    tl.store(codes_ptr + codes + pairs, (low | (high << 4)).to(tl.uint8), mask=inside)
+    at_scale = lines * (columns // width) + column // width
+    tl.store(scales_ptr + scales + at_scale, exponent.to(tl.uint8).to(tl.int8, bitcast=True), mask=here)
+
+
+@triton.jit
+def dequantize_kernel(  # type: ignore[no-untyped-def]
+    values_ptr,
+    codes_ptr,
+    scales_ptr,
+    owners_ptr,
+    numbers_ptr,
+    aligned: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
+    values, codes, scales, rows, columns, matrix, row, column = tile_of_program(owners_ptr, numbers_ptr, aligned, height, width)
+    lines = matrix * rows + row + tl.arange(0, height)
+    here = row + tl.arange(0, height) < rows
+    inside = here[:, None]
+    pairs = (lines[:, None] * columns + column) // 2 + tl.arange(0, width // 2)[None, :]
+    packed = tl.load(codes_ptr + codes + pairs, mask=inside, other=0).to(tl.int32)
+    code = tl.reshape(tl.join(packed & 15, packed >> 4), (height, width))
+    # The bits of a code's value: its exponent and its one bit of mantissa. 1 is 0.5, and 0 is 0.
+    magnitude = code & 7
+    bits = tl.where(magnitude > 1, ((magnitude >> 1) + 126) << 23 | (magnitude & 1) << 22, magnitude * (126 << 23))
+    value = bits.to(tl.float32, bitcast=True)
+    value = tl.where(code > 7, -value, value)
+    exponent = (
+        tl.load(scales_ptr + scales + lines * (columns // width) + column // width, mask=here, other=0)
+        .to(tl.uint8, bitcast=True)
+        .to(tl.int32)
+    )
+    power = tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+    x = value * power.to(tl.float32, bitcast=True)[:, None]
+    at = lines[:, None] * columns + column + tl.arange(0, width)[None, :]
+    tl.store(values_ptr + values + at, round_to(x, values_ptr.dtype.element_ty), mask=inside)
+
+
+def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: TileTable) -> None:
+    """The twin's operation, on the current device."""
+    _launch(quantize_kernel, (values, codes, scales), table)
+
+
+def dequantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: TileTable) -> None:
+    """The twin's operation, on the current device."""
+    _launch(dequantize_kernel, (values, codes, scales), table)
+
+
+def _launch(kernel: Any, tensors: tuple[torch.Tensor, ...], table: TileTable) -> None:
+    owners, numbers = table.on(tensors[0].device)
+    height, width = table.program
+    options = {"aligned": table.is_aligned, "height": height, "width": width}
+    kernel[(len(owners),)](*tensors, owners, numbers, **options, num_warps=4, enable_fp_fusion=False)
