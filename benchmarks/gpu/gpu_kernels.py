@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.measure import print_table, write_json
-from torch_ragged._kernels import float8, symmetric
+from torch_ragged._kernels import float4, float8, symmetric
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._kernels.tiles import TileRun, TileTable
 from torch_ragged.fsdp import Float8Planes, float8_matmul_weight, float8_weight
@@ -60,10 +60,10 @@ def _seconds(function: Callable[[], Any], calls: int, device: str) -> float:
 
 
 def bandwidth(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
-    """Casts, and float8 tiles, of ``numel`` elements (a multiple of 4096 x 128)."""
+    """Casts, and tiles of float8 and float4, of ``numel`` elements (a multiple of 4096 x 128)."""
     wide, narrow = torch.randn(numel, device=device), torch.randn(numel, device=device, dtype=torch.bfloat16)
     copied = torch.empty_like(wide)
-    cases: dict[str, tuple[int, Callable[[], Any], Callable[[], Any] | None]] = {
+    cases: dict[str, tuple[float, Callable[[], Any], Callable[[], Any] | None]] = {
         "copy, float32": (8, lambda: copied.copy_(wide), None),
         "cast to bfloat16": (6, lambda: scaled_copy_(narrow, wide), lambda: narrow.copy_(wide)),
         "scale and cast to bfloat16": (6, lambda: scaled_copy_(narrow, wide, 0.5), None),
@@ -84,6 +84,11 @@ def bandwidth(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
         quantize()
         cases[f"float8 {tile[0]} x {tile[1]}, quantize float32"] = (5, quantize, None)
         cases[f"float8 {tile[0]} x {tile[1]}, dequantize to bfloat16"] = (3, dequantize, None)
+    fours = torch.empty(numel // 2, dtype=torch.uint8, device=device), torch.empty(numel // 32, dtype=torch.int8, device=device)
+    of_four = TileTable([TileRun(0, 0, 0, (1, numel // 4096, 4096))], float4.TILE)
+    float4.quantize(wide, fours[0], of_four, fours[1])
+    cases["float4, quantize float32"] = 4.53, lambda: float4.quantize(wide, fours[0], of_four, fours[1]), None
+    cases["float4, dequantize to bfloat16"] = 2.53, lambda: float4.dequantize(narrow, fours[0], of_four, fours[1]), None
     functions = {name: case[1] for name, case in cases.items()}
     functions |= {f"{name} torch": case[2] for name, case in cases.items() if case[2] is not None}
     seconds = timed(functions, rounds, device)

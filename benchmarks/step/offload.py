@@ -7,7 +7,7 @@ Three tables:
 - steps of the same model under each kind of optimizer, by turns in the same processes, medians; "floor ms" is the time to read
   and write the same files as often as a step does, without training. On a CPU, device and host are the same memory.
 - for each kind in a process of its own: the largest resident set in three steps beyond that of the sharded model, beside the
-  prediction: gradients, gathered parameters and states in memory (of files: their windows, or the pages of five groups).
+  prediction: gradients, gathered parameters and states in memory (of files: their windows, or the pages of seven groups).
 - AdamW's states in files, in a process whose address space is limited (RLIMIT_AS) to what it has after sharding the model and a
   forward and backward, gradients included, and a quarter of the bytes of the states.
 

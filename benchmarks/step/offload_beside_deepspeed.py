@@ -43,7 +43,9 @@ def deepspeed_step(where: str, options: argparse.Namespace) -> Callable[[], None
     if THEIRS[where] is not None:
         zero["offload_optimizer"] = {"device": THEIRS[where]}
     if where == "files":
-        zero["offload_optimizer"] |= {"nvme_path": options.folder, "buffer_count": 5}
+        # Reads and writes beside the step, as ours.
+        overlap = {"pipeline_read": True, "pipeline_write": True}
+        zero["offload_optimizer"] |= {"nvme_path": options.folder, "buffer_count": 5, **overlap}
     settings = {
         "train_batch_size": options.tokens,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},

@@ -351,10 +351,14 @@ class MemoryTest(TestCase):
         windows = 3 * 2**22 * 8
         self.assertEqual(fits["files"].used, Budget(0, 10 * gib + windows, 8 * gib))
         self.assertEqual(used(1, 17, 7.9)[0], {})
-        found, fits = used(1, 5, 14)
+        # The pages of the only group: its master copies. Of many groups, those of the seven largest.
+        found, fits = used(1, 9, 14)
         self.assertEqual(found, {"all in files": 'Offload(parameters="files", to=folder)'})
-        self.assertEqual(fits["all in files"].used, Budget(0, 4 * gib + windows, 14 * gib))
-        self.assertEqual((used(1, 4, 14)[0], used(1, 5, 13.9)[0]), ({}, {}))
+        self.assertEqual(fits["all in files"].used, Budget(0, 8 * gib + windows, 14 * gib))
+        self.assertEqual((used(1, 8, 14)[0], used(1, 9, 13.9)[0]), ({}, {}))
+        groups = Sharding(4, 4 * gib, ((7, gib // 8), (2, gib // 16)))
+        needed = offload_fits(groups, Precision(), Budget(0, 0, 0))["all in files"].needed
+        self.assertEqual(needed, Budget(0, 4 * gib + 7 * gib // 2 + windows, 14 * gib))
 
     def test_the_largest_model_with_offload_is_the_largest_that_fits(self):
         generator = random.Random(0)
@@ -504,14 +508,14 @@ class CommandLineTest(Folder):
         self.assertEqual((status, error), (0, ""))
         table = out[out.index("Offload, ZeRO-3, 60.00 GiB on the device, 200.00 GiB in host memory, 1.95 TiB in files") :]
         lines = [line.split() for line in table.splitlines()[2:7]]
-        self.assertEqual(lines[0][:6], ["2", "7.2B", "12.9B", "23.9B", "42.9B", "107.3B"])
+        self.assertEqual(lines[0][:6], ["2", "7.2B", "12.9B", "23.9B", "42.9B", "97.3B"])
         policies = ['Offload(parameters="files", to=folder)', "Offload(parameters=True, to=folder)", "Offload(parameters=True)"]
         for line, policy in zip(table.splitlines()[2:7], [*policies, "Offload(0.4276)", "None"], strict=True):
             self.assertIn(policy, line)
         stages = out[out.index("Memory per rank") : out.index("Offload, ZeRO-3")].splitlines()
         self.assertEqual(stages[1].split()[-5:], ["in", "host", "memory", "in", "files"])
         of_8 = [line for line in stages if "Offload" in line][8:12]
-        for line, words in zip(of_8, ["0 B", "147.84 GiB 0 B", "82.23 GiB 65.71 GiB", "32.95 GiB 114.99 GiB"], strict=True):
+        for line, words in zip(of_8, ["0 B", "147.84 GiB 0 B", "82.23 GiB 65.71 GiB", "36.32 GiB 114.99 GiB"], strict=True):
             self.assertTrue(" ".join(line.split()).endswith(words), line)
         sizes = json.loads(path.read_text())["sizes"]
         self.assertEqual([size["offload"]["files"]["used"] is None for size in sizes], [True, False, False, False, False])

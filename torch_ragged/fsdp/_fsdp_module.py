@@ -618,6 +618,8 @@ def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> Non
     _reshard_state(module)
     state = state_of(module)
     _wait_for_users(state.groups if state else ())
+    for group in state.groups if state else ():
+        group.shards.check()
     if state is not None and state.is_root:
         warn_of_unsharded(state.modules, state.context.groups)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_ragged.fsdp.files._mapped_file import MAPPED_IN_MEMORY
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, WINDOWS
 from torch_ragged.fsdp.offload._tiers import WINDOW_NUMEL
 from torch_ragged.offline._model_plan import Sharding
@@ -160,6 +161,10 @@ def offload_fits(sharding: Sharding, precision: Precision, budget: Budget) -> di
     moved = sharding.shard_numel * state_bytes
     fixed = memory.total - moved
     device_windows, file_windows = 2 * WINDOW_NUMEL * state_bytes, WINDOWS * FILE_NUMEL * state_bytes
+    # Of parameters in files: the largest shards of groups, in the dtype of the master copy.
+    itemsize = (precision.optimizer if is_mixed else precision.param).itemsize
+    shards = sorted((shard for count, shard in sharding.shards for _ in range(min(count, MAPPED_IN_MEMORY))), reverse=True)
+    pages = sum(shards[:MAPPED_IN_MEMORY]) * itemsize
     # A part of the states in host memory: what does not fit on the device, beside the two windows through which it is copied.
     beside = budget.device - device_windows
     leaving = max(0, fixed + moved - beside)
@@ -180,8 +185,8 @@ def offload_fits(sharding: Sharding, precision: Precision, budget: Budget) -> di
         ),
         "all in files": (
             'Offload(parameters="files", to=folder)',
-            min((budget.host - file_windows) / memory.gradients, budget.files / (memory.total - memory.gradients)),
-            Budget(0, memory.gradients + file_windows, memory.total - memory.gradients),
+            min((budget.host - file_windows) / (memory.gradients + pages), budget.files / (memory.total - memory.gradients)),
+            Budget(0, memory.gradients + pages + file_windows, memory.total - memory.gradients),
         ),
     }
     return {

@@ -141,8 +141,8 @@ class Report:
                 for name, other in zip(list(plan.schemes)[1:], others):
                     row[name] = bytes_text(other[stage].total)
                 rows.append(row)
-            for fit in offload_fits(plan.ragged, self.precision, self.budget).values() if self.budget else ():
-                if fit.policy != "None":
+            for kind, fit in offload_fits(plan.ragged, self.precision, self.budget).items() if self.budget else ():
+                if kind != "no offload":
                     on_device, *others_of = (bytes_text(nbytes) for nbytes in asdict(fit.needed).values())
                     rows.append({"ZeRO": f"3, {fit.policy}", "total": on_device, **dict(zip(_BESIDE, others_of))})
         return rows

@@ -379,6 +379,7 @@ class GatherToRoot:
                     computed[number] = compute(flight.batches[number], batches[number])
                 yield
                 _finish(lane, received, waiting)
+                del received
         for number in alone:
             computed[number] = compute(flight.batches[number], batches[number])
         del batches, matrices, waiting  # Free the inputs of this flight before the scatter allocates.

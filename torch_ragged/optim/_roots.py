@@ -35,8 +35,8 @@ FLIGHTS = 2
 
 MOST_FLIGHTS = 8
 FLIGHT_BYTES = 2**28
-"""With more matrices, a step has up to ``MOST_FLIGHTS`` of about so many bytes, whose transfer still takes much longer than the
-latency of a collective. Only the first gather and the last scatter have no computation to overlap with."""
+"""With more matrices, a step has up to ``MOST_FLIGHTS`` of at least so many bytes, whose transfer still takes much longer than
+the latency of a collective. Only the first gather and the last scatter have no computation to overlap with."""
 
 _CLOSE = 1.02
 """Two times whose ratio is smaller are taken for equal: the model is not more exact."""
@@ -234,7 +234,12 @@ def split_flights(
     for index, _, team in matrices:
         counts.update(team)
         nbytes.update(dict.fromkeys(team, math.prod(stacks[index].matrix) * itemsize))
-    wanted = max(FLIGHTS, min(MOST_FLIGHTS, max(nbytes.values(), default=0) // FLIGHT_BYTES))
+    wanted = max(nbytes.values(), default=0) // FLIGHT_BYTES
+    # All ranks wait for the slowest one in each flight: a flight must have room for the largest matrix beside others.
+    total = sum(stack.work * stack.split * stack.count for stack in stacks)
+    largest = max((stack.work for stack in stacks if stack.count), default=0.0)
+    even = int(total / len(counts) / largest) if largest else 1
+    wanted = max(FLIGHTS, min(MOST_FLIGHTS, wanted, even))
     for flights in itertools.count(min(wanted, max(counts.values(), default=1))):
         result = _fill_flights(stacks, matrices, flights, itemsize, max_root_bytes)
         if result is not None:

@@ -1,8 +1,10 @@
 """Scratch files have no name; mapped ones are read ahead in the order of their use, and few are in memory."""
 
+import errno
 import mmap
 import os
 import tempfile
+import threading
 import unittest
 from unittest import mock
 
@@ -78,6 +80,39 @@ class MappedFileTest(unittest.TestCase):
         await_writes()
         self.use(2)
         self.assertEqual((self.files[2].memory[:1], self.files[2].memory[-3:]), (b"d", b"abc"))
+
+    def test_pages_that_are_used_again_during_their_write_are_not_dropped(self):
+        sync, began, may_end = _mapped_file._fdatasync, threading.Event(), threading.Event()
+
+        def slow(fd):
+            began.set()
+            may_end.wait(20)
+            sync(fd)
+
+        self.use(0, 1)
+        self.files[0].memory[:1] = b"a"
+        with mock.patch.object(_mapped_file, "_fdatasync", slow):
+            self.files[2].use()  # Drops 0.
+            self.assertTrue(began.wait(20))
+            self.files[0].use()  # Drops 1.
+            with mock.patch.object(MappedFile, "drop_pages", autospec=True) as dropped:
+                may_end.set()
+                await_writes()
+        self.assertEqual([call.args for call in dropped.call_args_list], [(self.files[1],)])
+        self.assertEqual(self.files[0].memory[:1], b"a")
+
+    def test_what_could_not_be_written_is_an_error_of_each_use(self):
+        def failing(*_):
+            raise OSError(errno.EIO, "Input/output error")
+
+        self.use(0)
+        with mock.patch.object(_mapped_file, "_fdatasync", failing):
+            self.use(1, 2, 3)
+        errors = [error_of(self.files[0].use), error_of(self.files[0].check), error_of(self.files[0].use)]
+        self.assertEqual(len(set(errors)), 1)
+        self.assertIn("could not write a scratch file: Input/output error", errors[0])
+        self.assertIn(self.folder, errors[0])
+        self.files[4].check()
 
     def test_deleted_files_are_forgotten(self):
         self.use(*range(6))

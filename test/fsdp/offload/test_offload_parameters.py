@@ -140,14 +140,14 @@ class MemoryTest(unittest.TestCase):
             group = 4 * (256 * 256 + 256)
             for _ in range(3):
                 model(torch.ones(2, 256, device=DEVICE)).sum().backward()
-                assert mapped_nbytes() < 6.5 * group, mapped_nbytes() / group
                 optimizer.step()
                 optimizer.zero_grad()
                 await_writes()
-                assert 0 < mapped_nbytes() < 3.5 * group, mapped_nbytes() / group
+                # Those in use by passes and by steps, and the next ones.
+                assert 0 < mapped_nbytes() < 5.5 * group, mapped_nbytes() / group
             report = memory_report(model, optimizer)
             assert report.total.sharded == 0, report
-            assert report.total.host == optimizer.tier_nbytes()["windows"] + 5 * group, report
+            assert report.total.host == optimizer.tier_nbytes()["windows"] + 7 * group, report
 
 
 class FaultTest(unittest.TestCase):
@@ -199,11 +199,29 @@ class FaultTest(unittest.TestCase):
             model(torch.ones(2, 256, device=DEVICE)).sum().backward()
             await_writes()
             with mock.patch.object(_mapped_file, "_fdatasync", failing if dist.get_rank() == 0 else _mapped_file._fdatasync):
-                error = error_of(optimizer.step)  # It comes to groups that it has written before.
-            if dist.get_rank() == 0:
-                assert "offload could not write a scratch file" in error and folder in error, error
+                errors = [error_of(optimizer.step)]  # The thread may write later than the step looks.
+                await_writes()
+            errors.append(error_of(optimizer.step))
+            text, of_model = "offload could not write a scratch file", error_of(model.state_dict)
+            if dist.get_rank() == 0:  # What cannot be trusted goes into no checkpoint.
+                assert any(text in each and folder in each for each in errors), errors
+                assert text in of_model and text in error_of(model.state_dict), of_model
             else:
-                assert "rank 0" in error, error
+                assert any(text in each and "rank 0" in each for each in errors) and not of_model, (errors, of_model)
+
+    @ranks(1)
+    def test_an_optimizer_without_states_has_no_file_of_states():
+        with folder_of_ranks() as folder:
+            model, plain = stack(in_files(folder)), stack(Offload(parameters=True))
+            for each, optimizer in (
+                (model, offloaded(torch.optim.SGD, model, lr=0.1)),
+                (plain, torch.optim.SGD(plain.parameters(), lr=0.1)),
+            ):
+                each(torch.ones(2, 256, device=DEVICE)).square().sum().backward()
+                optimizer.step()
+            await_writes()
+            assert mapped_nbytes() < 5.5 * 4 * (256 * 256 + 256)
+            assert all(torch.equal(p.to_local(), q.to_local()) for p, q in zip(model.parameters(), plain.parameters()))
 
     def test_wrong_policies_say_what_is_missing(self):
         assert "needs the folder of the files: give to=folder" in error_of(Offload, parameters="files")

@@ -129,7 +129,7 @@ class Offload(OffloadPolicy):
             Then the optimizer runs on the CPU, so ``optimizer`` must be 1. Or ``"files"``: the parameters lie in scratch files
             in the folder ``to``, one for each group, which are mapped into memory. Gradients are in host memory.
         to: ``"cpu"`` for host memory, or a folder: each rank keeps these states in a scratch file there. It needs an optimizer
-            that runs on the CPU: a mesh of CPUs, or ``parameters=True``.
+            that runs on the CPU: a mesh of CPUs, or ``parameters`` that are not on the device.
 
     Raises:
         ValueError: ``optimizer`` is no number from 0 to 1, ``parameters`` is neither a bool nor ``"files"``, they contradict
@@ -161,6 +161,11 @@ class Offload(OffloadPolicy):
                 f"Offload(optimizer={given!r}, parameters={self.parameters!r}) keeps states on the device for an optimizer "
                 "that runs on the CPU, where its parameters are: give optimizer=1.0, or parameters=False"
             )
+
+    @property
+    def parameters_folder(self) -> str | None:
+        """The folder of the files of parameters; None: they lie in memory."""
+        return self.to if self.parameters == "files" else None
 
     @classmethod
     def fit(cls, report: Any, *, device_bytes: int, host_bytes: int | None = None) -> Offload:

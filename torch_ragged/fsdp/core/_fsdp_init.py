@@ -98,7 +98,7 @@ def plan_groups(
                     f"{fqn} of shape {tuple(param.shape)} is a {type(param).__name__} with fsdp_pre_all_gather, whose rows are "
                     f"sharded{why}"
                 )
-            if isinstance(offload, Offload) and offload.parameters == "files":
+            if isinstance(offload, Offload) and offload.parameters_folder is not None:
                 raise ValueError(
                     f"{fqn} is a {type(param).__name__} with fsdp_pre_all_gather, which keeps its shard itself, and "
                     'Offload(parameters="files") cannot keep it: give Offload(parameters=True) for its module'

@@ -434,8 +434,7 @@ class GroupPlan:
     @property
     def parameters_folder(self) -> str | None:
         """The folder of the file in which shards lie; None: they lie in memory."""
-        is_in_files = isinstance(self.offload, Offload) and self.offload.parameters == "files"
-        return self.offload.to if is_in_files else None  # type: ignore[attr-defined]
+        return self.offload.parameters_folder if isinstance(self.offload, Offload) else None
 
 
 @dataclass

@@ -181,6 +181,7 @@ class FSDPParamGroup:
         self.named = NamedCollectives(self.process_groups, plan.dp.mesh, *groups, self.names, self.layout)
         self._init_gradients()
         self._init_unsharded_params()
+        self.shards.release()
         all_groups.add(self)
 
     # -- construction ----------------------------------------------------------------------------------------------
@@ -815,6 +816,7 @@ class FSDPParamGroup:
         for index, value in enumerate(values or ()):
             self.shards.load(index, value)
         self._init_unsharded_params()
+        self.shards.release()
 
     def _compute_device(self, home: torch.device) -> torch.device:
         """The device of the computation, if the sharded parameters are on ``home``."""

@@ -5,7 +5,7 @@ Its memory is valid at any time. What is read ahead or dropped decides only how 
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import mmap
 import os
 import threading
@@ -13,7 +13,6 @@ import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from torch_ragged.fsdp.files import _scratch_file
 from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
 
 __all__ = ["MAPPED_IN_MEMORY", "MappedFile"]
@@ -24,8 +23,8 @@ _READ = 1 << 20
 _BEHIND = 2
 """The most writes that are not waited for."""
 
-MAPPED_IN_MEMORY = 3 + _BEHIND
-"""The most files whose pages are in memory: the one in use, the one before it, the next one, and those that are written."""
+MAPPED_IN_MEMORY = 5 + _BEHIND
+"""The most files whose pages are in memory: of passes three, of steps two, and those that are written."""
 
 # Named here, so that tests can let it fail. None: a system that is not Linux.
 _fdatasync: Any = getattr(os, "fdatasync", None)
@@ -39,11 +38,12 @@ class MappedFile:
         use        | a         | b         | c         | b         | a
         read       | a | b     | c         |           | a         |
         written                            | a         |           | c
-        in memory    a           a b         b c         b c a       a b
+        in memory    a b         a b c       b c         b c a       a b
 
     :meth:`use` says that the file is used now. It reads it, unless it was read ahead, and reads the file ahead that followed
-    this one the last time. The pages of all files but these and the one that was used before are written and dropped, by a
-    thread; it may be behind by two files, then :meth:`use` waits for it. So of many files, five have pages in memory at most.
+    this one the last time. The pages of the others are written and dropped by a thread. If it is behind by more than two files,
+    :meth:`use` waits for it. In passes, the file before this one stays, too: on one rank, the model computes with it while the
+    next one is used already. Steps, which may run in a thread beside passes, have an order of their own.
 
     A page that is touched without :meth:`use` is read by the system, as late as then. If the system cannot read it, it ends the
     process with SIGBUS: :meth:`use` reads first, and raises instead.
@@ -67,103 +67,151 @@ class MappedFile:
             self.memory = mmap.mmap(self.file.fd, nbytes)
         # By the file that was used before this one: the file that was used after it.
         self.following: weakref.WeakKeyDictionary[MappedFile, weakref.ref[MappedFile]] = weakref.WeakKeyDictionary()
-        # What could not be written is lost as soon as the system drops its pages, so this stays.
-        self.problem: OSError | None = None
+        self._problem: tuple[Any, ...] = ()
+        self.lock = threading.Lock()  # What is read is not dropped meanwhile.
 
-    def use(self) -> None:
-        """The file is used next. Returns when its bytes are in memory.
+    def check(self) -> None:
+        """Raise if the file could not be written: the system may have dropped what was to be written, and reads old bytes.
+
+        Raises:
+            OSError: in this and every later call.
+        """
+        if self._problem:
+            raise OSError(*self._problem)
+
+    def use(self, in_step: bool = False) -> None:
+        """A pass, or a step, uses the file next. Returns when its bytes are in memory: they stay there until the next use.
 
         Raises:
             OSError: it cannot be read; or it could not be written, and never will be.
         """
-        if self.problem is not None:
-            raise self.problem
-        reading, late = _order.turn_to(self)
-        for writing in late:
-            writing.result()
-        try:
-            reading.result()
-        except OSError:
-            _order.drop(self)  # The next use reads it again.
-            raise
+        self.check()
+        _order.turn_to(self, _order.of_steps if in_step else _order.of_passes)
 
     def release(self) -> None:
-        """The file is not used soon: write its bytes, and drop them from memory, by a thread."""
+        """The file is not used soon: a thread writes its bytes and drops them from memory."""
         _order.drop(self)
 
     def read(self) -> None:
         """Bring all pages into the page cache."""
-        buffer = memoryview(bytearray(min(_READ, self.nbytes)))
-        done = 0
-        while done < self.nbytes:
-            part = buffer[: self.nbytes - done]
-            with self.file.named(f"read {len(part)} bytes at {done} of"):
-                count = _scratch_file._preadv(self.file.fd, [part], done)
-                if count <= 0:
-                    raise OSError(errno.EIO, f"it ends after {done} bytes")
-            done += count
+        size = -(-self.nbytes // BLOCK) * BLOCK
+        buffer = memoryview(bytearray(min(_READ, size)))
+        with self.lock:
+            for start in range(0, size, _READ):
+                self.file.read(buffer[: size - start], start)
 
     def write(self) -> None:
-        """Write all changed pages, and drop all pages. What is touched later is read again."""
+        """Write all changed pages."""
         try:
             with self.file.named("write"):
                 _fdatasync(self.file.fd)
         except OSError as error:
-            self.problem = error
-            return
-        self.memory.madvise(mmap.MADV_DONTNEED)  # The page cache drops no page that is in a page table.
-        os.posix_fadvise(self.file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._problem = error.errno, error.strerror, error.filename
+
+    def drop_pages(self) -> None:
+        """Drop the pages that are written. What is touched later is read again."""
+        if not self._problem:
+            with contextlib.suppress(OSError):  # Locked into memory: then they stay.
+                self.memory.madvise(mmap.MADV_DONTNEED)  # The page cache drops no page that is in a page table.
+                os.posix_fadvise(self.file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class _Turns:
+    """The order of use in passes, or in steps.
+
+    Attributes:
+        recent: the file before the last one, and the last one.
+        kept: the last one, and the one that is read ahead.
+        keeps_previous: whether the file before the last one is kept, too.
+    """
+
+    def __init__(self, keeps_previous: bool) -> None:
+        self.keeps_previous = keeps_previous
+        self.recent: list[weakref.ref[MappedFile]] = []
+        self.kept: weakref.WeakSet[MappedFile] = weakref.WeakSet()
 
 
 class _Order:
     """The order in which the mapped files of this process are used. Any thread may use one."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._recent: list[weakref.ref[MappedFile]] = []  # The file before the last one, and the last one.
+        self.of_passes, self.of_steps = _Turns(keeps_previous=True), _Turns(keeps_previous=False)
+        self._lock = threading.RLock()
         # The files whose pages are in memory, or are read now.
         self._reads: weakref.WeakKeyDictionary[MappedFile, Future[None]] = weakref.WeakKeyDictionary()
         self._writes: list[Future[None]] = []
-        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix="torch_ragged-mapped") for _ in range(2))
 
-    def turn_to(self, file: MappedFile) -> tuple[Future[None], list[Future[None]]]:
-        """``file`` is used now. Returns its read, and the writes that are late: either may have ended."""
+    def turn_to(self, file: MappedFile, turns: _Turns) -> None:
+        """``file`` is used now. Returns when it is in memory."""
         with self._lock:
-            before, last = ([None, None] + [each() for each in self._recent])[-2:]
-            reading = self._read(file)
-            if file is last:
-                return reading, []
-            if before is not None and last is not None:
-                last.following[before] = weakref.ref(file)
-            self._recent = [weakref.ref(each) for each in (last, file) if each is not None]
-            after = None if last is None else file.following.get(last)
-            following = None if after is None else after()
-            if following is not None:
-                self._read(following)
-            kept = {last, file, following}
-            for other in [each for each in self._reads if each not in kept]:
-                self._drop(other)
-            late, self._writes = self._writes[:-_BEHIND], self._writes[-_BEHIND:]
-            return reading, late
+            before, last = ([None, None] + [each() for each in turns.recent])[-2:]
+            if file is not last:
+                if before is not None and last is not None:
+                    last.following[before] = weakref.ref(file)
+                turns.recent = [weakref.ref(each) for each in (last, file) if each is not None]
+                after = None if last is None else file.following.get(last)
+                following = None if after is None else after()
+                previous = last if turns.keeps_previous else None
+                turns.kept = weakref.WeakSet(each for each in (file, following, previous) if each is not None)
+                kept = {*self.of_passes.kept, *self.of_steps.kept}
+                for other in [each for each in self._reads if each not in kept]:
+                    self._drop(other)
+        self._await_writes()  # Before more is read, so that no more than MAPPED_IN_MEMORY are in memory.
+        with self._lock:
+            reading, *_ = [self._read(each) for each in (file, *turns.kept)]
+        try:
+            reading.result()
+        except OSError:
+            self.forget(file)
+            raise
 
     def _read(self, file: MappedFile) -> Future[None]:
         if file not in self._reads:
-            self._reads[file] = self._reader.submit(file.read)
+            self._reads[file] = reading = self._reader.submit(file.read)
+            reading.add_done_callback(_Forgets(self, file))
         return self._reads[file]
+
+    def forget(self, file: MappedFile) -> None:
+        """A read has failed: the next use tries again."""
+        with self._lock:
+            self._reads.pop(file, None)
 
     def drop(self, file: MappedFile) -> None:
         with self._lock:
             self._drop(file)
+        self._await_writes()
 
     def _drop(self, file: MappedFile) -> None:
         self._reads.pop(file, None)
-        self._writes.append(self._writer.submit(self._write, file))
+        self._writes.append(self._writer.submit(self._write, weakref.ref(file)))
 
-    def _write(self, file: MappedFile) -> None:
+    def _await_writes(self) -> None:
         with self._lock:
-            if file in self._reads:  # It is used again already.
-                return
+            late, self._writes = self._writes[:-_BEHIND], self._writes[-_BEHIND:]
+        for writing in late:
+            writing.result()
+
+    def _write(self, reference: weakref.ref[MappedFile]) -> None:
+        file = reference()
+        if file is None or file in self._reads:  # Deleted, or used again already.
+            return
         file.write()
+        with file.lock:
+            if file not in self._reads:  # Otherwise it is read, and perhaps used, since then.
+                file.drop_pages()
+
+
+class _Forgets:
+    """Called when a read has ended."""
+
+    def __init__(self, order: _Order, file: MappedFile) -> None:
+        self._order, self._file = order, weakref.ref(file)
+
+    def __call__(self, reading: Future[None]) -> None:
+        file = self._file()
+        if file is not None and reading.exception() is not None:
+            self._order.forget(file)
 
 
 _order = _Order()

@@ -208,7 +208,8 @@ class OffloadedOptimizer(Optimizer):
         together: dict[tuple[FSDPParamGroup | None, bool], list[Piece]] = {}
         for piece in sorted(beside, key=lambda piece: not piece.is_whole):
             member = self._members.get(piece.param)
-            home = member.group if in_backward and member is not None else None
+            has_home = member is not None and (in_backward or member.group.shards.file_nbytes > 0)
+            home = member.group if has_home and member is not None else None
             together.setdefault((home, piece.is_whole), []).append(piece)
         self._chunks += [(Chunk(pieces, self.param_groups, rules), device_tier) for pieces in together.values()]
         in_host: dict[torch.device, dict[Chunk, Memory]] = {}
@@ -224,8 +225,10 @@ class OffloadedOptimizer(Optimizer):
             tier = tier_of(slabs, device)
             self._chunks += [(chunk, tier) for chunk in slabs]
         for folder, chunks in in_files.items():
-            files = FileTier(chunks, folder, dist.get_rank())
-            self._chunks += [(chunk, files) for chunk in chunks]
+            self._chunks += [(chunk, device_tier) for chunk in chunks if not chunk.nbytes]  # Such as those of SGD.
+            if stateful := [chunk for chunk in chunks if chunk.nbytes]:
+                files = FileTier(stateful, folder, dist.get_rank())
+                self._chunks += [(chunk, files) for chunk in stateful]
         self._parts: dict[torch.Tensor, list[_Part]] = {}
         for chunk, tier in self._chunks:
             for piece in chunk.pieces:
@@ -416,6 +419,8 @@ class OffloadedOptimizer(Optimizer):
                     raise RuntimeError("GradScaler came too late: with in_backward=True, backward has stepped scaled gradients")
             self._check_states_are_valid()
             self._step_chunks(self._chunks)
+            for group in self._buffers:
+                group.shards.check()
         except Exception as error:
             problem = error
         try:
@@ -444,7 +449,7 @@ class OffloadedOptimizer(Optimizer):
                 self._after[self._last] = chunk, tier
             self._last = chunk
             for home in self._homes[chunk]:
-                home.shards.prepare()
+                home.shards.prepare(in_step=True)
             memory = tier.fetch(chunk)
             # After the last one, the chunk that came next the last time: it is read while forward and backward run.
             next_chunk, next_tier = following or self._after.get(chunk) or (chunk, tier)

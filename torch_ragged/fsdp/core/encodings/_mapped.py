@@ -5,14 +5,11 @@ They do not decide when parameters are used: the group and the optimizer say it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp.core._dbuffer import DBuffer
-from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core.encodings._plain import Shards
 from torch_ragged.fsdp.files._mapped_file import MappedFile
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
@@ -33,15 +30,11 @@ class MappedShards(Shards):
         folder: where the file lies.
     """
 
+    _file: MappedFile | None = None  # None: on the meta device, or without elements.
+
     def __init__(self, layout: BufferLayout, rank: int, folder: str) -> None:
         super().__init__(layout, rank)
-        self._folder, self._file = folder, None
-
-    _file: MappedFile | None
-
-    def attach(self, params: Sequence[FSDPParam]) -> None:
-        if self._file is not None:
-            self._file.release()  # The parameters were written there now.
+        self._folder = folder
 
     def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
         start, stop = self._layout.shard_range(self._rank)
@@ -54,9 +47,17 @@ class MappedShards(Shards):
         flat = torch.frombuffer(self._file.memory, dtype=torch.uint8).view(dtype)
         self._hold(DBuffer(self._layout, Shard(0), self._rank, dtype, device, borrowed=flat))
 
-    def prepare(self) -> None:
+    def prepare(self, in_step: bool = False) -> None:
         if self._file is not None:
-            self._file.use()
+            self._file.use(in_step)
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.release()
+
+    def check(self) -> None:
+        if self._file is not None:
+            self._file.check()
 
     @property
     def file_nbytes(self) -> int:

@@ -51,8 +51,14 @@ class Shards:
         self.buffer.zero_padding()
         self._storage = self.buffer.flat.untyped_storage()._cdata
 
-    def prepare(self) -> None:
-        """All shards are read or written next. Plain ones are in memory."""
+    def prepare(self, in_step: bool = False) -> None:
+        """A pass reads all shards next, or a step reads and writes them. Plain ones are in memory."""
+
+    def release(self) -> None:
+        """All shards were written, and are not used soon."""
+
+    def check(self) -> None:
+        """Raise ``OSError`` if what was written to the shards may be lost."""
 
     @property
     def file_nbytes(self) -> int:
