@@ -331,6 +331,7 @@ class ClientsTest(unittest.TestCase):
         """Forward and backward in one compiled function: Dynamo compiles the model's own code, and nothing of the hooks."""
         model, single = shard(stack()), stack()
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()  # Of earlier tests of this process.
 
         @torch.compile(backend="aot_eager")
         def step(x):

@@ -143,7 +143,7 @@ def test_benchmark_runs(tmp_path):
     subprocess.run(command, check=True, timeout=200, cwd=FOLDER.parents[1])
     results = json.loads(file.read_text())
     assert [row["target"] for row in results["targets"]] == ["of copy", "8-bit Adam of 32-bit fused", "symmetric speedup"]
-    assert len(results["memory"]) == 9 and all(row["us"] > 0 for row in (*results["memory"], *results["adam"]))
+    assert len(results["memory"]) == 11 and all(row["us"] > 0 for row in (*results["memory"], *results["adam"]))
     assert [row["product"] for row in results["products"]] == [
         f"{n}, 64 x 96" for n in ("X X^T", "b A + c A A", "Newton-Schulz")
     ]

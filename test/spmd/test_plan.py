@@ -377,12 +377,14 @@ ValueError: rule 0 of the JSON (unit) is wrong: cannot read 'rows(0)': rows() ta
     | Write a call of elements, rows, blocks, tensor, segments with literals
 ValueError: rule 0 of the JSON (unit) is wrong: {'Policy': {}} is no option of a unit in JSON: write a number,
     | a string, true, false, null, or an object with one key of tuple, dtype, placement, granularity,
-    | MixedPrecisionPolicy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, Offload, BufferPlacements
+    | MixedPrecisionPolicy, Float4Policy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, Offload,
+    | BufferPlacements
 ValueError: rule 0 of the JSON (unit) is wrong: CPUOffloadPolicy has no field pinned: the fields are
     | pin_memory
 ValueError: rule 0 of the JSON (unit) is wrong: {'dtype': 'nn'} is no option of a unit in JSON: write a
     | number, a string, true, false, null, or an object with one key of tuple, dtype, placement, granularity,
-    | MixedPrecisionPolicy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, Offload, BufferPlacements""",
+    | MixedPrecisionPolicy, Float4Policy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, Offload,
+    | BufferPlacements""",
         )
 
 

@@ -64,9 +64,9 @@ def trained(policy, steps=1):
     return model, optimizer
 
 
-def saved(folder, path):
-    """A model with states in ``folder`` after one step, and its checkpoint."""
-    model, optimizer = trained(Offload(optimizer=0.8, to=folder))
+def saved(folder, path, parameters=False):
+    """A model with states in ``folder``, and parameters if they are in files, after one step, and its checkpoint."""
+    model, optimizer = trained(Offload(1.0 if parameters else 0.8, parameters, folder))
     state = checkpoint.TrainState(model, optimizer, step=1)
     checkpoint.save(path, state)
     return model, optimizer, state
@@ -195,7 +195,7 @@ def check_folder(how, number):
         assert what[how] in text and f"{folder}/torch_ragged-offload-rank{dist.get_rank()}-" in text, text
 
 
-def train_until_killed(folder, path, victim, number):
+def train_until_killed(folder, path, victim, number, parameters):
     """Train, and save after each step. The victim is killed at its ``number``-th call of a function after the second step.
     Returns what another rank sees then."""
     calls = itertools.count(1)
@@ -213,17 +213,18 @@ def train_until_killed(folder, path, victim, number):
                 sys.setprofile(count)
 
     with chunks_of(300):
-        model, optimizer, state = saved(folder, path)
+        model, optimizer, state = saved(folder, path, parameters)
         text = error_of(go_on, model, optimizer, state)
         del model, optimizer, state
         gc.collect()  # The threads of the file end.
-        return text, [thread.name for thread in threading.enumerate() if "ThreadPool" in thread.name]
+        names = [thread.name for thread in threading.enumerate()]
+        return text, [name for name in names if name.startswith(("ThreadPool", "torch_ragged-files"))]
 
 
-def go_on_after_kill(folder, path):
+def go_on_after_kill(folder, path, parameters):
     """The steps after the last checkpoint are those of training without offload. Returns the step of the checkpoint."""
     with chunks_of(300):
-        model = build(policy := Offload(optimizer=0.5, to=folder))
+        model = build(policy := Offload(1.0 if parameters else 0.5, parameters, folder))
         optimizer = make(model, ADAMW[0], policy, **PLAIN)
         checkpoint.load(path, state := checkpoint.TrainState(model, optimizer))
         plain, reference = trained(None, state.step)
@@ -237,12 +238,13 @@ def check_kills(count, seed):
     generator, steps = random.Random(seed), []
     for each in range(count):
         victim, number = generator.randrange(2), generator.randrange(1, CALLS[each % 2])
+        parameters = "files" if each % 4 > 1 else False
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as path:
-            answers = run_mortal_ranks(2, {victim}, train_until_killed, folder, path, victim, number)
+            answers = run_mortal_ranks(2, {victim}, train_until_killed, folder, path, victim, number, parameters)
             text, threads = answers[1 - victim]
             assert text.startswith(("PeerError: ", "CheckpointError: ")) and f"rank {victim} died: process" in text, text
             assert threads == [] and os.listdir(folder) == []
-            steps.append(run_ranks(2, go_on_after_kill, folder, path)[0])
+            steps.append(run_ranks(2, go_on_after_kill, folder, path, parameters)[0])
     assert min(steps) > 1, steps
 
 
@@ -303,7 +305,8 @@ class KillTest(unittest.TestCase):
 
     @pytest.mark.slow
     def test_each_of_many_killed_ranks_is_named(self):
-        check_kills(20, seed=0)
+        """Half of them have parameters in files, too."""
+        check_kills(40, seed=0)
 
 
 if __name__ == "__main__":
