@@ -19,6 +19,18 @@ __all__ = ["dequantize", "dequantize_kernel", "quantize", "quantize_kernel"]
 
 
 @triton.jit
+def _places(owners_ptr, numbers_ptr, aligned: tl.constexpr, height: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The offsets of this program's values, codes and scales, and which of its rows are in the matrix."""
+    values, codes, scales, rows, columns, matrix, row, column = tile_of_program(owners_ptr, numbers_ptr, aligned, height, width)
+    lines = matrix * rows + row + tl.arange(0, height)
+    first = lines[:, None] * columns + column
+    at = values + first + tl.arange(0, width)[None, :]
+    at_codes = codes + first // 2 + tl.arange(0, width // 2)[None, :]
+    at_scales = scales + lines * (columns // width) + column // width
+    return at, at_codes, at_scales, row + tl.arange(0, height) < rows
+
+
+@triton.jit
 def quantize_kernel(  # type: ignore[no-untyped-def]
     values_ptr,
     codes_ptr,
@@ -29,12 +41,9 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    values, codes, scales, rows, columns, matrix, row, column = tile_of_program(owners_ptr, numbers_ptr, aligned, height, width)
-    lines = matrix * rows + row + tl.arange(0, height)
-    here = row + tl.arange(0, height) < rows
+    at, at_codes, at_scales, here = _places(owners_ptr, numbers_ptr, aligned, height, width)
     inside = here[:, None]
-    at = lines[:, None] * columns + column + tl.arange(0, width)[None, :]
-    x = tl.load(values_ptr + values + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(values_ptr + at, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
     # As integers, magnitudes have the order of floats, and a NaN is the largest: its exponent is 255, as that of infinity.
     largest = tl.max(bits & 0x7FFFFFFF, axis=1) >> 23
@@ -47,10 +56,8 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     code += (scaled > 5.0).to(tl.int32)
     code |= (bits >> 28) & 8
     low, high = tl.split(tl.reshape(code, (height, width // 2, 2)))
-    pairs = (lines[:, None] * columns + column) // 2 + tl.arange(0, width // 2)[None, :]
-    tl.store(codes_ptr + codes + pairs, (low | (high << 4)).to(tl.uint8), mask=inside)
-    at_scale = lines * (columns // width) + column // width
-    tl.store(scales_ptr + scales + at_scale, exponent.to(tl.uint8).to(tl.int8, bitcast=True), mask=here)
+    tl.store(codes_ptr + at_codes, (low | (high << 4)).to(tl.uint8), mask=inside)
+    tl.store(scales_ptr + at_scales, exponent.to(tl.uint8).to(tl.int8, bitcast=True), mask=here)
 
 
 @triton.jit
@@ -64,27 +71,19 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    values, codes, scales, rows, columns, matrix, row, column = tile_of_program(owners_ptr, numbers_ptr, aligned, height, width)
-    lines = matrix * rows + row + tl.arange(0, height)
-    here = row + tl.arange(0, height) < rows
+    at, at_codes, at_scales, here = _places(owners_ptr, numbers_ptr, aligned, height, width)
     inside = here[:, None]
-    pairs = (lines[:, None] * columns + column) // 2 + tl.arange(0, width // 2)[None, :]
-    packed = tl.load(codes_ptr + codes + pairs, mask=inside, other=0).to(tl.int32)
+    packed = tl.load(codes_ptr + at_codes, mask=inside, other=0).to(tl.int32)
     code = tl.reshape(tl.join(packed & 15, packed >> 4), (height, width))
     # The bits of a code's value: its exponent and its one bit of mantissa. 1 is 0.5, and 0 is 0.
     magnitude = code & 7
     bits = tl.where(magnitude > 1, ((magnitude >> 1) + 126) << 23 | (magnitude & 1) << 22, magnitude * (126 << 23))
     value = bits.to(tl.float32, bitcast=True)
     value = tl.where(code > 7, -value, value)
-    exponent = (
-        tl.load(scales_ptr + scales + lines * (columns // width) + column // width, mask=here, other=0)
-        .to(tl.uint8, bitcast=True)
-        .to(tl.int32)
-    )
+    exponent = tl.load(scales_ptr + at_scales, mask=here, other=0).to(tl.uint8, bitcast=True).to(tl.int32)
     power = tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
     x = value * power.to(tl.float32, bitcast=True)[:, None]
-    at = lines[:, None] * columns + column + tl.arange(0, width)[None, :]
-    tl.store(values_ptr + values + at, round_to(x, values_ptr.dtype.element_ty), mask=inside)
+    tl.store(values_ptr + at, round_to(x, values_ptr.dtype.element_ty), mask=inside)
 
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: TileTable) -> None:

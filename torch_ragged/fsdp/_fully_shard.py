@@ -69,7 +69,8 @@ def fully_shard(
 
     - In this call: one all-reduce of 24 bytes per mesh dimension. In the first call with a mesh, ranks also compare its process
       groups through their store. If a call is wrong on one rank, or differs between ranks, all
-      ranks raise before anything is changed. ``dp_mesh_dims`` and ``HIERARCHICAL`` make process groups, and need a second one.
+      ranks raise before anything is changed. ``dp_mesh_dims`` and ``HIERARCHICAL`` make process groups, and need a second one,
+      and so does ``Offload(parameters="files")``, which makes files.
     - Per step and group: one all-gather in forward, one in backward if the group was resharded, and one reduce-scatter. HSDP
       adds one all-reduce of the shard.
     - Per backward pass: one all-reduce of a byte per parameter, by which ranks agree on unused parameters.

@@ -15,6 +15,7 @@ from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.step.offload import mapped_nbytes
 from torch_ragged import checkpoint
 from torch_ragged.fsdp import Offload, fully_shard, memory_report, offloaded
 from torch_ragged.fsdp.files import _mapped_file, _scratch_file
@@ -32,19 +33,6 @@ def stack(policy, blocks=8, size=256):
     for block in model:
         fully_shard(block, mesh=mesh, offload_policy=policy)
     return fully_shard(model, mesh=mesh, offload_policy=policy)
-
-
-def mapped_nbytes():
-    """The bytes of mapped scratch files that are in this process's memory."""
-    found, is_ours = 0, False
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            words = line.split()
-            if not words[0].endswith(":"):
-                is_ours = "torch_ragged-offload" in line
-            elif is_ours and words[0] == "Rss:":
-                found += 1024 * int(words[1])
-    return found
 
 
 def await_writes():

@@ -121,8 +121,7 @@ class _Turns:
 
     Attributes:
         recent: the file before the last one, and the last one.
-        kept: the last one, and the one that is read ahead.
-        keeps_previous: whether the file before the last one is kept, too.
+        kept: the last one, the one that is read ahead and, if ``keeps_previous``, the one before the last.
     """
 
     def __init__(self, keeps_previous: bool) -> None:

@@ -62,12 +62,15 @@ def float8_matmul_weight(planes: Float8Planes) -> Float8Weight:
 
 
 def float4_weight(planes: Float8Planes) -> Float8Weight:
-    """The ``weight_factory`` of ``Float4Policy``: the module holds the codes, and each use of them dequantizes them.
+    """The ``weight_factory`` of ``Float4Policy``: :func:`float8_weight` for codes of 4 bits. No communication.
 
-    It is :func:`float8_weight`, with planes of 4 bits. As long as the module holds the weight, no parameter is in
-    ``param_dtype``, but while it is used.
+    Args:
+        planes: :class:`Float4Planes` of one parameter, of any number of dimensions from two on.
+
+    Returns:
+        a tensor of the shape of the parameter and of ``planes.dtype``, in the memory of ``planes``.
     """
-    return Float8Weight(planes)
+    return float8_weight(planes)
 
 
 class Float8Weight(torch.Tensor):
