@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._async_tensor import async_local
+from torch_ragged.tensor._local_tensor import LocalTensor, coordinate_of, current_rank, on_each_rank
 from torch_ragged.tensor._ownership import has_single_boxes, owned, row_major
 from torch_ragged.tensor._placement_extension import PlacementExtension
 from torch_ragged.tensor._redistribute import REDUCTIONS, broadcast_local, redistribute_local
@@ -60,8 +61,8 @@ class RaggedExtension(PlacementExtension):
                 "tensor: pass shape=, such as DTensor.from_local(local, mesh, placements, shape=param.shape)"
             )
         shape = torch.Size(shape)
-        check = functools.partial(_local_placements, local, mesh, tuple(placements), shape)
-        on_all = run_check and mesh.get_coordinate() is not None
+        check = functools.partial(on_each_rank, _local_placements, local, mesh, tuple(placements), shape)
+        on_all = run_check and mesh.get_coordinate() is not None and not isinstance(local, LocalTensor)
         return _on_every_rank(mesh, shape, check) if on_all else check(), shape, row_major(shape)
 
     def distribute_tensor(
@@ -86,7 +87,7 @@ class RaggedExtension(PlacementExtension):
         replicated = distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=src_data_rank)
         local = replicated._local_tensor.detach()
         if mesh.get_coordinate() is not None:  # Other ranks hold no element.
-            local = broadcast_local(local, mesh, tensor.shape, normalized)
+            local = on_each_rank(broadcast_local, local, mesh, tensor.shape, normalized)
         spec = spec_of(mesh, normalized, tensor.shape, tensor.dtype)
         return DTensor(local.requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad)  # type: ignore
 
@@ -102,10 +103,10 @@ class RaggedExtension(PlacementExtension):
         """
         shape, mesh_shape = tuple(shape), tuple(mesh.shape)
         cuts = cuts_of(normalize_placements(tuple(placements), shape, mesh_shape))
-        coordinate = mesh.get_coordinate()
+        coordinate = coordinate_of(mesh)
         if coordinate is None:
             return (0,), ()
-        part = owned(shape, mesh_shape, cuts, tuple(coordinate))
+        part = owned(shape, mesh_shape, cuts, coordinate)
         if skip_offset:
             return part.local_shape, ()
         if not has_single_boxes(shape, mesh_shape, cuts):
@@ -149,7 +150,7 @@ class RaggedExtension(PlacementExtension):
                 local, old = local.reshape(-1), with_blocks_ragged(old, shape, mesh_shape)
             given, new = new, with_blocks_ragged(new, shape, mesh_shape)
             if shape != target.shape:
-                return broadcast_local(local, mesh, target.shape, new)
+                return on_each_rank(broadcast_local, local, mesh, target.shape, new)
             view = next((p for p in (*old, *new) if isinstance(p, _Ragged) and p.redistribute_view is not None), None)
             if view is not None:
                 return view.redistribute_view(local, mesh, shape, old, new)  # type: ignore[misc]
@@ -198,9 +199,9 @@ def _local_placements(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> tuple[Placement, ...]:
     normalized = normalize_placements(placements, tuple(shape), tuple(mesh.shape))
-    coordinate = mesh.get_coordinate()
+    coordinate = coordinate_of(mesh)
     if coordinate is not None:
-        expected = owned(tuple(shape), tuple(mesh.shape), cuts_of(normalized), tuple(coordinate)).local_shape
+        expected = owned(tuple(shape), tuple(mesh.shape), cuts_of(normalized), coordinate).local_shape
         if tuple(local.shape) != expected:
             hint = ": pass local.reshape(-1)" if (local.numel(),) == expected else ""
             if local.shape == shape:
@@ -209,7 +210,7 @@ def _local_placements(
                     "torch_ragged.integrations.install()"
                 )
             raise ValueError(
-                f"shape {tuple(shape)} under {_short(normalized)}: rank {dist.get_rank()} gave a local tensor of shape "
+                f"shape {tuple(shape)} under {_short(normalized)}: rank {current_rank()} gave a local tensor of shape "
                 f"{tuple(local.shape)}, expected {expected}{hint}"
             )
     return normalized

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.tensor._api import ragged_extension
+from torch_ragged.tensor._local_tensor import coordinate_of
 from torch_ragged.tensor._ownership import Box, owned, row_major
 from torch_ragged.tensor._placement_extension import CheckpointExtension
 from torch_ragged.tensor.placement_types import cuts_of
@@ -29,14 +30,14 @@ def chunk_boxes(tensor: DTensor) -> tuple[Box, ...]:
     If the tensor has no elements, the first rank of the mesh gets one empty box, so that a checkpoint contains the tensor.
     """
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
+    coordinate = coordinate_of(mesh)
     if coordinate is None:
         return ()
     if tensor.numel() == 0:
         first = not any(coordinate)
         return (Box((0,) * tensor.ndim, tuple(tensor.shape), 0, row_major(tensor.shape)),) if first else ()
     cuts = cuts_of(tensor.placements)
-    boxes = owned(tuple(tensor.shape), tuple(mesh.shape), cuts, tuple(coordinate)).boxes
+    boxes = owned(tuple(tensor.shape), tuple(mesh.shape), cuts, coordinate).boxes
     return tuple(box for box in boxes if box.numel)  # An empty chunk would have the offset, so the key, of another one.
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from torch_ragged.tensor._api import ragged_extension
+from torch_ragged.tensor._local_tensor import LocalTensor, as_any_rank, on_each_rank
 from torch_ragged.tensor._ops import (
     Layout,
     NoLocalWay,
@@ -90,9 +91,18 @@ class RaggedSharding(OutputSharding):
         schema, values = self.redistribute_schema, self.use_val_from_redistribute_schema
         dtensor_dispatch.OpDispatcher.redistribute_local_args(op_info, schema, values)  # type: ignore[arg-type]
         arguments = op_info.local_args
+        all_ranks = self.run is not None and any(isinstance(argument, LocalTensor) for argument in arguments)
         if op_info.args_tree_spec is not None:
             arguments = pytree.tree_unflatten(arguments, op_info.args_tree_spec)
+        if all_ranks:
+            return on_each_rank(_run_as_rank, op, op_info.schema, arguments, op_info.local_kwargs)
         return (self.run or op)(*arguments, **op_info.local_kwargs)
+
+
+def _run_as_rank(op: Any, schema: OpSchema, arguments: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run the op as the current rank's own sharding says: that of another rank may count from other offsets."""
+    sharding, _ = _local_sharding(op, schema)
+    return sharding.run(*arguments, **kwargs)  # type: ignore[union-attr]
 
 
 class RaggedOps(OpExtension):
@@ -135,16 +145,18 @@ class RaggedOps(OpExtension):
         normalized = normalize_placements(tuple(placements), tuple(size), tuple(mesh.shape))
         if function in (torch.rand, torch.randn):
             return draw_new(function, size, mesh, normalized, requires_grad=requires_grad, **options)
-        local_shape, _ = ragged_extension.local_shape_and_global_offset(size, mesh, normalized, skip_offset=True)
         is_whole = function not in _CONSTANTS and mesh.get_coordinate() is not None  # linspace and logspace.
-        shape = size if is_whole else local_shape
-        if name in ("linspace", "logspace"):
-            options["steps"] = shape[0]
-        else:
-            options["size"] = shape
-        made = function(**{**options, "device": mesh.device_type})
-        spec = DTensorSpec(mesh, normalized, tensor_meta=TensorMeta(size, row_major(size), made.dtype))
-        local = part_of(made, spec) if is_whole else made
+
+        def make() -> torch.Tensor:
+            shape, _ = ragged_extension.local_shape_and_global_offset(size, mesh, normalized, skip_offset=True)
+            shape = size if is_whole else shape
+            sizes = {"steps": shape[0]} if name in ("linspace", "logspace") else {"size": shape}
+            made = function(**{**options, **sizes, "device": mesh.device_type})
+            meta = TensorMeta(size, row_major(size), made.dtype)
+            return part_of(made, DTensorSpec(mesh, normalized, tensor_meta=meta)) if is_whole else made
+
+        local = on_each_rank(make)
+        spec = DTensorSpec(mesh, normalized, tensor_meta=TensorMeta(size, row_major(size), local.dtype))
         return DTensor(local.requires_grad_(requires_grad), spec, requires_grad=requires_grad)  # type: ignore[call-arg]
 
 
@@ -308,7 +320,8 @@ def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sch
     if result is not NotImplemented:
         return result
     try:
-        sharding, why = _cached_sharding(op, schema) if try_cache else _local_sharding(op, schema)
+        with as_any_rank():
+            sharding, why = _cached_sharding(op, schema) if try_cache else _local_sharding(op, schema)
         if sharding is not None:
             return sharding
         if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd):

@@ -8,6 +8,7 @@ from typing import Optional, Union
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.tensor._local_tensor import coordinate_of
 from torch_ragged.tensor._ownership import Box, Owned, owned
 from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
@@ -63,7 +64,7 @@ def owned_part(
         if any(each is not None for each in rest):
             raise TypeError("owned_boxes(dtensor) takes no mesh_shape, placements or coordinate: a DTensor has its own")
         mesh_shape, placements = tuple(tensor.device_mesh.shape), tensor.placements
-        coordinate, shape = tensor.device_mesh.get_coordinate(), tuple(tensor.shape)
+        coordinate, shape = coordinate_of(tensor.device_mesh), tuple(tensor.shape)
         if coordinate is None:
             return None
     else:

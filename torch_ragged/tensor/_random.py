@@ -37,6 +37,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.tensor._counter import draw_kept
 from torch_ragged.tensor._draw import draw_owned
+from torch_ragged.tensor._local_tensor import coordinate_of
 from torch_ragged.tensor._ops._pointwise_ops import pointwise_rule
 from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Sharding, Spec, decomposition, rule, tensor_leaves
@@ -89,8 +90,8 @@ class Holding:
 
     def __init__(self, spec: Spec) -> None:
         self.shape, mesh = tuple(spec.shape), spec.mesh
-        here = mesh.get_coordinate()  # None on a rank outside of the mesh: it computes a spec, but runs no op.
-        coordinate = (0,) * mesh.ndim if here is None else tuple(here)
+        here = coordinate_of(mesh)  # None on a rank outside of the mesh: it computes a spec, but runs no op.
+        coordinate = (0,) * mesh.ndim if here is None else here
         held = owned(self.shape, tuple(mesh.shape), cuts_of(spec.placements), coordinate)
         self.local_shape, self.boxes = held.local_shape, tuple(box for box in held.boxes if box.numel)
 

@@ -40,6 +40,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from torch_ragged._ranks.groups import can_order_groups, group_of
+from torch_ragged.tensor._local_tensor import LocalTensor, as_rank, coordinate_of, coordinates_of, peers_of
 from torch_ragged.tensor._ownership import Whole, owned
 from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
 from torch_ragged.tensor.placement_types import cuts_of, has_ragged
@@ -161,13 +162,11 @@ def redistribute_local(
         ValueError: the type of a placement is unknown, a Partial averages integers, or a Partial reduces numbers of a dtype
             without that order, or of a dtype that no backend adds.
     """
+    _check_reductions(local.dtype, source, target)
+    if isinstance(local, LocalTensor):
+        return _redistribute_on_all_ranks(local, mesh, tuple(shape), source, target)
     if local.dtype not in CARRIED:
         return _redistribute_as_carried(local, mesh, shape, source, target, is_async)
-    pairs = [p for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)]
-    if any(p.reduce_op == "avg" for p in pairs) and not (local.is_floating_point() or local.is_complex()):
-        raise ValueError(
-            f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {local.dtype}: cast it"
-        )
     warn_of_order(mesh, source)
     warn_of_order(mesh, target)
     return run_steps(plan(tuple(shape), tuple(mesh.shape), source, target, _coordinate(mesh)), local, mesh, is_async)
@@ -202,7 +201,17 @@ class AllReduce:
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(mesh.get_coordinate() or ())
+    return coordinate_of(mesh) or ()
+
+
+def _check_reductions(dtype: torch.dtype, source: tuple[Placement, ...], target: tuple[Placement, ...]) -> None:
+    operations = {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)}
+    if dtype in CARRIED and "avg" in operations and not dtype.is_floating_point:
+        raise ValueError(f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {dtype}: cast it")
+    if dtype not in CARRIED and not operations <= ({"sum", "avg"} if dtype in (torch.complex64, torch.complex128) else set()):
+        raise ValueError(
+            f"redistribution from {source} to {target}: cannot reduce {dtype} by {', '.join(sorted(operations))}: cast it"
+        )
 
 
 def _redistribute_as_carried(
@@ -214,13 +223,9 @@ def _redistribute_as_carried(
     is_async: bool,
 ) -> Pending:
     """The same for dtypes that backends do not know: as pairs of reals, or bytes, in a last dimension that is never cut."""
-    operations = {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)}
-    if not operations <= ({"sum", "avg"} if local.dtype in (torch.complex64, torch.complex128) else set()):
-        raise ValueError(
-            f"redistribution from {source} to {target}: cannot reduce {local.dtype} by {', '.join(sorted(operations))}: cast it"
-        )
+    reduces = any(p != q and isinstance(p, Partial) for p, q in (*zip(source, target), *zip(target, source)))
     local = local.resolve_conj().resolve_neg()
-    parts = torch.view_as_real(local) if operations else local.contiguous().unsqueeze(-1).view(torch.uint8)
+    parts = torch.view_as_real(local) if reduces else local.contiguous().unsqueeze(-1).view(torch.uint8)
     width, dtype = parts.shape[-1], local.dtype
     pending = redistribute_local(parts, mesh, (*shape, width), source, target, is_async)  # Steps read it as flat memory.
     numel = math.prod(pending.local_shape) // width
@@ -231,6 +236,49 @@ def _redistribute_as_carried(
         return data.view(-1).view(dtype) if data.numel() else data.new_empty(0, dtype=dtype)
 
     return Pending(pending.data, local_shape, unpack, pending.in_flight, dtype)
+
+
+def _redistribute_on_all_ranks(
+    local: LocalTensor, mesh: DeviceMesh, shape: tuple[int, ...], source: tuple[Placement, ...], target: tuple[Placement, ...]
+) -> Pending:
+    """The same for the local tensors of all ranks, by the plans of all ranks side by side; nothing is sent. Sums add in rank order.
+
+    Raises:
+        ValueError: the local tensors of some ranks of the mesh are missing.
+    """
+    held, places = dict(local._local_tensors), coordinates_of(mesh)  # Ranks outside of the mesh keep what they hold.
+    if missing := sorted(places.keys() - held.keys()):
+        raise ValueError(f"redistribution of a LocalTensor on {mesh}: the local tensors of ranks {missing} are missing")
+    plans = {rank: plan(shape, tuple(mesh.shape), source, target, place) for rank, place in places.items()}
+    for turn in range(len(next(iter(plans.values())))):
+        steps = {rank: steps[turn] for rank, steps in plans.items()}
+        flat = {rank: held[rank].contiguous().view(-1) for rank in places}
+        packed = {rank: _pack(flat[rank], step.sends) for rank, step in steps.items()}
+        for rank, step in steps.items():
+            with as_rank(rank):
+                if isinstance(step, (Move, Fill)):
+                    held[rank] = _RUN[type(step)](step, flat[rank], mesh, _DIRECT).wait()
+                else:
+                    peers = peers_of(rank, mesh, step.mesh_dims if isinstance(step, Exchange) else (step.mesh_dim,))
+                    received, unpack = _received(step, rank, peers, steps, packed), _unpacking(step.receives, step.local_shape)
+                    held[rank] = (received if unpack is None else unpack(received)).view(step.local_shape)
+    result = LocalTensor(held)
+    return Pending(result, tuple(result.shape))
+
+
+def _received(
+    step: Step, rank: int, peers: list[int], steps: dict[int, Step], packed: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """What the collective of a step gives ``rank``, from the packed tensors of its group."""
+    at = peers.index(rank)
+    if isinstance(step, Gather):
+        return torch.cat([packed[peer] for peer in peers])
+    if isinstance(step, Exchange):
+        return torch.cat([packed[peer].split(list(steps[peer].send_splits))[at] for peer in peers])
+    rows = [packed[peer] if step.splits is None else packed[peer].split(list(step.splits))[at] for peer in peers]
+    reduced = _reduce_rows(rows, "sum" if step.operation == "avg" else step.operation)
+    reduced = reduced.clone() if len(rows) == 1 else reduced
+    return reduced / len(peers) if step.operation == "avg" else reduced
 
 
 def broadcast_local(
@@ -313,7 +361,7 @@ def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh, comm: _Funct
     rounds = -(-max(splits) * size // (_MAX_BUFFER_RATIO * sum(splits)))
     if rounds == 1:
         received = comm.all_to_all(packed, (own,) * size, splits, group)
-        return pending(received, comm.in_flight, lambda data: _reduce_rows(data.view(size, own), kernel))
+        return pending(received, comm.in_flight, lambda data: _reduce_rows(data.view(size, own).unbind(), kernel))
     if len(owners) <= rounds:
         pieces = packed.split(splits)
         _groups[group.group_name] = group
@@ -342,14 +390,14 @@ def _reduce_in_rounds(
         slices = torch.cat([piece[start:stop] for piece, (start, stop) in zip(pieces, ranges)])
         sends = tuple(stop - start for start, stop in ranges)
         received = comm.wait(comm.all_to_all(slices, (sends[rank],) * size, sends, group))
-        reduced.append(_reduce_rows(received.view(size, sends[rank]), kernel))
+        reduced.append(_reduce_rows(received.view(size, sends[rank]).unbind(), kernel))
     return torch.cat(reduced)
 
 
-def _reduce_rows(rows: torch.Tensor, operation: str) -> torch.Tensor:
+def _reduce_rows(rows: Sequence[torch.Tensor], operation: str) -> torch.Tensor:
     """Reduce row by row: then the order of additions is the rank order for any length."""
     combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[operation]
-    return functools.reduce(combine, rows.unbind(0))
+    return functools.reduce(combine, rows)
 
 
 def _run_fill(step: Fill, flat: torch.Tensor, mesh: DeviceMesh, comm: _Functional) -> Pending:

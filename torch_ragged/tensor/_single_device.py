@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
+from torch_ragged.tensor._local_tensor import on_each_rank
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._random import (

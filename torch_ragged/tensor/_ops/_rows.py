@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor._ops._rules import Spec
 from torch_ragged.tensor._ownership import Run
 from torch_ragged.tensor._redistribute import redistribute_local
@@ -85,7 +86,7 @@ class Rows:
 
     def count(self, spec: Spec) -> int:
         """The number of slices of this rank; 0 on a rank outside the mesh."""
-        coordinate = spec.mesh.get_coordinate()
+        coordinate = coordinate_of(spec.mesh)
         return self.counts[coordinate[self.mesh_dim]] if coordinate is not None else 0
 
     def local_shape(self, shape: Sequence[int], count: int) -> tuple[int, ...]:
@@ -184,11 +185,15 @@ def redistribute_rows(
     source_front, target_front = tuple(map(in_front, source)), tuple(map(in_front, target))
     flat = flat.view(-1) if view in source else flat
     out = redistribute_local(flat, mesh, moved, source_front, target_front).wait()
-    if view in target:
-        units, mine = view.units, (mesh.get_coordinate() or ())[target.index(view)]
-        count = math.prod(moved[: len(view.dims)]) * units[mine] // units.total
-        out = out.view([1] * (len(view.dims) - 1) + [count] + moved[len(view.dims) :])
-    return out.permute(inverse).contiguous()
+
+    def in_order(out: torch.Tensor) -> torch.Tensor:
+        if view in target:
+            units, mine = view.units, (coordinate_of(mesh) or ())[target.index(view)]
+            count = math.prod(moved[: len(view.dims)]) * units[mine] // units.total
+            out = out.view([1] * (len(view.dims) - 1) + [count] + moved[len(view.dims) :])
+        return out.permute(inverse).contiguous()
+
+    return on_each_rank(in_order, out)
 
 
 RaggedRows.redistribute_view = staticmethod(redistribute_rows)

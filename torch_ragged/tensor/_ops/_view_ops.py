@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_ragged.tensor._local_tensor import coordinate_of
 from torch_ragged.tensor._ops._row_ops import row_rule
 from torch_ragged.tensor._ops._rows import RaggedRows, Rows, flat_cut, flat_placement, rows_of
 from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Sharding, Spec, is_row_major, rule, tensor_leaves
@@ -90,7 +91,7 @@ def _meta(tensor: torch.Tensor) -> Any:
 
 def _intervals(spec: Spec, cut: tuple[int, Units], outputs: list[torch.Tensor], single: bool) -> Sharding:
     mesh_dim, counts = cut
-    coordinate = spec.mesh.get_coordinate()
+    coordinate = coordinate_of(spec.mesh)
     mine = coordinate[mesh_dim] if coordinate is not None else 0
     begin = counts.before(mine)
     placements, pieces = [], []
@@ -199,7 +200,7 @@ def view_backward_rule(call: OpCall) -> Sharding:
 def _zeros_around(spec: Spec, cut: tuple[int, Units], sizes: tuple[int, ...], start: int) -> Sharding:
     """The gradient at offset ``start`` of a flat storage of ``sizes``. First and last owner also own the zeros around it."""
     mesh_dim, counts = cut
-    coordinate = spec.mesh.get_coordinate()
+    coordinate = coordinate_of(spec.mesh)
     mine = coordinate[mesh_dim] if coordinate is not None else -1
     first, last = counts.owner(0), counts.owner(counts.total - 1)
     before, after = start, math.prod(sizes) - start - counts.total
