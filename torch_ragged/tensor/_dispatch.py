@@ -78,10 +78,12 @@ class RaggedSharding(OutputSharding):
 
     Attributes:
         run: computes the local outputs; if None, the op itself does.
+        given: the arguments for which ``run`` was made.
         draws: whether the op draws random numbers.
     """
 
     run: Callable[..., Any] | None = None
+    given: OpSchema | None = None
     draws: bool = False
 
     def local_results(self, op: Any, op_info: Any) -> Any:
@@ -95,7 +97,7 @@ class RaggedSharding(OutputSharding):
         if op_info.args_tree_spec is not None:
             arguments = pytree.tree_unflatten(arguments, op_info.args_tree_spec)
         if all_ranks:
-            return on_each_rank(_run_as_rank, op, op_info.schema, arguments, op_info.local_kwargs)
+            return on_each_rank(_run_as_rank, op, self.given, arguments, op_info.local_kwargs)
         return (self.run or op)(*arguments, **op_info.local_kwargs)
 
 
@@ -422,7 +424,7 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
     outputs = _output_specs(call, specs[0].mesh, sharding)
     if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):
         return OutputSharding(outputs)
-    options: Any = {"needs_redistribute": True, "run": sharding.run, "draws": is_random(call.op)}
+    options: Any = {"needs_redistribute": True, "run": sharding.run, "given": schema, "draws": is_random(call.op)}
     return RaggedSharding(outputs, _with_specs(schema, wanted), **options)
 
 

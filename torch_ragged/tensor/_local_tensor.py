@@ -38,6 +38,7 @@ __all__ = [
     "coordinate_of",
     "coordinates_of",
     "current_rank",
+    "local_tensors",
     "on_each_rank",
     "peers_of",
 ]
@@ -71,10 +72,9 @@ def coordinates_of(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
 
 def peers_of(rank: int, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[int]:
     """The ranks that differ from ``rank`` only in ``mesh_dims``, in mesh order."""
-    places = _places(mesh)
+    places, kept = _places(mesh), [0, *(dim + 1 for dim in range(mesh.ndim) if dim not in mesh_dims)]
     own = places[rank]
-    peers = [(place, peer) for peer, place in places.items() if all(i - 1 in mesh_dims or place[i] == own[i] for i in range(len(own)))]
-    return [peer for _, peer in sorted(peers)]
+    return sorted((peer for peer, place in places.items() if all(place[i] == own[i] for i in kept)), key=places.__getitem__)
 
 
 def _places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
@@ -112,6 +112,20 @@ def current_rank() -> int:
     return dist.get_rank() if rank is None else rank
 
 
+def local_tensors(local: torch.Tensor) -> dict[int, torch.Tensor] | None:
+    """The local tensor of each rank; None if ``LocalTensorMode`` is off. A plain tensor is that of every rank.
+
+    Raises:
+        RuntimeError: it is a LocalTensor, and the mode is off.
+    """
+    mode = enabled_local_tensor_mode()
+    if type(local) is LocalTensor:
+        if mode is None:
+            raise RuntimeError(_MODE_IS_OFF)
+        return dict(local._local_tensors)
+    return None if mode is None else dict.fromkeys(mode.ranks, local)
+
+
 def on_each_rank(function: Callable[..., Any], *args: Any) -> Any:
     """The result of ``function``. Under ``LocalTensorMode``, the results of all ranks, called with their own local tensors.
 
@@ -126,7 +140,7 @@ def on_each_rank(function: Callable[..., Any], *args: Any) -> Any:
         states = [(each, each.get_state()) for each in pytree.tree_leaves(args) if isinstance(each, torch.Generator)]
         return _for_each_rank_run_func(_call_as_rank, mode.ranks, (rank, states, function, args), {}, alias=False)
     if any(type(leaf) is LocalTensor for leaf in pytree.tree_leaves(args)):
-        raise RuntimeError("a LocalTensor has the local tensors of all ranks: use it under LocalTensorMode")
+        raise RuntimeError(_MODE_IS_OFF)
     return function(*args)
 
 
@@ -135,3 +149,6 @@ def _call_as_rank(rank: int, states: list[Any], function: Callable[..., Any], ar
         for generator, state in states:  # A user's generator is one object in this process, but on each rank it is another one.
             generator.set_state(state)
         return function(*args)
+
+
+_MODE_IS_OFF = "a LocalTensor has the local tensors of all ranks: use it under LocalTensorMode"

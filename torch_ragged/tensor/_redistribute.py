@@ -40,7 +40,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from torch_ragged._ranks.groups import can_order_groups, group_of
-from torch_ragged.tensor._local_tensor import LocalTensor, as_rank, coordinate_of, coordinates_of, peers_of
+from torch_ragged.tensor._local_tensor import LocalTensor, as_rank, coordinate_of, coordinates_of, local_tensors, peers_of
 from torch_ragged.tensor._ownership import Whole, owned
 from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
 from torch_ragged.tensor.placement_types import cuts_of, has_ragged
@@ -163,8 +163,8 @@ def redistribute_local(
             without that order, or of a dtype that no backend adds.
     """
     _check_reductions(local.dtype, source, target)
-    if isinstance(local, LocalTensor):
-        return _redistribute_on_all_ranks(local, mesh, tuple(shape), source, target)
+    if (everywhere := local_tensors(local)) is not None:
+        return _redistribute_on_all_ranks(everywhere, mesh, tuple(shape), source, target)
     if local.dtype not in CARRIED:
         return _redistribute_as_carried(local, mesh, shape, source, target, is_async)
     warn_of_order(mesh, source)
@@ -239,16 +239,20 @@ def _redistribute_as_carried(
 
 
 def _redistribute_on_all_ranks(
-    local: LocalTensor, mesh: DeviceMesh, shape: tuple[int, ...], source: tuple[Placement, ...], target: tuple[Placement, ...]
+    held: dict[int, torch.Tensor],
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
 ) -> Pending:
-    """The same for the local tensors of all ranks, by the plans of all ranks side by side; nothing is sent. Sums add in rank order.
+    """The same under ``LocalTensorMode``: the plans of all ranks, step by step. Nothing is sent, and sums add in rank order.
 
     Raises:
-        ValueError: the local tensors of some ranks of the mesh are missing.
+        ValueError: a rank of the mesh has no local tensor.
     """
-    held, places = dict(local._local_tensors), coordinates_of(mesh)  # Ranks outside of the mesh keep what they hold.
+    places = coordinates_of(mesh)  # Ranks outside of the mesh keep what they hold.
     if missing := sorted(places.keys() - held.keys()):
-        raise ValueError(f"redistribution of a LocalTensor on {mesh}: the local tensors of ranks {missing} are missing")
+        raise ValueError(f"redistribution of a LocalTensor on {mesh}: it has no local tensors of ranks {missing}")
     plans = {rank: plan(shape, tuple(mesh.shape), source, target, place) for rank, place in places.items()}
     for turn in range(len(next(iter(plans.values())))):
         steps = {rank: steps[turn] for rank, steps in plans.items()}
@@ -259,17 +263,17 @@ def _redistribute_on_all_ranks(
                 if isinstance(step, (Move, Fill)):
                     held[rank] = _RUN[type(step)](step, flat[rank], mesh, _DIRECT).wait()
                 else:
-                    peers = peers_of(rank, mesh, step.mesh_dims if isinstance(step, Exchange) else (step.mesh_dim,))
-                    received, unpack = _received(step, rank, peers, steps, packed), _unpacking(step.receives, step.local_shape)
+                    received = _received(rank, mesh, steps, packed)
+                    unpack = _unpacking(step.receives, step.local_shape)
                     held[rank] = (received if unpack is None else unpack(received)).view(step.local_shape)
     result = LocalTensor(held)
     return Pending(result, tuple(result.shape))
 
 
-def _received(
-    step: Step, rank: int, peers: list[int], steps: dict[int, Step], packed: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    """What the collective of a step gives ``rank``, from the packed tensors of its group."""
+def _received(rank: int, mesh: DeviceMesh, steps: dict[int, Any], packed: dict[int, torch.Tensor]) -> torch.Tensor:
+    """What the collective of a step would give to ``rank``: from the ``packed`` tensors of the ranks of its group."""
+    step = steps[rank]
+    peers = peers_of(rank, mesh, step.mesh_dims if isinstance(step, Exchange) else (step.mesh_dim,))
     at = peers.index(rank)
     if isinstance(step, Gather):
         return torch.cat([packed[peer] for peer in peers])

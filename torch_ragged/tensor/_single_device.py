@@ -201,14 +201,17 @@ def draw_new(
         )
     dtype = options.get("dtype") or torch.get_default_dtype()
     spec = DTensorSpec(mesh, normalized(placements, len(size)), tensor_meta=TensorMeta(size, row_major(size), dtype))
-    holding = Holding(spec)
-    is_outside = mesh.get_coordinate() is None
     options |= {"dtype": dtype, "device": mesh.device_type}
-    local = torch.empty((0,) if is_outside else holding.local_shape, **options)
-    if not is_outside and not local.is_meta and not isinstance(local, FakeTensor):
-        agree_on_state(mesh, mesh.device_type)
-        check_states(mesh, local.device, None)
-        draw_factory(f"{function.__name__}_like", holding, row_major(size), local, ())
+    if mesh.get_coordinate() is None:
+        local = torch.empty((0,), **options)
+    else:
+        local = on_each_rank(lambda: torch.empty(Holding(spec).local_shape, **options))
+        if not local.is_meta and not isinstance(local, FakeTensor):
+            agree_on_state(mesh, mesh.device_type)
+            check_states(mesh, local.device, None)
+            on_each_rank(
+                lambda local: draw_factory(f"{function.__name__}_like", Holding(spec), row_major(size), local, ()), local
+            )
     return DTensor(local.requires_grad_(requires_grad), spec, requires_grad=requires_grad)  # type: ignore[call-arg]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from torch_ragged.tensor._local_tensor import on_each_rank
 from torch_ragged.tensor._ops._rows import rows_of
 from torch_ragged.tensor._ops._rules import NoLocalWay, NormPartial, OpCall, Sharding, decomposition, rule, tensor_leaves, wide
 from torch_ragged.tensor.placement_types import has_own_rules
@@ -153,18 +154,19 @@ def _extreme(tensor: Any, kind: str) -> Any:
         return getattr(torch, kind)(tensor)
     if any(isinstance(p, Partial) for p in tensor.placements) or not tensor.numel() or tensor.dtype.is_complex:
         return NotImplemented
-    local = tensor.to_local()
-    floating = local.dtype.is_floating_point
-    bound = (-math.inf if kind == "amax" else math.inf) if floating else None
-    if local.numel():
-        own = getattr(local, kind)().reshape(1)
-    elif bound is not None:
-        own = local.new_full((1,), bound)
-    else:
-        limits = torch.iinfo(local.dtype) if local.dtype != torch.bool else None
-        low, high = (limits.min, limits.max) if limits else (False, True)
-        own = local.new_full((1,), low if kind == "amax" else high)
+    own = on_each_rank(_own_extreme, tensor.to_local(), kind)
     mesh = tensor.device_mesh
     spread = [p if p.is_replicate() else Shard(0) for p in tensor.placements]
     values = DTensor.from_local(own, mesh, spread, run_check=False).full_tensor()
     return DTensor.from_local(getattr(values, kind)(), mesh, run_check=False)
+
+
+def _own_extreme(local: torch.Tensor, kind: str) -> torch.Tensor:
+    """The largest or smallest element of this rank, as one element; the bound of the dtype if it has none."""
+    if local.numel():
+        return getattr(local, kind)().reshape(1)
+    if local.dtype.is_floating_point:
+        return local.new_full((1,), -math.inf if kind == "amax" else math.inf)
+    limits = torch.iinfo(local.dtype) if local.dtype != torch.bool else None
+    low, high = (limits.min, limits.max) if limits else (False, True)
+    return local.new_full((1,), low if kind == "amax" else high)
