@@ -58,6 +58,7 @@ SERIES = (
         (
             "_ranks/groups.py",
             "tensor/_units.py",
+            "tensor/_local_tensor.py",
             "tensor/_ownership.py",
             "tensor/interleaved_placement_types.py",
             "tensor/placement_types.py",
@@ -92,6 +93,8 @@ SERIES = (
             "tensor/test_row_ops.py",
             "tensor/op_conformance.py",
             "tensor/test_op_conformance.py",
+            "tensor/strategy_validation.py",
+            "tensor/test_strategy_validation.py",
         ),
     ),
     Step(
@@ -99,6 +102,7 @@ SERIES = (
         ("tensor/strided_placement_types.py",),
         (
             "tensor/test_strided_ragged_shard.py",
+            "tensor/test_local_tensor.py",
             "tensor/test_ownership.py",
             "tensor/test_random.py",
             "tensor/test_compile.py",

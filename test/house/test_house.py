@@ -20,7 +20,7 @@ EVERYWHERE = None
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
     "torch.utils._python_dispatch": (
-        ("random._deferred", "spmd._recorder", "spmd._static", "tensor._redistribute"),
+        ("random._deferred", "spmd._recorder", "spmd._static", "tensor._local_tensor", "tensor._redistribute"),
         "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces",
     ),
     "torch.utils._debug_mode": (("spmd._static",), "hears of every redistribution, also of those that no plan asks for"),
@@ -47,6 +47,7 @@ PRIVATE = {
         "a result that waits when it is used; whether torch traces",
     ),
     "torch.distributed.checkpoint.filesystem._StorageInfo": (("checkpoint._metadata",), "where DCP's files have a chunk"),
+    "torch.distributed._local_tensor": (("tensor._local_tensor",), "the mode in which one process simulates all ranks"),
     "torch._compile": (("tensor._dispatch",), "hides a function from Dynamo without importing it"),
     "torch._guards": (("tensor._random",), "whether torch.compile traces"),
     "torch._subclasses": (

@@ -1,7 +1,7 @@
 """Torch's validation of sharding rules (``torch/distributed/tensor/_ops/strategy_validation.py``), for ragged placements.
 
-``python test/tensor/strategy_validation.py --op add,relu --op 'nn.functional.*'`` simulates 4 ranks in one process. It takes
-each aten call of an op's samples and each combination of Replicate and ragged placements of its tensors. Torch's functions cut
+``PYTHONPATH=test/common python test/tensor/strategy_validation.py --op add,relu`` simulates 4 ranks in one process. It takes each
+aten call of an op's samples and each combination of Replicate and ragged placements of its tensors. Torch's functions cut
 the tensors, wrap the local results in DTensors with the placements that are claimed, and compare them with the call's result.
 
 - correct: a rule takes the combination, and its local results are right.
@@ -47,7 +47,9 @@ def answer_of(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh, inputs: Placeme
         meta = TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)
         return DTensorSpec(mesh, (next(given),), tensor_meta=meta)
 
-    schema = OpSchema(op, *(pytree.tree_map_only(torch.Tensor, spec, part) for part in (args, kwargs)))
+    _dispatch._hash_scalars(op)  # The caches' keys have the arguments that are no tensors, as in the dispatcher.
+    info = next(table[op] for table in _dispatch._key_tables() if op in table)
+    schema = OpSchema(op, *(pytree.tree_map_only(torch.Tensor, spec, part) for part in (args, kwargs)), schema_info=info)
     try:
         sharding, _ = _dispatch._local_sharding(op, schema)
     except Exception:  # The dispatcher raises it: the sizes of the outputs depend on data, or torch has no rule.
@@ -87,11 +89,23 @@ def calls_of(info: Any, samples: int) -> Iterator[tuple[int, Any, Any, Any, Any]
     """The number of the sample, the op, arguments and result of each aten call that samples of the op make."""
     for number, sample in enumerate(itertools.islice(info.sample_inputs("cpu", torch.float32), samples)):
         for op, args, kwargs, result in validation.get_aten_op_for_sample(info.op, sample, info.name).all_ops:
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if tensors and all(t.numel() and t.is_contiguous() for t in tensors) and not op._schema.is_mutable:
-                truth = validation._check_ground_truth(result)
-                if truth is not None:
-                    yield number, op, args, kwargs, truth
+            tensors = tensors_of(args, kwargs)
+            dense = all(t.layout is torch.strided and t.is_contiguous() and t.numel() for t in tensors)
+            dense = dense and all(t.layout is torch.strided for t in tensors_of(result))
+            if not tensors or not dense or op._schema.is_mutable:
+                continue
+            truth = validation._check_ground_truth(result)
+            if truth is not None and same(op(*args, **kwargs), result):  # Later calls of the sample may have written to them.
+                yield number, op, args, kwargs, truth
+
+
+def tensors_of(*arguments: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+    return all(a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in pairs)
 
 
 def combinations_of(tensors: Sequence[torch.Tensor]) -> list[Placements]:
@@ -119,7 +133,7 @@ def compare_operator(name: str, samples: int = 3, incorrect_only: bool = False) 
 def compare_call(
     stats: validation.ComparisonStats, mesh: DeviceMesh, number: int, op: Any, args: Any, kwargs: Any, truth: Any, skip: bool
 ) -> None:
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_of(args, kwargs)
     results = truth if isinstance(truth, list) else [truth]
 
     def is_right(run: Callable, inputs: Placements, outputs: Placements) -> bool:
