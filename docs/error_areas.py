@@ -135,7 +135,14 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "DTensor's functions": (
-        ("tensor._api", "tensor._async_tensor", "_ranks.groups", "tensor._redistribute", "tensor._route"),
+        (
+            "tensor._api",
+            "tensor._async_tensor",
+            "_ranks.groups",
+            "tensor._local_tensor",
+            "tensor._redistribute",
+            "tensor._route",
+        ),
         """
         `distribute_tensor`, `from_local` and `redistribute` got placements that have no meaning there. The tensor is
         unchanged.

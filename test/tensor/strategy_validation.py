@@ -1,7 +1,7 @@
 """Torch's validation of sharding rules (``torch/distributed/tensor/_ops/strategy_validation.py``), for ragged placements.
 
-``PYTHONPATH=test/common python test/tensor/strategy_validation.py --op add,relu`` simulates 4 ranks in one process. It takes each
-aten call of an op's samples and each combination of Replicate and ragged placements of its tensors. Torch's functions cut
+``PYTHONPATH=test/common python test/tensor/strategy_validation.py --op add,relu`` simulates 4 ranks in one process. It takes
+each aten call of an op's samples and each combination of Replicate and ragged placements of its tensors. Torch's functions cut
 the tensors, wrap the local results in DTensors with the placements that are claimed, and compare them with the call's result.
 
 - correct: a rule takes the combination, and its local results are right.
