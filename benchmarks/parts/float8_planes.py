@@ -2,8 +2,8 @@
 
     python -m benchmarks.parts.float8_planes [--ranks 8] [--json PATH]
 
-On the meta device with a fake process group: nothing is computed, and no time is measured. "sent" is what one all-gather of a
-block brings to this rank. "gathered" is what the rank holds of the block's parameters between their all-gather and reshard, and
+On the meta device with a fake process group: nothing is computed, and no time is measured. "sent" is what the all-gathers of a
+block bring to this rank, in forward, and in backward if nothing is recomputed. "gathered" is what the rank holds of the block's parameters between their all-gather and reshard, and
 "while decoded" the most in between. The values that an operation dequantizes for itself are temporary, and not in it.
 """
 
@@ -44,6 +44,7 @@ def rows(ranks: int) -> list[dict[str, Any]]:
         "Float8Policy": Float8Policy(narrow, wide),
         "Float8Policy, weight_factory": Float8Policy(narrow, wide, weight_factory=float8_weight),
         "Float4Policy": Float4Policy(narrow, wide),
+        "Float4Policy, backward=Float8Policy()": Float4Policy(narrow, wide, backward=Float8Policy()),
     }
     found = []
     with fake_world(ranks):
@@ -52,18 +53,23 @@ def rows(ranks: int) -> list[dict[str, Any]]:
                 block = Block()
             fully_shard(block, mesh=make_mesh(ranks), mp_policy=policy)
             groups = block._get_fsdp_state().groups  # type: ignore[operator]
-            sent = held = most = number = 0
+            sent, held, most, number = [0, 0], [0, 0], [0, 0], 0
             for group in groups:
-                nbytes = {buffer.flat.dtype: buffer.nbytes for buffer in group.encoding.buffers()}
-                # Float8Policy sends codes alone and decodes them to bfloat16; planes are codes and scales, both sent.
-                travels = {dtype: size for dtype, size in nbytes.items() if torch.uint8 not in nbytes or dtype != narrow}
-                sent += sum(travels.values()) * (ranks - 1) // ranks
+                buffers = group.encoding.buffers()
+                # Codes and scales of forward, then those of backward.
+                phases = [buffers[:2], buffers[2:]] if group.encoding.has_phases else [buffers, buffers]
+                for phase, used in enumerate(phases):
+                    nbytes = {buffer.flat.dtype: buffer.nbytes for buffer in used}
+                    # Float8Policy sends codes alone and decodes them to bfloat16; planes are codes and scales, both sent.
+                    travels = {dtype: size for dtype, size in nbytes.items() if torch.uint8 not in nbytes or dtype != narrow}
+                    sent[phase] += sum(travels.values()) * (ranks - 1) // ranks
+                    held[phase] += nbytes.get(narrow, nbytes.get(torch.uint8, 0))
+                    most[phase] += sum(nbytes.values())
                 number += len(travels)
-                held += nbytes.get(narrow, nbytes.get(torch.uint8, 0))
-                most += sum(nbytes.values())
-            numbers = {"sent MB": sent / 1e6, "gathered MB": held / 1e6, "while decoded MB": most / 1e6}
+            numbers = {"sent in forward MB": sent[0] / 1e6, "in backward MB": sent[1] / 1e6}
+            numbers |= {"gathered MB": max(held) / 1e6, "while decoded MB": max(most) / 1e6}
             elements = sum(parameter.numel() for parameter in block.parameters())
-            found.append({"policy": name, "all-gathers": number, **numbers, "bytes per element": held / elements})
+            found.append({"policy": name, "all-gathers": number, **numbers, "bytes per element": max(held) / elements})
     return found
 
 

@@ -11,8 +11,9 @@ from torch_ragged.tensor import _dispatch
 from torch_ragged.tensor._ops import Sharding
 
 OPS = """
-add exp lerp where clamp round logical_and sum mean norm amax cumsum softmax mm addmm bmm view t unflatten narrow split unsqueeze
-expand index_select gather masked_fill nn.functional.layer_norm nn.functional.gelu nn.functional.silu nn.functional.embedding
+add exp lerp where clamp round logical_and sum mean norm amax cumsum softmax mm addmm bmm view t unflatten narrow split
+unsqueeze expand index_select gather masked_fill nn.functional.layer_norm nn.functional.gelu nn.functional.silu
+nn.functional.embedding
 """.split()
 
 

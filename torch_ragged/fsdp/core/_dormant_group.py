@@ -14,6 +14,7 @@ from torch import nn
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, keep_grad_dtype
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of
+from torch_ragged.fsdp.core.encodings._plain import Phase
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
 
 __all__ = ["DormantGroup", "check_awake"]
@@ -37,7 +38,7 @@ class DormantGroup(FSDPParamGroup):
         vars(sharded).update(attributes_of(found.value))
         return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
-    def unshard(self, wait: bool = True) -> None:
+    def unshard(self, wait: bool = True, phase: Phase = Phase.BOTH) -> None:
         """Raise: this rank takes part in no all-gather."""
         check_awake([self])
 

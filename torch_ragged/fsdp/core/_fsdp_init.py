@@ -183,7 +183,7 @@ def make_group(plan: GroupPlan) -> FSDPParamGroup:
             if policy.weight_factory is None:
                 encoding = Float8Encoding(layout, rank, plan.tile)
             else:
-                encoding = PlanesEncoding(layout, rank, plan.tile, policy.weight_factory, policy.planes)
+                encoding = PlanesEncoding(layout, rank, policy.weight_factory, policy.forms, policy.recomputes)
         elif layout.ranks == 1:
             encoding = BorrowedEncoding(layout, rank, shards)
         else:

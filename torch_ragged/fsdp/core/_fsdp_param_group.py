@@ -43,7 +43,7 @@ from torch_ragged.fsdp.core._fsdp_param import (
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
-from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of, untyped
 from torch_ragged.fsdp.core.keepers._keeper import Keeper
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
@@ -320,10 +320,7 @@ class FSDPParamGroup:
 
     @property
     def is_trainable(self) -> bool:
-        for param in self.params:
-            if param.sharded.requires_grad:
-                return True
-        return False
+        return any([param.sharded.requires_grad for param in self.params])
 
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers of this group by their contents, also freed ones. ``.grad`` is not in them."""
@@ -353,12 +350,15 @@ class FSDPParamGroup:
         self._sharded_state = state
 
     @untyped
-    def unshard(self, wait: bool = True) -> None:
-        """Issue the all-gather, unless it was issued. If ``wait``, wait for it and register the unsharded parameters.
+    def unshard(self, wait: bool = True, phase: Phase = Phase.BOTH) -> None:
+        """Issue the all-gather for ``phase``, unless it was issued. If ``wait``, wait, and register the unsharded parameters.
 
         Raises:
             RuntimeError: the parameters are on the meta device.
         """
+        if self.is_gathered and self.encoding.lacks(phase):
+            self.reshard()
+        self.encoding.phase = phase
         if not self.is_gathered:
             if self.is_meta:
                 missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]

@@ -40,6 +40,7 @@ from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState, numbered
 from torch_ragged.fsdp.core._untrained import note_root, warn_of_unsharded
+from torch_ragged.fsdp.core.encodings._plain import Phase
 from torch_ragged.fsdp.core.encodings._spmd_types import annotated_as, untyped
 from torch_ragged.fsdp.core.optional._roll_call import call_log_of, roll_call_of
 
@@ -295,7 +296,7 @@ class FSDPState(ModuleState):
         context.start_backward()
         for group in self.groups:
             group.expect_gradients(self.accumulates)
-        self.unshard()
+        self.unshard(Phase.BOTH)
 
     @dynamo_disabled_in_backward
     @untyped

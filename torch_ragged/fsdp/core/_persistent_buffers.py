@@ -41,7 +41,12 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
     Args:
         states: all states under one module, in the order of forward.
         allocators: the allocator of each group. Groups with the same allocator share rings.
+
+    Raises:
+        ValueError: the policy of a group has planes of backward, which would need other slots. Nothing is changed.
     """
+    if two := next((group.names for group in allocators if group.encoding.has_phases), None):
+        raise ValueError(f"{two} has a policy with backward=, which persistent buffers do not support: leave backward out")
     rings: dict[Allocate, tuple[SlotRing, SlotRing]] = {}
     slots_of_group: dict[FSDPParamGroup, tuple[Slot, Slot]] = {}
     for state in states:

@@ -29,6 +29,7 @@ from torch_ragged._register._torch import backward_id, dynamo_disabled, profiler
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._forward_order import Call, Event, ForwardOrder
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch_ragged.fsdp.core.encodings._plain import Phase
 from torch_ragged.fsdp.core.encodings._spmd_types import untyped
 from torch_ragged.fsdp.core.optional._roll_call import RollCall
 
@@ -118,10 +119,10 @@ class ModuleState:
         self.calls.append(call)
         with profiler_range("pre_forward", self.fqn):
             if self.groups:
-                self.unshard()
+                self.unshard(self._forward_phase(needs_backward))
                 self._must_refresh = True
                 # After the wait for this module, whose all-gather must not be delayed by the next one's.
-                for neighbour in self._prefetch(self.forward_prefetch, root.last_order, call.position, step=1):
+                for neighbour in self._prefetch(self.forward_prefetch, root.last_order, call.position, 1, needs_backward):
                     neighbour._must_refresh = True  # It may never be called.
         if needs_backward:
             # Here and in backward: if backward raises here, this rank still knows that other ranks accumulate gradients.
@@ -141,13 +142,16 @@ class ModuleState:
         if not stays_unsharded and (self.reshard_after_forward or not needs_backward):
             self.reshard(keep=needs_backward)
 
-    def unshard(self) -> None:
-        """All-gather the parameters, unless they are unsharded, and register them in the modules."""
+    def _forward_phase(self, needs_backward: bool) -> Phase:
+        return Phase.BOTH if needs_backward and not self.reshard_after_forward else Phase.FORWARD
+
+    def unshard(self, phase: Phase) -> None:
+        """All-gather the parameters for ``phase``, unless they are unsharded, and register them in the modules."""
         # Issue all before waiting for one: the all-gathers of a module's groups are in flight together.
         for group in self.groups:
-            group.unshard(wait=False)
+            group.unshard(wait=False, phase=phase)
         for group in self.groups:
-            group.unshard()
+            group.unshard(phase=phase)
         self.end_gathering()
 
     def reshard(self, keep: bool = False) -> None:
@@ -168,7 +172,12 @@ class ModuleState:
         return counted_by is not None
 
     def _prefetch(
-        self, chosen: Sequence[ModuleState] | None, order: ForwardOrder | None, position: int, step: int
+        self,
+        chosen: Sequence[ModuleState] | None,
+        order: ForwardOrder | None,
+        position: int,
+        step: int,
+        needs_backward: bool = True,
     ) -> list[ModuleState]:
         """Issue the all-gathers of ``chosen``, or of the next module in ``order``; return the states whose were issued.
 
@@ -196,8 +205,9 @@ class ModuleState:
                 is_gathered &= group.is_gathered
                 can_start &= group.pools[0] is None or group.encoding.has_slot  # Persistent buffers take turns in slots.
             if can_start and not is_gathered:
+                phase = state._forward_phase(needs_backward) if step > 0 else Phase.BACKWARD
                 for group in state.groups:
-                    group.unshard(wait=False)
+                    group.unshard(wait=False, phase=phase)
                 self.comm.gathers += 1
                 state._gathers_in = self.comm
                 started.append(state)
@@ -213,7 +223,7 @@ class ModuleState:
             group.expect_gradients(self.accumulates)
         if self.groups and self.unshard_in_backward:
             with profiler_range("pre_backward", self.fqn):
-                self.unshard()
+                self.unshard(Phase.BACKWARD)
                 self._prefetch(self.backward_prefetch, order, position, step=-1)
 
     def post_backward(self, is_last: bool) -> None:

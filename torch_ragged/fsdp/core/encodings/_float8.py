@@ -54,14 +54,23 @@ class Float8Policy(MixedPrecisionPolicy):
             in forward and in backward: square tiles serve both. Then no parameter is allocated in ``param_dtype``, and a group
             has a second, small all-gather, of the scales. If the result is no tensor that holds the codes, the first forward
             raises ``ValueError``.
+        backward: a policy whose class and ``tile`` say which planes backward uses, if they are others than forward's; needs a
+            ``weight_factory``, which gets them as ``planes.backward``. Forward all-gathers its own planes only. A module
+            that is not resharded after forward, and ``unshard()`` by hand, all-gather both.
+        recomputes: whether modules may recompute activations in backward (activation checkpointing), with the planes of
+            forward: then backward all-gathers both. If False, it all-gathers its own only, and a recomputation raises
+            ``RuntimeError``. Without ``backward``, it has no effect.
 
     Raises:
-        TypeError: ``weight_factory`` is no function.
-        ValueError: ``tile`` is another one; or ``param_dtype`` is not float32, bfloat16, float16 or None.
+        TypeError: ``weight_factory`` is no function, or ``backward`` no ``Float8Policy``.
+        ValueError: ``tile`` is another one; ``param_dtype`` is not float32, bfloat16, float16 or None; or ``backward`` comes
+            without a ``weight_factory``, or has a ``backward`` itself.
     """
 
     tile: tuple[int, int] = float8.TILES[0]
     weight_factory: WeightFactory | None = None
+    backward: Float8Policy | None = None
+    recomputes: bool = True
 
     tiles: ClassVar[tuple[tuple[int, int], ...]] = float8.TILES
     planes: ClassVar[type[Float8Planes]] = Float8Planes
@@ -74,15 +83,31 @@ class Float8Policy(MixedPrecisionPolicy):
             raise ValueError(f"{name} param_dtype must be one of {_DTYPES} or None, got {self.param_dtype}")
         if self.weight_factory is not None and not callable(self.weight_factory):
             raise TypeError(f"{name} weight_factory must be a function, such as float8_weight, got {self.weight_factory!r}")
+        if self.backward is None:
+            return
+        if not isinstance(self.backward, Float8Policy):
+            raise TypeError(f"{name} backward must be a Float8Policy or Float4Policy, got {self.backward!r}")
+        if self.weight_factory is None or self.backward.backward is not None:
+            raise ValueError(
+                f"{name} backward needs a weight_factory, such as float8_weight, and must have no backward itself, got "
+                f"weight_factory={self.weight_factory!r}, backward={self.backward!r}"
+            )
+
+    @property
+    def forms(self) -> list[tuple[type[Float8Planes], tuple[int, int]]]:
+        """The kind and tile of the planes of forward, and of backward if it has its own."""
+        return [(policy.planes, policy.tile) for policy in (self, self.backward) if policy is not None]
 
     def default_granularity(self, param: torch.Tensor, places: Sequence[tuple[nn.Module, str]]) -> Granularity:
         """The granularity of a parameter for which the caller of ``fully_shard`` gives none."""
         is_embedding = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module, _ in places)
-        return elements() if is_embedding or param.ndim < 2 else blocks(*self.tile)
+        height, width = (max(sizes) for sizes in zip(*(tile for _, tile in self.forms)))
+        return elements() if is_embedding or param.ndim < 2 else blocks(height, width)
 
     def quantizes(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
         """Whether parameters of ``dtype`` with the layout ``spec`` are all-gathered as float8."""
-        return dtype in _DTYPES and keeps_tiles(spec, self.tile[0])
+        fits = dtype in _DTYPES and keeps_tiles(spec, self.tile[0])
+        return fits and (self.backward is None or self.backward.quantizes(spec, dtype))
 
 
 @dataclass(frozen=True)
@@ -103,10 +128,11 @@ class Float4Policy(Float8Policy):
         tile: ``(1, 32)``.
         weight_factory: what makes the tensor that the module holds of :class:`Float4Planes`: by default
             :func:`float4_weight`, whose uses dequantize it. Or a function of yours, for kernels that multiply such codes.
+        backward, recomputes: as in :class:`Float8Policy`: ``backward=Float8Policy()`` computes gradients of 8-bit codes.
 
     Raises:
-        TypeError: ``weight_factory`` is no function.
-        ValueError: ``tile`` is another one; or ``param_dtype`` is not float32, bfloat16, float16 or None.
+        TypeError: ``weight_factory`` is no function, or ``backward`` no ``Float8Policy``.
+        ValueError: as in :class:`Float8Policy`.
     """
 
     tile: tuple[int, int] = float4.TILE

@@ -1,10 +1,13 @@
 """PlanesEncoding: matrices that are all-gathered as codes of 8 or 4 bits, and that modules hold as codes.
 
+Backward may use other planes than forward: of another tile, or of another number of bits.
+
 It does not know what modules do with the codes: a function makes the tensors that they hold.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +23,8 @@ from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
+from torch_ragged.fsdp.core._slots import Slot
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["Float4Planes", "Float8Planes", "PlanesEncoding", "WeightFactory"]
@@ -43,12 +47,15 @@ class Float8Planes:
         scales: ``torch.float32``, in the shape of the parameter with numbers of tiles as its last two dimensions.
         tile: the height and the width of a tile.
         dtype: the dtype of the computation, ``param_dtype``.
+        backward: the planes that backward uses, if the policy has a policy ``backward``. In each phase, only the planes of
+            that phase have memory. None: backward uses these.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     tile: tuple[int, int]
     dtype: torch.dtype
+    backward: Float8Planes | None = None
 
     # Of the format: elements in a byte of codes; the dtypes of codes and scales; the dtype of buffers of scales.
     per_byte: ClassVar[int] = 1
@@ -65,6 +72,11 @@ class Float8Planes:
     @functools.cached_property
     def _table(self) -> TileTable:
         return TileTable([TileRun(0, 0, 0, (self.shape[:-2].numel(), *self.shape[-2:]))], self.tile)  # type: ignore[arg-type]
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the codes are all-gathered; their memory is freed when the module is resharded."""
+        return self.codes.untyped_storage().nbytes() > 0
 
     def dequantized(self) -> torch.Tensor:
         """The values, rounded to ``dtype``: a new tensor. One kernel launch on CUDA."""
@@ -109,11 +121,14 @@ class PlanesEncoding(Encoding):
            | weight_factory, after the first all-gather; later ones fill the same memory
         what the module holds
 
-    There is no buffer in the dtype of the computation.
+    There is no buffer in the dtype of the computation. If the policy has planes of backward, there are two such sets.
+
+    Args:
+        forms: the kind and tile of the planes of forward, and of those of backward if they are others.
+        recomputes: whether backward needs the planes of forward, too.
 
     Attributes:
-        buffer: the codes.
-        scales: allocated from the issue of the all-gather to ``decode``.
+        buffer: the codes of forward.
     """
 
     computes_in_buffer = False
@@ -123,29 +138,120 @@ class PlanesEncoding(Encoding):
         self,
         layout: BufferLayout,
         rank: int,
-        tile: tuple[int, int],
         factory: WeightFactory,
-        kind: type[Float8Planes] = Float8Planes,
+        forms: Sequence[tuple[type[Float8Planes], tuple[int, int]]],
+        recomputes: bool = True,
     ) -> None:
-        super().__init__(layout if kind.per_byte == 1 else layout.packed(kind.per_byte), rank)
-        self._tile, self._factory, self._kind = tile, factory, kind
+        super().__init__(layout, rank)
+        self._factory, self._recomputes = factory, recomputes
+        self._sets = [_PlaneSet(layout, rank, tile, kind) for kind, tile in forms]
+        self.has_phases = len(self._sets) > 1
+        self._made: list[torch.Tensor] = []
+
+    def _needed(self, phase: Phase) -> list[_PlaneSet]:
+        """The sets that ``phase`` uses: a rank does not decide it by what its own autograd does, as ranks must agree."""
+        forward, backward = self._sets[0], self._sets[-1]
+        needs_forward = Phase.FORWARD in phase or self._recomputes or forward is backward
+        return [forward] * needs_forward + [backward] * (Phase.BACKWARD in phase and forward is not backward)
+
+    def lacks(self, phase: Phase) -> bool:
+        return self.has_phases and any(not each.is_gathered for each in self._needed(phase))
+
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+        for each in self._sets:
+            each.make_buffers(dtype, device, pool, log)
+        self.buffer, self._made = self._sets[0].buffer, []
+
+    def buffers(self) -> list[DBuffer]:
+        return [buffer for each in self._sets for buffer in (each.buffer, each.scales)]
+
+    @property
+    def nbytes_beside(self) -> int:
+        return sum(each.whole.untyped_storage().nbytes() for each in self._sets)
+
+    @property
+    def numel_by_dtype(self) -> dict[torch.dtype, int]:
+        return self._sets[0].numel_by_dtype
+
+    def compute_tensor(self, index: int) -> torch.Tensor:
+        """An empty tensor: the first :meth:`decode` makes the tensor to compute with."""
+        return torch.empty(0, device="cpu")
+
+    def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
+        self._in_flight = self._needed(self.phase)
+        return wait_all([work for each in self._in_flight for work in each.all_gather(shards, collectives)])
+
+    @torch.no_grad()
+    def decode(self, shards: Shards, keeps_buffer: bool) -> Sequence[torch.Tensor] | None:
+        for each in self._in_flight:
+            each.decode()
+        if self._made:
+            return None
+        found = [each.planes for each in self._sets]
+        all_planes = [dataclasses.replace(one, backward=other) for one, other in zip(*found)] if self.has_phases else found[0]
+        with torch.inference_mode(False):  # Later forwards train them.
+            made = [self._factory(planes) for planes in all_planes]
+        for planes, value in zip(all_planes, made):
+            form = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+            if form != (wanted := (tuple(planes.shape), planes.dtype)):
+                raise ValueError(f"weight_factory must return a tensor of {wanted}, got {form}")
+            own = set(storage_ids(value))
+            codes = {
+                "planes.codes": planes.codes,
+                **({"planes.backward.codes": planes.backward.codes} if planes.backward else {}),
+            }
+            if missing := [name for name, tensor in codes.items() if own.isdisjoint(storage_ids(tensor))]:
+                raise ValueError(
+                    f"weight_factory must return a tensor that holds {' and '.join(missing)}, such as a tensor subclass with "
+                    "__tensor_flatten__: later all-gathers fill this memory, and a copy of it would stay as it is"
+                )
+        self._made = made
+        return made
+
+    def free(self, keeps_buffer: bool) -> None:
+        if not keeps_buffer:
+            for each in self._sets:
+                each.free(self.keeps_storage and not isinstance(each.buffer.pool, Slot))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        own = storage_ids(tensor)
+        return any(each in own for made in self._made for each in storage_ids(made))
+
+    def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
+        return True
+
+
+class _PlaneSet:
+    """The codes and scales of all parameters of a group, for one phase or both.
+
+    Attributes:
+        buffer: the codes.
+        scales: allocated from the issue of the all-gather to :meth:`decode`.
+        whole: the scales of the parameters, one after the other.
+        is_gathered: whether the last all-gather was issued after the last :meth:`free`.
+        planes: of each parameter. Each all-gather fills their memory.
+    """
+
+    def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int], kind: type[Float8Planes]) -> None:
+        self._layout = layout if kind.per_byte == 1 else layout.packed(kind.per_byte)
+        self._rank, self._tile, self._kind = rank, tile, kind
         slices = _ScaleSlices(layout, tile, kind)
         self._scale_layout, self._pieces = slices.layout, slices.pieces
         self._mine = TileTable(slices.runs_of(rank), tile)
+        self.is_gathered = False
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
-        self._dtype, self._log = dtype, log
+        self._dtype, self._log, storage = dtype, log, self._kind.scale_storage
         self.buffer = DBuffer(self._layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
-        self.scales = DBuffer(self._scale_layout, Replicate(), self._rank, self._kind.scale_storage, device, pool=pool, log=log)
+        self.scales = DBuffer(self._scale_layout, Replicate(), self._rank, storage, device, pool=pool, log=log)
         counts = [sum(count for _, count in pieces) for pieces in self._pieces]
-        self._whole = torch.empty(sum(counts), dtype=self._kind.scale_storage, device=device)
-        log.note(self._whole.nbytes)
+        self.whole = torch.empty(sum(counts), dtype=storage, device=device)
+        log.note(self.whole.nbytes)
         # Each all-gather fills the same storage, so that views stay valid.
-        parts = self._whole.split(counts)
+        parts = self.whole.split(counts)
         self._to = [piece for part, pieces in zip(parts, self._pieces) for piece in part.split([n for _, n in pieces])]
         self._from = [self.scales.flat[start : start + n] for pieces in self._pieces for start, n in pieces]
-        self._planes = [self._planes_of(index, part) for index, part in enumerate(parts)]
-        self._made: list[torch.Tensor] = []
+        self.planes = [self._planes_of(index, part) for index, part in enumerate(parts)]
         self.scales.free()
 
     def _planes_of(self, index: int, scales: torch.Tensor) -> Float8Planes:
@@ -155,62 +261,31 @@ class PlanesEncoding(Encoding):
         shape = (*stack, -(-rows // self._tile[0]), -(-nbytes * self._kind.per_byte // self._tile[1]))
         return self._kind(codes.view(of_codes), scales.view(shape).view(of_scales), self._tile, self._dtype)
 
-    def buffers(self) -> list[DBuffer]:
-        return [self.buffer, self.scales]
-
-    @property
-    def nbytes_beside(self) -> int:
-        return self._whole.untyped_storage().nbytes()
-
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
         return {torch.uint8: self._layout.numel, self._kind.scale_storage: self._scale_layout.numel}
 
-    def compute_tensor(self, index: int) -> torch.Tensor:
-        """An empty tensor: the first :meth:`decode` makes the tensor to compute with."""
-        return torch.empty(0, device="cpu")
-
-    def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
+    def all_gather(self, shards: Shards, collectives: Collectives) -> list[Work]:
+        self.is_gathered = True
         self.buffer.allocate()
         self.scales.allocate()
         codes, scales = self.buffer.shard(), self.scales.shard()
         self._kind.quantize(shards.buffer.flat.to(codes.device, non_blocking=True), codes, self._mine, scales)
-        return wait_all([collectives.all_gather(self.buffer.flat, codes), collectives.all_gather(self.scales.flat, scales)])
+        return [collectives.all_gather(self.buffer.flat, codes), collectives.all_gather(self.scales.flat, scales)]
 
-    @torch.no_grad()
-    def decode(self, shards: Shards, keeps_buffer: bool) -> Sequence[torch.Tensor] | None:
-        allocate_storage(self._whole, self._log)
+    def decode(self) -> None:
+        allocate_storage(self.whole, self._log)
         torch._foreach_copy_(self._to, self._from)
         self.scales.free()
-        if self._made:
-            return None
-        with torch.inference_mode(False):  # Later forwards train them.
-            made = [self._factory(planes) for planes in self._planes]
-        for planes, value in zip(self._planes, made):
-            found = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-            if found != (wanted := (tuple(planes.shape), planes.dtype)):
-                raise ValueError(f"weight_factory must return a tensor of {wanted}, got {found}")
-            if not set(storage_ids(planes.codes)) & set(storage_ids(value)):
-                raise ValueError(
-                    "weight_factory must return a tensor that holds planes.codes, such as a tensor subclass with "
-                    "__tensor_flatten__: later all-gathers fill this memory, and a copy of it would stay as it is"
-                )
-        self._made = made
-        return made
 
-    def free(self, keeps_buffer: bool) -> None:
-        super().free(keeps_buffer)
+    def free(self, keeps_storage: bool) -> None:
+        self.is_gathered = False
+        if not keeps_storage:
+            self.buffer.free()
         self.scales.free()
         # Its address stays where those of the buffers do: it is small.
         if self.buffer.pool is None and not self.buffer.is_allocated:
-            free_storage(self._whole, self._log)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        own = storage_ids(tensor)
-        return any(each in own for made in self._made for each in storage_ids(made))
-
-    def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
-        return True
+            free_storage(self.whole, self._log)
 
 
 class _ScaleSlices:

@@ -13,7 +13,15 @@ from torch.utils import _pytree as pytree
 
 from torch_ragged._kernels import float8
 from torch_ragged._kernels.tiles import LARGEST, SMALLEST, TileTable
-from torch_ragged._register._torch import as_plain_tensors, functorch_is_active, is_autocast, no_dispatch, recomputation_ends
+from torch_ragged._register._torch import (
+    as_plain_tensors,
+    backward_id,
+    functorch_is_active,
+    is_autocast,
+    is_recomputing,
+    no_dispatch,
+    recomputation_ends,
+)
 from torch_ragged.fsdp.core._weight_gradient import GradientTarget, weight_gradient
 from torch_ragged.fsdp.core.encodings._float8_planes import Float8Planes
 from torch_ragged.tensor._ownership import row_major
@@ -112,6 +120,23 @@ class Float8Weight(torch.Tensor):
     def scales(self) -> torch.Tensor:
         return self.planes.scales
 
+    def planes_of(self, in_backward: bool) -> Float8Planes:
+        """The planes of a phase.
+
+        Raises:
+            RuntimeError: they were not all-gathered.
+        """
+        if self.planes.backward is None:
+            return self.planes
+        planes = self.planes.backward if in_backward else self.planes
+        if not planes.has_memory:
+            raise RuntimeError(
+                f"a {self._name} of shape {tuple(self.shape)} has no planes of {'backward' if in_backward else 'forward'}: "
+                "use it inside of its fully_shard module; if activations are recomputed in backward, give its policy "
+                "recomputes=True"
+            )
+        return planes
+
     @property
     def _name(self) -> str:
         return type(self.planes).__name__.replace("Planes", "Weight")
@@ -119,13 +144,29 @@ class Float8Weight(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self._name}(shape={tuple(self.shape)}, dtype={self.dtype}, tile={self.planes.tile})"
 
+    @property
+    def backward_codes(self) -> torch.Tensor:
+        assert self.planes.backward is not None
+        return self.planes.backward.codes
+
+    @property
+    def backward_scales(self) -> torch.Tensor:
+        assert self.planes.backward is not None
+        return self.planes.backward.scales
+
     def __tensor_flatten__(self) -> Any:
-        return ["codes", "scales"], (type(self.planes), self.planes.tile, self.planes.dtype, self.multiplies_codes)
+        planes, backward = self.planes, self.planes.backward
+        forms = [(type(each), each.tile) for each in (planes, backward) if each is not None]
+        names = ["codes", "scales", *(["backward_codes", "backward_scales"] if backward is not None else [])]
+        return names, (forms, planes.dtype, self.multiplies_codes)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Float8Weight:
-        kind, tile, dtype, multiplies_codes = context
-        return Float8Weight(kind(parts["codes"], parts["scales"], tile, dtype), multiplies_codes)
+        forms, dtype, multiplies_codes = context
+        planes = None
+        for prefix, (kind, tile) in reversed(list(zip(("", "backward_"), forms))):
+            planes = kind(parts[f"{prefix}codes"], parts[f"{prefix}scales"], tile, dtype, planes)
+        return Float8Weight(planes, multiplies_codes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,8 +193,11 @@ class Float8Weight(torch.Tensor):
                     "sharded parameter, after backward or after reshard()"
                 )
 
+        # Autograd computes gradients without grad mode. A recomputed forward may be without it, too.
+        in_backward = backward_id() != -1 and not torch.is_grad_enabled() and not is_recomputing()
+
         def values(value: Any) -> Any:
-            return value.planes.dequantized() if isinstance(value, Float8Weight) else value
+            return value.planes_of(in_backward).dequantized() if isinstance(value, Float8Weight) else value
 
         args, kwargs = pytree.tree_map(values, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -190,14 +234,14 @@ class _Linear(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_x = of_weight = None
         if needs_x:  # In a double backward, as a function of the weight, too.
-            of_x = gradient @ (weight if torch.is_grad_enabled() else weight.planes.dequantized())
+            of_x = gradient @ (weight if torch.is_grad_enabled() else weight.planes_of(in_backward=True).dequantized())
         if needs_weight:
             of_weight = weight_gradient(ctx, x.reshape(-1, x.shape[-1]), rows, torch.mm, torch.Tensor.addmm_)
         return of_x, of_weight, rows.sum(0) if needs_bias else None
 
 
 def _linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    planes = weight.planes
+    planes = weight.planes_of(in_backward=False)
     if weight.multiplies_codes and _can_multiply(x, planes):
         product = _product_on_hopper if x.is_cuda else _product_of_codes
         return product(x.reshape(-1, x.shape[-1]), planes, bias).view(*x.shape[:-1], len(planes.codes))

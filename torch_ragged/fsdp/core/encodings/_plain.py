@@ -5,6 +5,7 @@ It does not decide when to all-gather, decode or free: the group does.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +17,15 @@ from torch_ragged.fsdp.core._fsdp_param import Distribution, FSDPParam
 from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["Encoding", "Shards"]
+__all__ = ["Encoding", "Phase", "Shards"]
+
+
+class Phase(enum.Flag):
+    """What unsharded parameters are used for next. An encoding may have other planes for each."""
+
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+    BOTH = FORWARD | BACKWARD
 
 
 class Shards:
@@ -108,15 +117,23 @@ class Encoding:
         computes_in_buffer: whether unsharded parameters are views of ``buffer``. Then their gradients have its layout.
         makes_params: whether :meth:`decode` makes the unsharded parameters, of the user's tensor types.
         keeps_storage: whether :meth:`free` keeps the memory of unsharded parameters, so that their addresses stay.
+        phase: what the next :meth:`all_gather` is for.
+        has_phases: whether backward has unsharded parameters of its own.
     """
 
     computes_in_buffer = True
     makes_params = False
+    phase = Phase.BOTH
+    has_phases = False
     buffer: DBuffer
 
     def __init__(self, layout: BufferLayout, rank: int) -> None:
         self._layout, self._rank = layout, rank
         self.keeps_storage = False
+
+    def lacks(self, phase: Phase) -> bool:
+        """Whether unsharded parameters cannot be used in ``phase`` before a further :meth:`all_gather`."""
+        return False
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
         """Make buffers for a computation in ``dtype`` on ``device``. They are allocated: call :meth:`free` after use.
