@@ -3,8 +3,9 @@
     python -m benchmarks.parts.float8_planes [--ranks 8] [--json PATH]
 
 On the meta device with a fake process group: nothing is computed, and no time is measured. "sent" is what the all-gathers of a
-block bring to this rank, in forward, and in backward if nothing is recomputed. "gathered" is what the rank holds of the block's parameters between their all-gather and reshard, and
-"while decoded" the most in between. The values that an operation dequantizes for itself are temporary, and not in it.
+block bring to this rank, in forward, and in backward if nothing is recomputed. "gathered" is what the rank holds of the
+block's parameters between their all-gather and reshard, and "while decoded" the most in between. The values that an operation
+dequantizes for itself are temporary, and not in it.
 """
 
 from __future__ import annotations

@@ -139,9 +139,15 @@ def on_each_rank(function: Callable[..., Any], *args: Any) -> Any:
         rank = torch.SymInt(LocalIntNode({rank: rank for rank in mode.ranks}))
         states = [(each, each.get_state()) for each in pytree.tree_leaves(args) if isinstance(each, torch.Generator)]
         return _for_each_rank_run_func(_call_as_rank, mode.ranks, (rank, states, function, args), {}, alias=False)
-    if any(type(leaf) is LocalTensor for leaf in pytree.tree_leaves(args)):
+    if _has_local_tensor(args):
         raise RuntimeError(_MODE_IS_OFF)
     return function(*args)
+
+
+def _has_local_tensor(argument: Any) -> bool:
+    """Faster than a pytree: every ``from_local`` asks."""
+    kind = type(argument)
+    return kind is LocalTensor or ((kind is tuple or kind is list) and any(map(_has_local_tensor, argument)))
 
 
 def _call_as_rank(rank: int, states: list[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
