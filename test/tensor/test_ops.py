@@ -82,6 +82,7 @@ GATHERED = {
     "argmax": lambda x, place: x.argmax(),
     "norm of negative order": lambda x, place: torch.linalg.vector_norm(x, -1),
     "foreach on a Partial": lambda x, place: torch._foreach_add([x, x.sum()], 1.0)[1],
+    "foreach max": lambda x, place: torch._foreach_max([x, -x])[1],
     "foreach 0-norm of a Partial": lambda x, place: torch._foreach_norm([x, x.sum()], 0)[0],
     "broadcast up": lambda x, place: x + place(torch.ones(2, 8, 6), Replicate()),
     "broadcast beside a Shard": lambda x, place: place(torch.zeros(8, 6), Shard(0)).addcmul_(

@@ -61,6 +61,11 @@ def foreach_norm(op: torch._ops.OpOverload, tensors: list[DTensor], order: float
     return [aten.linalg_vector_norm.default(t, order, dtype=dtype) for t in tensors]
 
 
+@decomposition(aten._foreach_max.default)
+def foreach_max(op: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> Any:
+    return [aten.amax.default(tensor) for tensor in tensors]
+
+
 @decomposition(aten.linalg_vector_norm.default)
 def vector_norm(
     op: torch._ops.OpOverload, tensor: Any, order: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any

@@ -43,6 +43,8 @@ def family_rule(op: torch._ops.OpOverload) -> Rule | None:
 def _is_pointwise_name(name: str) -> bool:
     if name.rstrip("_") in ("copy", "zero", "clone"):
         return True
+    if name == "max":  # _foreach_max reduces each tensor; max of two tensors is another overload.
+        return False
     packet = getattr(aten, name, None) or getattr(aten, name.rstrip("_"), None)
     if packet is None:
         return name.rstrip("_") in ("clamp_max", "clamp_min")
