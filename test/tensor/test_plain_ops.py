@@ -350,6 +350,14 @@ class RedistributeTest(unittest.TestCase):
             rows = torch.gather(weight.detach(), 0, distribute_tensor(ids.view(3, 2), mesh, [R]))
             assert rows.full_tensor().equal(table.gather(0, ids.view(3, 2)))
 
+    @ranks(2)
+    def test_a_table_cut_for_one_rank_has_no_mask():
+        mesh, ids, table = mesh_of(2, 1), torch.tensor([[1, 5, 3], [0, 7, 2]]), torch.arange(32.0).view(8, 4)
+        with as_one_device():
+            for _ in range(2):
+                rows = F.embedding(distribute_tensor(ids, mesh, [R, R]), distribute_tensor(table, mesh, [R, Shard(0)]))
+                assert rows.full_tensor().equal(table[ids])
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -100,13 +100,15 @@ def _rows_of_a_cut(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
         return found
     result = _by_torch(op, args, kwargs)
-    masked = {p: p.mask_buffer for p in result.placements if hasattr(p, "mask_buffer")}
+    masked = {dim: p.mask_buffer for dim, p in enumerate(result.placements) if hasattr(p, "mask_buffer")}
     if not masked:
         return result
-    for buffer in masked.values():
+    for dim, buffer in masked.items():
+        if result.device_mesh.size(dim) == 1 and buffer.data is None:  # The rank has all rows: torch makes no mask.
+            continue
         buffer.apply_mask(result._local_tensor)
         buffer.release_mask()
-    placements = tuple([Partial() if p in masked else p for p in result.placements])
+    placements = tuple([Partial() if dim in masked else p for dim, p in enumerate(result.placements)])
     spec = dataclasses.replace(result._spec, placements=placements)
     return DTensor(result._local_tensor, spec, requires_grad=False)  # type: ignore[call-arg]
 
