@@ -3,9 +3,9 @@
     python -m benchmarks.parts.float8_planes [--ranks 8] [--json PATH]
 
 On the meta device with a fake process group: nothing is computed, and no time is measured. "sent" is what the all-gathers of a
-block bring to this rank, in forward, and in backward if nothing is recomputed. "gathered" is what the rank holds of the
-block's parameters between their all-gather and reshard, and "while decoded" the most in between. The values that an operation
-dequantizes for itself are temporary, and not in it.
+block bring to this rank, in forward and in backward. "gathered" is what the rank holds of the block's parameters between their
+all-gather and reshard, and "while decoded" the most in between. The values that an operation dequantizes for itself are
+temporary, and not in it. "all-gathers" counts those of backward.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def rows(ranks: int) -> list[dict[str, Any]]:
         "Float8Policy, weight_factory": Float8Policy(narrow, wide, weight_factory=float8_weight),
         "Float4Policy": Float4Policy(narrow, wide),
         "Float4Policy, backward=Float8Policy()": Float4Policy(narrow, wide, backward=Float8Policy()),
+        "the same, recomputes=False": Float4Policy(narrow, wide, backward=Float8Policy(), recomputes=False),
     }
     found = []
     with fake_world(ranks):
@@ -56,16 +57,17 @@ def rows(ranks: int) -> list[dict[str, Any]]:
             groups = block._get_fsdp_state().groups  # type: ignore[operator]
             sent, held, most, number = [0, 0], [0, 0], [0, 0], 0
             for group in groups:
-                buffers = group.encoding.buffers()
-                # Codes and scales of forward, then those of backward.
-                phases = [buffers[:2], buffers[2:]] if group.encoding.has_phases else [buffers, buffers]
-                for phase, used in enumerate(phases):
-                    nbytes = {buffer.flat.dtype: buffer.nbytes for buffer in used}
+                buffers, own = group.encoding.buffers(), slice(None)
+                if group.encoding.has_phases:  # Codes and scales of forward, then those of backward.
+                    own = slice(0 if policy.recomputes else 2, None)
+                for phase, used in enumerate((buffers[:2] if group.encoding.has_phases else buffers, buffers[own])):
+                    codes = [buffer.nbytes for buffer in used if buffer.flat.dtype == torch.uint8]
+                    values = [buffer.nbytes for buffer in used if buffer.flat.dtype == narrow]
                     # Float8Policy sends codes alone and decodes them to bfloat16; planes are codes and scales, both sent.
-                    travels = {dtype: size for dtype, size in nbytes.items() if torch.uint8 not in nbytes or dtype != narrow}
-                    sent[phase] += sum(travels.values()) * (ranks - 1) // ranks
-                    held[phase] += nbytes.get(narrow, nbytes.get(torch.uint8, 0))
-                    most[phase] += sum(nbytes.values())
+                    travels = [buffer.nbytes for buffer in used if not codes or buffer.flat.dtype != narrow]
+                    sent[phase] += sum(travels) * (ranks - 1) // ranks
+                    held[phase] += sum(values or codes)
+                    most[phase] += sum(buffer.nbytes for buffer in used)
                 number += len(travels)
             numbers = {"sent in forward MB": sent[0] / 1e6, "in backward MB": sent[1] / 1e6}
             numbers |= {"gathered MB": max(held) / 1e6, "while decoded MB": max(most) / 1e6}

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils import _pytree as pytree
 
 from torch_ragged import RaggedShard, StridedRaggedShard, owned_boxes
+from torch_ragged.random import single_device
 
 REDUCE = {"sum": lambda t: t.sum(0), "avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
 SHAPE, UNITS = (6, 4), RaggedShard((0,), (1, 2, 0, 3))
@@ -160,6 +161,38 @@ class OpsTest(unittest.TestCase):
         own = distribute_tensor(self.whole, self.mesh, [UNITS])[0:5].to_local()
         self.assertTrue(torch.equal(own, self.whole[0]))
 
+    def test_what_is_cached_in_the_mode_is_right_after_it_on_any_rank(self):
+        self.doCleanups()
+        enter_fake_group(self, 4, rank=3)
+        mesh = init_device_mesh("cpu", (4,))
+        with LocalTensorMode(4):
+            distribute_tensor(self.whole, mesh, [UNITS])[2:5]
+        own = DTensor.from_local(self.whole[3:].reshape(-1), mesh, [UNITS], shape=SHAPE)
+        self.assertTrue(torch.equal(own[2:5].to_local(), self.whole[3:5].reshape(-1)))
+
+    @unittest.skipIf(torch.__version__.startswith("2.11"), "torch has no rule for multinomial")
+    def test_a_generator_of_the_user_has_a_state_for_each_rank(self):
+        expected = torch.multinomial(self.whole + 0.1, 2, generator=torch.Generator().manual_seed(1))
+        with LocalTensorMode(4):
+            tensor = distribute_tensor(self.whole + 0.1, self.mesh, [UNITS])
+            found = torch.multinomial(tensor, 2, generator=torch.Generator().manual_seed(1))
+        self.assertTrue(torch.equal(found.to_local().reconcile(), expected))
+
+    def test_draws_of_plain_dtensors_under_single_device(self):
+        def draw(tensor):
+            dropped = torch.nn.functional.dropout(tensor, 0.5)
+            return [tensor.clone().normal_(), dropped, torch.rand_like(tensor), torch.bernoulli(tensor)]
+
+        torch.manual_seed(3)
+        expected = draw(self.whole)
+        for placement in (Shard(0), Shard(1), Replicate(), UNITS):
+            with single_device(), LocalTensorMode(4):
+                tensor = distribute_tensor(self.whole, self.mesh, [placement])
+                torch.manual_seed(3)
+                found = [drawn.full_tensor() for drawn in draw(tensor)]
+            found = [each.reconcile() if isinstance(each, LocalTensor) else each for each in found]
+            self.assertTrue(all(map(torch.equal, found, expected)), placement)
+
     def test_factories(self):
         with LocalTensorMode(4):
             torch.manual_seed(5)
@@ -210,6 +243,11 @@ class ErrorsTest(unittest.TestCase):
             tensor = DTensor.from_local(LocalTensor(held), self.mesh, [UNITS], shape=SHAPE)
             del tensor._local_tensor._local_tensors[1]
             self.assertIn("no local tensors of ranks [1]", error_of(tensor.full_tensor))
+
+    def test_a_tensor_made_outside_of_the_mode(self):
+        own = distribute_tensor(self.whole, self.mesh, [UNITS])
+        with LocalTensorMode(4):
+            self.assertIn("rank 1 has 4 elements, expected 8", error_of(own.full_tensor))
 
     def test_without_the_mode(self):
         with LocalTensorMode(4):

@@ -46,7 +46,6 @@ __all__ = [
     "local_tensor",
     "makes_fakes",
     "next_sequence_number",
-    "is_recomputing",
     "no_dispatch",
     "nodes_outlive_outputs",
     "preserved_versions",
@@ -194,15 +193,6 @@ def storage_ids(tensor: torch.Tensor) -> list[int]:
     return [tensor.untyped_storage()._cdata] if has_storage else []
 
 
-def is_recomputing() -> bool:
-    """Whether an activation checkpoint recomputes a forward: not one with ``use_reentrant=True``. (2.11 to 2.15)"""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(inspect.unwrap(hooks[0]), "__qualname__", "") == _RECOMPUTES
-
-
-_RECOMPUTES = "_recomputation_hook.__init__.<locals>.pack_hook"
-
-
 def recomputation_ends(saves: int) -> bool:
     """Whether an activation checkpoint recomputes a forward, and ends it when ``saves`` more tensors are saved. (2.11 to 2.15)
 
@@ -213,7 +203,7 @@ def recomputation_ends(saves: int) -> bool:
     if hooks is None:
         return False
     pack = inspect.unwrap(hooks[0])
-    if getattr(pack, "__qualname__", "") != _RECOMPUTES:
+    if getattr(pack, "__qualname__", "") != "_recomputation_hook.__init__.<locals>.pack_hook":
         return False
     variables = dict(zip(pack.__code__.co_freevars, pack.__closure__))
     if not {"target_frame_ref", "gid"} <= variables.keys():

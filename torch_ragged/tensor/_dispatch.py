@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from torch_ragged.tensor._api import ragged_extension
-from torch_ragged.tensor._local_tensor import LocalTensor, as_any_rank, on_each_rank
+from torch_ragged.tensor._local_tensor import LocalTensor, as_own_rank, on_each_rank
 from torch_ragged.tensor._ops import (
     Layout,
     NoLocalWay,
@@ -93,16 +93,20 @@ class RaggedSharding(OutputSharding):
         schema, values = self.redistribute_schema, self.use_val_from_redistribute_schema
         dtensor_dispatch.OpDispatcher.redistribute_local_args(op_info, schema, values)  # type: ignore[arg-type]
         arguments = op_info.local_args
-        all_ranks = self.run is not None and any(isinstance(argument, LocalTensor) for argument in arguments)
+        # Draws, too: a generator that is given has a state for each rank.
+        all_ranks = (self.run is not None or self.draws) and any(isinstance(each, LocalTensor) for each in arguments)
         if op_info.args_tree_spec is not None:
             arguments = pytree.tree_unflatten(arguments, op_info.args_tree_spec)
         if all_ranks:
-            return on_each_rank(_run_as_rank, op, self.given, arguments, op_info.local_kwargs)
+            given = self.given if self.run is not None else None
+            return on_each_rank(_run_as_rank, op, given, arguments, op_info.local_kwargs)
         return (self.run or op)(*arguments, **op_info.local_kwargs)
 
 
-def _run_as_rank(op: Any, schema: OpSchema, arguments: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _run_as_rank(op: Any, schema: OpSchema | None, arguments: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run the op as the current rank's own sharding says: that of another rank may count from other offsets."""
+    if schema is None:
+        return op(*arguments, **kwargs)
     sharding, _ = _local_sharding(op, schema)
     return sharding.run(*arguments, **kwargs)  # type: ignore[union-attr]
 
@@ -322,7 +326,7 @@ def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sch
     if result is not NotImplemented:
         return result
     try:
-        with as_any_rank():
+        with as_own_rank():
             sharding, why = _cached_sharding(op, schema) if try_cache else _local_sharding(op, schema)
         if sharding is not None:
             return sharding

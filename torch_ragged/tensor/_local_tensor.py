@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "LocalTensor",
-    "as_any_rank",
+    "as_own_rank",
     "as_rank",
     "coordinate_of",
     "coordinates_of",
@@ -100,16 +100,22 @@ def as_rank(rank: int) -> Iterator[None]:
         _rank.reset(token)
 
 
-def as_any_rank() -> contextlib.AbstractContextManager[None]:
-    """Under ``LocalTensorMode``, a context in which some rank is the current one, for an answer that all ranks share."""
-    mode = enabled_local_tensor_mode()
-    return contextlib.nullcontext() if mode is None else as_rank(min(mode.ranks))
+def as_own_rank() -> contextlib.AbstractContextManager[None]:
+    """Under ``LocalTensorMode``, a context in which this process's rank is the current one.
+
+    For what torch caches: it may use that after the mode, too.
+    """
+    return contextlib.nullcontext() if enabled_local_tensor_mode() is None else as_rank(_own_rank())
 
 
 def current_rank() -> int:
     """The global rank of this process, or of the current rank within :func:`on_each_rank`."""
     rank = _rank.get()
-    return dist.get_rank() if rank is None else rank
+    return _own_rank() if rank is None else rank
+
+
+def _own_rank() -> int:
+    return dist.distributed_c10d._get_default_group().rank()  # The mode replaces dist.get_rank.
 
 
 def local_tensors(local: torch.Tensor) -> dict[int, torch.Tensor] | None:

@@ -248,11 +248,18 @@ def _redistribute_on_all_ranks(
     """The same under ``LocalTensorMode``: the plans of all ranks, step by step. Nothing is sent, and sums add in rank order.
 
     Raises:
-        ValueError: a rank of the mesh has no local tensor.
+        ValueError: a rank of the mesh has no local tensor, or one of another size.
     """
     places = coordinates_of(mesh)  # Ranks outside of the mesh keep what they hold.
     if missing := sorted(places.keys() - held.keys()):
         raise ValueError(f"redistribution of a LocalTensor on {mesh}: it has no local tensors of ranks {missing}")
+    for rank, place in places.items():
+        numel = owned(shape, tuple(mesh.shape), cuts_of(source), place).numel
+        if held[rank].numel() != numel:
+            raise ValueError(
+                f"redistribution of shape {shape} {source} under LocalTensorMode: rank {rank} has {held[rank].numel()} "
+                f"elements, expected {numel}: make the DTensor under the mode, so that it has the local tensors of all ranks"
+            )
     plans = {rank: plan(shape, tuple(mesh.shape), source, target, place) for rank, place in places.items()}
     for turn in range(len(next(iter(plans.values())))):
         steps = {rank: steps[turn] for rank, steps in plans.items()}

@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
-from torch_ragged.tensor._local_tensor import on_each_rank
+from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._random import (
@@ -81,21 +81,32 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     if name in _LIKE:
         result = _like(tensor, options)
         if draws:
-            stride = stride_of_like(spec, options)
-            draw_factory(name, Holding(result._spec), stride, result._local_tensor, args[1:], generator)
+            stride, like = stride_of_like(spec, options), result._spec
+
+            def filled(local: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+                return draw_factory(name, Holding(like), stride, local, args[1:], generator)
+
+            on_each_rank(filled, result._local_tensor, generator)
         return result
     rest = [_beside(argument, tensor) for argument in args[1:]]
     cut = {position for position, argument in enumerate(args) if isinstance(argument, DTensor)}
     local_args = [tensor._local_tensor, *rest]
     if not draws:
         return _wrap(op, tensor, local_args[0] if name in _SAMPLERS else op(*local_args, **options))
-    holding, owns = Holding(spec), _part_of_partial(op, tensor)
-    if not owns:
-        holding.boxes = ()
-    found = draw(op, holding, spec.tensor_meta.stride, local_args, kwargs, cut)  # type: ignore[union-attr]
-    if not owns:
-        found.fill_(next(_NOTHING[p.reduce_op] for p in spec.placements if isinstance(p, Partial) and p.reduce_op in _NOTHING))
-    return _wrap(op, tensor, found)
+
+    def drawn(local_args: list[Any], kwargs: dict[str, Any]) -> Any:
+        holding, owns = Holding(spec), _part_of_partial(op, tensor)
+        if not owns:
+            holding.boxes = ()
+        found = draw(op, holding, spec.tensor_meta.stride, local_args, kwargs, cut)  # type: ignore[union-attr]
+        if not owns:
+            found.fill_(
+                next(_NOTHING[p.reduce_op] for p in spec.placements if isinstance(p, Partial) and p.reduce_op in _NOTHING)
+            )
+        return found
+
+    found = on_each_rank(drawn, local_args, kwargs)
+    return tensor if name in _SAMPLERS else _wrap(op, tensor, found)
 
 
 def _read(tensor: DTensor) -> torch.Tensor:
@@ -147,7 +158,7 @@ def _part_of_partial(op: torch._ops.OpOverload, tensor: DTensor) -> bool:
     Raises:
         NotImplementedError: a Partial of another kind, such as a norm.
     """
-    here = tensor.device_mesh.get_coordinate()
+    here = coordinate_of(tensor.device_mesh)
     owns = True
     for placement, coordinate in zip(tensor.placements, here or ()):
         if isinstance(placement, Partial) and type(placement) is Partial:

@@ -197,6 +197,71 @@ class ValuesTest(unittest.TestCase):
             assert (found - wanted).norm() <= 0.1 * wanted.norm()  # Inputs are rounded, too.
 
 
+class RecomputedTest(unittest.TestCase):
+    @ranks(2)
+    def test_a_recomputed_forward_sees_the_planes_of_forward():
+        """Also without grad mode, in a checkpoint of either kind, and in one inside of another."""
+        policy, expected = PAIRS["rows, then squares"], None
+        for wrap in (
+            lambda function: function,
+            lambda function: partial(checkpoint, function, use_reentrant=True),
+            lambda function: partial(checkpoint, partial(checkpoint, function, use_reentrant=False), use_reentrant=False),
+        ):
+            net, seen = sharded(policy, reshard_after_forward=True), []
+
+            def product(x, layer, seen=seen):
+                with torch.no_grad():
+                    seen.append((layer.weight @ layer.weight.t()).sum().item() + (layer.weight * 1).sum().item())
+                return torch.tanh(F.linear(x, layer.weight))
+
+            for layer in net:
+                layer.forward = (
+                    partial(wrap(product), layer=layer)
+                    if wrap(product) is product
+                    else partial(
+                        lambda x, layer, function: wrap(partial(function, layer=layer))(x), layer=layer, function=product
+                    )
+                )
+            x = batch().requires_grad_()
+            net(x).square().sum().backward()
+            found = [x.grad, *(p.grad.full_tensor() for p in net.parameters())]
+            assert len(set(seen)) == 3, seen
+            expected = expected or found
+            assert_equal(found, expected)
+
+    @ranks(2)
+    def test_first_derivatives_that_are_differentiated():
+        policy = dataclasses.replace(PAIRS["rows, then squares"], recomputes=False)
+        expected, found = [], []
+        for net, into in ((layers(policy), expected), (sharded(policy), found)):
+            x = batch().requires_grad_()
+            (first,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+            into.append(first.detach())
+        assert_equal(found, expected)
+
+    @ranks(2)
+    def test_a_module_whose_output_has_no_hook_keeps_both():
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(128, 128))
+
+            def forward(self, x):
+                return F.linear(x, self.weight), self.weight
+
+        for recomputes in (True, False):
+            tied = fully_shard(
+                Tied(),
+                mesh=init_device_mesh(DEVICE, (2,)),
+                mp_policy=dataclasses.replace(PAIRS["rows, then squares"], recomputes=recomputes),
+                reshard_after_forward=True,
+            )
+            x = torch.ones(2, 128, requires_grad=True)
+            out, weight = tied(x)
+            F.linear(out, weight).sum().backward()
+            assert torch.equal(x.grad, torch.full((2, 128), 128.0**2)), x.grad
+
+
 class GathersTest(unittest.TestCase):
     @ranks(2)
     def test_a_phase_gathers_its_own_planes():

@@ -357,7 +357,8 @@ class FSDPParamGroup:
             RuntimeError: the parameters are on the meta device.
         """
         if self.is_gathered and self.encoding.lacks(phase):
-            self.reshard()
+            self.unshard(phase=self.encoding.phase)
+            self.encoding.add(phase, self.shards, self.named)
         self.encoding.phase = phase
         if not self.is_gathered:
             if self.is_meta:

@@ -245,6 +245,8 @@ class FSDPState(ModuleState):
             needs_backward, must_stay = self._meet(is_exit=True, stays_unsharded=must_stay)
         for group in self.groups:
             group.is_unhooked |= must_stay
+        if must_stay and needs_backward:
+            self.unshard(Phase.BOTH)
         # There is none if pre-forward has raised.
         call = self.calls.pop() if self.calls else Call(None, self)
         # Of an optional call, all ranks record it, also ranks whose backward does not reach it: their orders must be equal.

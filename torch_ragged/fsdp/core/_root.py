@@ -141,6 +141,8 @@ class ModuleState:
             call.order.watch(call.position, is_exit=True)
         if not stays_unsharded and (self.reshard_after_forward or not needs_backward):
             self.reshard(keep=needs_backward)
+        elif stays_unsharded and needs_backward:
+            self.unshard(Phase.BOTH)
 
     def _forward_phase(self, needs_backward: bool) -> Phase:
         return Phase.BOTH if needs_backward and not self.reshard_after_forward else Phase.FORWARD

@@ -56,7 +56,9 @@ class Float8Policy(MixedPrecisionPolicy):
             raises ``ValueError``.
         backward: a policy whose class and ``tile`` say which planes backward uses, if they are others than forward's; needs a
             ``weight_factory``, which gets them as ``planes.backward``. Forward all-gathers its own planes only. A module
-            that is not resharded after forward, and ``unshard()`` by hand, all-gather both.
+            that is not resharded after forward, and ``unshard()`` by hand, all-gather both. The backward of an eager
+            ``F.linear`` uses them, and that of operations on the weight itself; what dequantizes it in forward, such as
+            ``weight.t()``, ``F.linear`` under autocast and compiled code, keeps those values.
         recomputes: whether modules may recompute activations in backward (activation checkpointing), with the planes of
             forward: then backward all-gathers both. If False, it all-gathers its own only, and a recomputation raises
             ``RuntimeError``. Without ``backward``, it has no effect.

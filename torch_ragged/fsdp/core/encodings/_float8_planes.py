@@ -177,6 +177,19 @@ class PlanesEncoding(Encoding):
         """An empty tensor: the first :meth:`decode` makes the tensor to compute with."""
         return torch.empty(0, device="cpu")
 
+    def add(self, phase: Phase, shards: Shards, collectives: Collectives) -> None:
+        shards.prepare()
+        missing = [each for each in self._needed(phase) if not each.is_gathered]
+        try:
+            wait_all([work for each in missing for work in each.all_gather(shards, collectives)]).wait()
+            with torch.no_grad():
+                for each in missing:
+                    each.decode()
+        except BaseException:
+            for each in missing:
+                each.free(keeps_storage=False)
+            raise
+
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         self._in_flight = self._needed(self.phase)
         return wait_all([work for each in self._in_flight for work in each.all_gather(shards, collectives)])
@@ -212,6 +225,8 @@ class PlanesEncoding(Encoding):
         if not keeps_buffer:
             for each in self._sets:
                 each.free(self.keeps_storage and not isinstance(each.buffer.pool, Slot))
+                if self.has_phases:  # Compiled code may have kept them for a backward, in which they have no memory.
+                    torch.autograd.graph.increment_version([each.buffer.flat, each.whole])
 
     def holds(self, tensor: torch.Tensor) -> bool:
         own = storage_ids(tensor)

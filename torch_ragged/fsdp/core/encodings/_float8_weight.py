@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +21,6 @@ from torch_ragged._register._torch import (
     backward_id,
     functorch_is_active,
     is_autocast,
-    is_recomputing,
     no_dispatch,
     recomputation_ends,
 )
@@ -132,8 +134,8 @@ class Float8Weight(torch.Tensor):
         if not planes.has_memory:
             raise RuntimeError(
                 f"a {self._name} of shape {tuple(self.shape)} has no planes of {'backward' if in_backward else 'forward'}: "
-                "use it inside of its fully_shard module; if activations are recomputed in backward, give its policy "
-                "recomputes=True"
+                "use it inside of its fully_shard module, which must unshard in backward; if activations are recomputed "
+                "there, or a function of yours uses the weight in its backward, give the policy recomputes=True"
             )
         return planes
 
@@ -170,7 +172,7 @@ class Float8Weight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with as_plain_tensors():
+        with as_plain_tensors(), _called_from_python():
             if func is F.linear:
                 x, weight, bias = _operands(*args, **(kwargs or {}))
                 if _is_linear(x, weight, bias):
@@ -193,14 +195,27 @@ class Float8Weight(torch.Tensor):
                     "sharded parameter, after backward or after reshard()"
                 )
 
-        # Autograd computes gradients without grad mode. A recomputed forward may be without it, too.
-        in_backward = backward_id() != -1 and not torch.is_grad_enabled() and not is_recomputing()
+        # Formulas of autograd come here straight from its engine. A program's own call is forward, also if it is recomputed.
+        in_backward = backward_id() not in (-1, _called_in.get())
 
         def values(value: Any) -> Any:
             return value.planes_of(in_backward).dequantized() if isinstance(value, Float8Weight) else value
 
         args, kwargs = pytree.tree_map(values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+_called_in: contextvars.ContextVar[int] = contextvars.ContextVar("called_in", default=-1)
+
+
+@contextlib.contextmanager
+def _called_from_python() -> Iterator[None]:
+    """A context of calls by the program, in no backward pass or in this one."""
+    token = _called_in.set(backward_id())
+    try:
+        yield
+    finally:
+        _called_in.reset(token)
 
 
 def _operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
@@ -233,8 +248,11 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_x = of_weight = None
-        if needs_x:  # In a double backward, as a function of the weight, too.
-            of_x = gradient @ (weight if torch.is_grad_enabled() else weight.planes_of(in_backward=True).dequantized())
+        if needs_x and torch.is_grad_enabled():  # In a double backward, as a function of the weight, too.
+            with as_plain_tensors():  # No call of the program.
+                of_x = gradient @ weight
+        elif needs_x:
+            of_x = gradient @ weight.planes_of(in_backward=True).dequantized()
         if needs_weight:
             of_weight = weight_gradient(ctx, x.reshape(-1, x.shape[-1]), rows, torch.mm, torch.Tensor.addmm_)
         return of_x, of_weight, rows.sum(0) if needs_bias else None

@@ -132,8 +132,12 @@ class Encoding:
         self.keeps_storage = False
 
     def lacks(self, phase: Phase) -> bool:
-        """Whether unsharded parameters cannot be used in ``phase`` before a further :meth:`all_gather`."""
+        """Whether unsharded parameters cannot be used in ``phase`` before a call of :meth:`add`."""
         return False
+
+    def add(self, phase: Phase, shards: Shards, collectives: Collectives) -> None:
+        """All-gather what ``phase`` needs beside what is unsharded, and wait for it."""
+        raise AssertionError(f"{type(self).__name__} lacks nothing")
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
         """Make buffers for a computation in ``dtype`` on ``device``. They are allocated: call :meth:`free` after use.
