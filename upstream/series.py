@@ -102,7 +102,6 @@ SERIES = (
         ("tensor/strided_placement_types.py",),
         (
             "tensor/test_strided_ragged_shard.py",
-            "tensor/test_local_tensor.py",
             "tensor/test_ownership.py",
             "tensor/test_random.py",
             "tensor/test_compile.py",
@@ -119,7 +118,7 @@ SERIES = (
             "tensor/_global_layout.py",
             "tensor/_box_tensor.py",
         ),
-        ("checkpoint/test_checkpoint.py",),
+        ("checkpoint/test_checkpoint.py", "tensor/test_local_tensor.py"),
     ),
     Step(
         "0006-ranks-agree",

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed.tensor as dtensor
 import torch.nn.functional as F
-from common import error_of, ranks, run_ranks
+from common import enter_fake_group, error_of, ranks, run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -404,3 +405,22 @@ class SingleDeviceTest(unittest.TestCase):
             y = F.dropout(torch.rand_like(x), 0.5)
         assert torch.equal(before, torch.get_rng_state()) == (mesh.get_coordinate() is None)
         assert y.shape == (4, 4)
+
+
+class LocalTensorTest(unittest.TestCase):
+    def test_all_ranks_in_one_process_draw_the_numbers_of_one_device(self):
+        def draw(tensor):
+            dropped = F.dropout(tensor, 0.5)
+            return [tensor.clone().normal_(), dropped, torch.rand_like(tensor), torch.bernoulli(tensor)]
+
+        enter_fake_group(self, 4)
+        mesh, whole = init_device_mesh("cpu", (4,)), torch.arange(24.0).view(6, 4) / 24
+        torch.manual_seed(3)
+        expected = draw(whole)
+        for placement in (Shard(0), Shard(1), Replicate(), RaggedShard((0,), (1, 2, 0, 3))):
+            with single_device(), LocalTensorMode(4):
+                tensor = distribute_tensor(whole, mesh, [placement])
+                torch.manual_seed(3)
+                found = [drawn.full_tensor() for drawn in draw(tensor)]
+            found = [each.reconcile() if isinstance(each, LocalTensor) else each for each in found]
+            self.assertTrue(all(map(torch.equal, found, expected)), placement)

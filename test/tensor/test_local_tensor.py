@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils import _pytree as pytree
 
 from torch_ragged import RaggedShard, StridedRaggedShard, owned_boxes
-from torch_ragged.random import single_device
 
 REDUCE = {"sum": lambda t: t.sum(0), "avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
 SHAPE, UNITS = (6, 4), RaggedShard((0,), (1, 2, 0, 3))
@@ -177,21 +176,6 @@ class OpsTest(unittest.TestCase):
             tensor = distribute_tensor(self.whole + 0.1, self.mesh, [UNITS])
             found = torch.multinomial(tensor, 2, generator=torch.Generator().manual_seed(1))
         self.assertTrue(torch.equal(found.to_local().reconcile(), expected))
-
-    def test_draws_of_plain_dtensors_under_single_device(self):
-        def draw(tensor):
-            dropped = torch.nn.functional.dropout(tensor, 0.5)
-            return [tensor.clone().normal_(), dropped, torch.rand_like(tensor), torch.bernoulli(tensor)]
-
-        torch.manual_seed(3)
-        expected = draw(self.whole)
-        for placement in (Shard(0), Shard(1), Replicate(), UNITS):
-            with single_device(), LocalTensorMode(4):
-                tensor = distribute_tensor(self.whole, self.mesh, [placement])
-                torch.manual_seed(3)
-                found = [drawn.full_tensor() for drawn in draw(tensor)]
-            found = [each.reconcile() if isinstance(each, LocalTensor) else each for each in found]
-            self.assertTrue(all(map(torch.equal, found, expected)), placement)
 
     def test_factories(self):
         with LocalTensorMode(4):
