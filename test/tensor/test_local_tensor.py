@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from torch_ragged import RaggedShard, StridedRaggedShard, owned_boxes
+from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged.tensor._owned_boxes import owned_boxes
 
 REDUCE = {"sum": lambda t: t.sum(0), "avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
 SHAPE, UNITS = (6, 4), RaggedShard((0,), (1, 2, 0, 3))
