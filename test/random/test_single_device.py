@@ -193,7 +193,9 @@ class SingleDeviceTest(unittest.TestCase):
                     full = torch.rand(shape, generator=torch.Generator().manual_seed(1))
                     kinds = (Replicate(), Partial(), *map(Shard, range(len(shape))))
                     for placements in itertools.product(kinds, repeat=len(sizes)):
-                        for number, function in enumerate(functions):
+                        # torch multiplies no Partial in place that is cut along a dimension of size 1.
+                        refuses = Partial() in placements and any(p.is_shard() and shape[p.dim] == 1 for p in placements)
+                        for number, function in enumerate(functions[: 3 if refuses else 4]):
                             results = []
                             for x in (full.clone(), distributed(full.clone(), mesh, placements)):
                                 torch.manual_seed(number)
