@@ -20,7 +20,7 @@ EVERYWHERE = None
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
     "torch.utils._python_dispatch": (
-        ("random._deferred", "spmd._recorder", "spmd._static", "tensor._local_tensor", "tensor._redistribute"),
+        ("random._deferred", "spmd._recorder", "spmd._static", "tensor._redistribute"),
         "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces",
     ),
     "torch.utils._debug_mode": (("spmd._static",), "hears of every redistribution, also of those that no plan asks for"),

@@ -6,7 +6,7 @@ import unittest
 
 import torch
 import torch.distributed.tensor as dtensor
-from common import enter_fake_group, error_of
+from common import enter_fake_group, error_of, run_ranks
 from oracle import DTYPES, MESHES, contributions, local_of, random_case, reduced
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -269,8 +269,6 @@ def program(mesh, whole):
 
 class ProcessesTest(unittest.TestCase):
     def test_ranks_of_processes_hold_the_same_bits(self):
-        from common import run_ranks
-
         processes = run_ranks(4, numbers_of_this_rank)
         enter_fake_group(self, 4)
         with LocalTensorMode(4):

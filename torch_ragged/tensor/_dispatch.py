@@ -78,7 +78,7 @@ class RaggedSharding(OutputSharding):
 
     Attributes:
         run: computes the local outputs; if None, the op itself does.
-        given: the arguments for which ``run`` was made.
+        given: the arguments for which ``run`` was made; None without ``run``.
         draws: whether the op draws random numbers.
     """
 
@@ -98,8 +98,7 @@ class RaggedSharding(OutputSharding):
         if op_info.args_tree_spec is not None:
             arguments = pytree.tree_unflatten(arguments, op_info.args_tree_spec)
         if all_ranks:
-            given = self.given if self.run is not None else None
-            return on_each_rank(_run_as_rank, op, given, arguments, op_info.local_kwargs)
+            return on_each_rank(_run_as_rank, op, self.given, arguments, op_info.local_kwargs)
         return (self.run or op)(*arguments, **op_info.local_kwargs)
 
 
@@ -428,7 +427,12 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
     outputs = _output_specs(call, specs[0].mesh, sharding)
     if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):
         return OutputSharding(outputs)
-    options: Any = {"needs_redistribute": True, "run": sharding.run, "given": schema, "draws": is_random(call.op)}
+    options: Any = {
+        "needs_redistribute": True,
+        "run": sharding.run,
+        "given": schema if sharding.run else None,
+        "draws": is_random(call.op),
+    }
     return RaggedSharding(outputs, _with_specs(schema, wanted), **options)
 
 

@@ -29,7 +29,6 @@ from torch.distributed._local_tensor import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "LocalTensor",
@@ -80,8 +79,7 @@ def peers_of(rank: int, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[in
 def _places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
     """For each rank: which part of a larger mesh has it, and its coordinate there."""
     if mesh not in _known:
-        with _disable_current_modes():
-            ranks = mesh._layout.remap_to_tensor(mesh._rank_map.clone())
+        ranks = mesh._layout.remap_to_tensor(mesh._rank_map.clone())
         _known[mesh] = dict(zip(ranks.flatten().tolist(), itertools.product(*map(range, ranks.shape))))
     return _known[mesh]
 
@@ -115,7 +113,8 @@ def current_rank() -> int:
 
 
 def _own_rank() -> int:
-    return dist.distributed_c10d._get_default_group().rank()  # The mode replaces dist.get_rank.
+    world = dist.group.WORLD
+    return 0 if world is None else world.rank()  # Not dist.get_rank, which the mode replaces.
 
 
 def local_tensors(local: torch.Tensor) -> dict[int, torch.Tensor] | None:

@@ -204,8 +204,13 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
     return coordinate_of(mesh) or ()
 
 
+def _reductions(source: tuple[Placement, ...], target: tuple[Placement, ...]) -> set[str]:
+    """How the Partials that come or go reduce."""
+    return {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)}
+
+
 def _check_reductions(dtype: torch.dtype, source: tuple[Placement, ...], target: tuple[Placement, ...]) -> None:
-    operations = {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)}
+    operations = _reductions(source, target)
     if dtype in CARRIED and "avg" in operations and not dtype.is_floating_point:
         raise ValueError(f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {dtype}: cast it")
     if dtype not in CARRIED and not operations <= ({"sum", "avg"} if dtype in (torch.complex64, torch.complex128) else set()):
@@ -223,9 +228,8 @@ def _redistribute_as_carried(
     is_async: bool,
 ) -> Pending:
     """The same for dtypes that backends do not know: as pairs of reals, or bytes, in a last dimension that is never cut."""
-    reduces = any(p != q and isinstance(p, Partial) for p, q in (*zip(source, target), *zip(target, source)))
     local = local.resolve_conj().resolve_neg()
-    parts = torch.view_as_real(local) if reduces else local.contiguous().unsqueeze(-1).view(torch.uint8)
+    parts = torch.view_as_real(local) if _reductions(source, target) else local.contiguous().unsqueeze(-1).view(torch.uint8)
     width, dtype = parts.shape[-1], local.dtype
     pending = redistribute_local(parts, mesh, (*shape, width), source, target, is_async)  # Steps read it as flat memory.
     numel = math.prod(pending.local_shape) // width

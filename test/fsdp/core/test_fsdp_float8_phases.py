@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import error_of, ranks
+from common import error_of, fake_group, ranks
 from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -364,7 +364,8 @@ class ErrorsTest(unittest.TestCase):
             found.append((tuple(planes.shape), type(planes.backward) is Float4Planes))
             return float8_weight(planes)
 
-        run_one_rank(partial(train_two_widths, Float8Policy(torch.float32, weight_factory=hold, backward=Float4Policy())))
+        with fake_group(1):
+            train_two_widths(Float8Policy(torch.float32, weight_factory=hold, backward=Float4Policy()))
         self.assertEqual(found, [((64, 64), True), ((40, 64), True)])
 
 
@@ -372,13 +373,6 @@ def train_two_widths(policy):
     net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 40, bias=False), nn.Linear(40, 8, bias=False))
     fully_shard(net, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
     net(torch.ones(2, 64)).sum().backward()
-
-
-def run_one_rank(program):
-    from common import fake_group
-
-    with fake_group(1):
-        program()
 
 
 if __name__ == "__main__":

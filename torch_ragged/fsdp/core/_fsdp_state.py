@@ -246,7 +246,7 @@ class FSDPState(ModuleState):
         for group in self.groups:
             group.is_unhooked |= must_stay
         if must_stay and needs_backward:
-            self.unshard(Phase.BOTH)
+            self.gather_for_backward()
         # There is none if pre-forward has raised.
         call = self.calls.pop() if self.calls else Call(None, self)
         # Of an optional call, all ranks record it, also ranks whose backward does not reach it: their orders must be equal.

@@ -142,7 +142,13 @@ class ModuleState:
         if not stays_unsharded and (self.reshard_after_forward or not needs_backward):
             self.reshard(keep=needs_backward)
         elif stays_unsharded and needs_backward:
-            self.unshard(Phase.BOTH)
+            self.gather_for_backward()
+
+    def gather_for_backward(self) -> None:
+        """The parameters stay unsharded until backward, which no hook announces: all-gather what it uses beside forward."""
+        for group in self.groups:
+            if group.encoding.has_phases:
+                group.unshard(phase=Phase.BOTH)
 
     def _forward_phase(self, needs_backward: bool) -> Phase:
         return Phase.BOTH if needs_backward and not self.reshard_after_forward else Phase.FORWARD

@@ -47,8 +47,8 @@ class Float8Planes:
         scales: ``torch.float32``, in the shape of the parameter with numbers of tiles as its last two dimensions.
         tile: the height and the width of a tile.
         dtype: the dtype of the computation, ``param_dtype``.
-        backward: the planes that backward uses, if the policy has a policy ``backward``. In each phase, only the planes of
-            that phase have memory. None: backward uses these.
+        backward: the planes that backward uses, if the policy has a policy ``backward``. Planes that a phase does not use
+            have no memory in it. None: backward uses these.
     """
 
     codes: torch.Tensor
@@ -209,11 +209,8 @@ class PlanesEncoding(Encoding):
             if form != (wanted := (tuple(planes.shape), planes.dtype)):
                 raise ValueError(f"weight_factory must return a tensor of {wanted}, got {form}")
             own = set(storage_ids(value))
-            codes = {
-                "planes.codes": planes.codes,
-                **({"planes.backward.codes": planes.backward.codes} if planes.backward else {}),
-            }
-            if missing := [name for name, tensor in codes.items() if own.isdisjoint(storage_ids(tensor))]:
+            all_codes = [("planes", planes), ("planes.backward", planes.backward)]
+            if missing := [f"{name}.codes" for name, each in all_codes if each and own.isdisjoint(storage_ids(each.codes))]:
                 raise ValueError(
                     f"weight_factory must return a tensor that holds {' and '.join(missing)}, such as a tensor subclass with "
                     "__tensor_flatten__: later all-gathers fill this memory, and a copy of it would stay as it is"
