@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -20,7 +19,7 @@ from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, AllReduce, pl
 from torch_ragged.tensor._route import Step
 from torch_ragged.tensor.placement_types import has_ragged, whole_shape
 
-__all__ = ["Move", "Placed", "can_move", "clean", "differentiable_once", "is_even", "make_dtensor", "move_dtensor"]
+__all__ = ["Move", "Placed", "can_move", "clean", "differentiable_once", "is_even", "make_dtensor", "move_dtensor", "on_trial"]
 
 _FLOATS = {dtype for dtype in CARRIED if dtype.is_floating_point}
 Placed = tuple[Placement, ...]
@@ -45,6 +44,9 @@ class Move:
 
     def run(self, local: torch.Tensor, *, is_gradient: bool) -> torch.Tensor:
         """Move a local tensor whose shards are even, or its gradient. The collectives of ``redistribute_local``."""
+        if on_trial.carry is not None:
+            given, wanted = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
+            return on_trial.carry(local, given, wanted, whole_shape(local.shape, given, self._sizes), self.mesh)
         reduce = self._reductions[is_gradient]
         if reduce is not None and local.dtype in _FLOATS:
             return reduce(local)
@@ -67,13 +69,26 @@ class Move:
         return run_steps(steps, local, self.mesh).wait()
 
 
+class _OnTrial:
+    """While static modules are found: ``carry(local, src, dst, shape, mesh)`` stands for a move, and does not communicate."""
+
+    carry: Callable[[torch.Tensor, Placed, Placed, Sequence[int], DeviceMesh], torch.Tensor] | None = None
+
+
+on_trial = _OnTrial()
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``once_differentiable``, at no cost if gradients have no graph."""
-    with_error = once_differentiable(backward)
+    """A backward that raises at once if its gradients shall have a graph: local gradients have none."""
 
     @functools.wraps(backward)
     def choose(ctx: Any, *gradients: Any) -> Any:
-        return (with_error if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward with create_graph=True goes through a static module, whose gradients have no graph: call parallelize "
+                "with mode='eager' for second derivatives"
+            )
+        return backward(ctx, *gradients)
 
     return choose
 
@@ -172,6 +187,9 @@ def _moved(tensor: Any, dst: Placed) -> DTensor:
         return tensor.view_as(tensor)
     if not can_move((*src, *dst)):
         return tensor.redistribute(placements=dst)
-    local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
+    if on_trial.carry is not None:
+        local = on_trial.carry(tensor._local_tensor, src, dst, tensor.shape, tensor.device_mesh)
+    else:
+        local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
     # One device's order in memory stays: dropout draws in this order.
     return make_dtensor(local, tensor.device_mesh, dst, tensor.shape, None if has_ragged(dst) else tensor.stride())
