@@ -57,12 +57,6 @@ class Move:
         steps = self._plans.get(key)
         if steps is None:  # Once per shape: hashing placements takes longer than a small collective.
             shape = whole_shape(local.shape, src, self._sizes)
-            if not is_even(shape, dst, self._sizes):  # On all ranks, before they communicate.
-                raise RuntimeError(
-                    f"in a static module, a boundary cuts a tensor of shape {tuple(shape)} as {dst} over {self._sizes} ranks. "
-                    "Its shards would be uneven, which eager mode takes and local tensors cannot tell: pad the input, or call "
-                    "parallelize with mode='eager'"
-                )
             if local.dtype in CARRIED:
                 self._plans[key] = plan(shape, self._sizes, src, dst, tuple(self.mesh.get_coordinate() or ()))
             return redistribute_local(local, self.mesh, shape, src, dst).wait()

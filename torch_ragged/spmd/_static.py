@@ -91,12 +91,10 @@ class StaticModules:
                 region.make_eager()
 
     @property
-    def report(self) -> Optional[StaticReport]:
-        """What was found so far; None until a module was called twice."""
+    def report(self) -> StaticReport:
+        """What was found so far: no module is static before its second call."""
         static = [name for name, region in self._regions.items() if region.is_static]
         reasons = {name: region.reason for name, region in self._regions.items() if region.reason}
-        if not static and not any(region.was_tried for region in self._regions.values()):
-            return None
         outermost = [n for n in static if not any(n != other and _is_in(n, other) for other in static)]
         draws = {name: told for n in outermost for name, told in self._regions[n].draws().items()}
         return StaticReport(tuple(outermost), {**draws, **reasons})
@@ -169,7 +167,6 @@ class _Region:
         self.gradients = owner.gradients
         self.reason: Optional[str] = None
         """Why the module is eager for good; an empty text: because of a module in it; None: it is not."""
-        self.was_tried = False
         self.leaves: list[Leaf] = []
         self._owner = owner
         self._states: list[_State] = []
@@ -310,7 +307,7 @@ class _Region:
     def _try(self, state: _State, kind: _Kind, leaves: Sequence[Any], tree: Any) -> None:
         """See whether calls of this kind can be static, on copies of tensors. The module is as before afterwards."""
         owner = self._owner
-        self.was_tried, kind.found, kind.is_stale = True, None, False
+        kind.found, kind.is_stale = None, False
         owner.region = self
         try:
             kind.found = try_module(

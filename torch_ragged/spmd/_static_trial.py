@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils import _pytree as pytree
@@ -114,7 +115,8 @@ def try_module(
     states = {device: read_state(device) for device in devices}
     reference = _Reference(name, module, changes, mesh)
     try:
-        with _disable_current_modes():
+        # Of an activation checkpoint around the module: it must not count what is saved here.
+        with _disable_current_modes(), saved_tensors_hooks(lambda x: x, lambda x: x):
             given = _Given(args, params, buffers, reference.ledger)
             found = _run_reference(module, reference, given, tree, arrivals, mesh)
             for device, state in states.items():
@@ -444,6 +446,7 @@ class _Reference(DebugMode):
         self._moves: dict[Redistribution, list[Any]] = {}
         self._op: Any = None
         self._args: Any = ()
+        self._is_sharing = False
 
     # -- what the run tells
 
@@ -558,19 +561,27 @@ class _Reference(DebugMode):
     def record_redistribute_calls(self, arg: Any, src_placement: Any, dst_placement: Any, *rest: Any, **options: Any) -> Any:
         param = self._args[arg] if isinstance(arg, int) and arg < len(self._args) else None
         src, dst = (getattr(each, "placements", each) for each in (src_placement, dst_placement))
-        is_param = isinstance(param, DTensor) and param.is_leaf and param.requires_grad
-        if is_param and _becomes_pending(src, dst):
+        if _becomes_pending(src, dst):
             key = next((k for k, t in self._params().items() if t is param), None)
             if key is not None:
                 self._shares[key] = tuple([n for n, old, new in zip(self._mesh.shape, src, dst) if old != new])
-                return contextlib.nullcontext()
-        if tuple(src) == tuple(dst):
+                return self._sharing()
+        if self._is_sharing or tuple(src) == tuple(dst):
             return contextlib.nullcontext()
         told = f"{tell(src)}->{tell(dst)}"
         if current_autograd_node() is None:
             self._refuse(self._stack[-1], f"{self._op} redistributes {told}: add a rule that does it at a module's boundary")
         name = self._module_of_backward()
         self._refuse(name, f"in backward, {self._op} redistributes {told}: add a rule with grad= or grad_dst=")
+
+    @contextlib.contextmanager
+    def _sharing(self) -> Iterator[None]:
+        """What carries it out tells it again."""
+        self._is_sharing = True
+        try:
+            yield
+        finally:
+            self._is_sharing = False
 
     def _params(self) -> dict[str, Any]:
         found = {}
