@@ -33,6 +33,7 @@ __all__ = ["Found", "Island", "Refused", "first_line", "is_even_dtensor", "tell"
 _UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
 _COMMUNICATES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _WRITES_UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats")
+_COMMUTE = ("aten.add.Tensor", "aten.add_.Tensor", "aten.mul.Tensor", "aten.mul_.Tensor")
 _CONSTANT = 65536
 """Bytes of a tensor that the module made without an op, at most, for its values to be compared."""
 
@@ -183,7 +184,7 @@ class Ledger:
 
     def describe(self, tensor: torch.Tensor) -> Any:
         storage = self._storage(tensor)
-        geometry = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        geometry = _geometry(tensor)
         if storage in self._of:
             return (self._of[storage], *geometry)
         # The module's own: an attribute, or made of Python numbers.
@@ -198,7 +199,11 @@ class Ledger:
         Raises:
             Refused: it communicates, reads a value, or writes to a tensor that the run has not made.
         """
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        named = {each.name: each for each in func._schema.arguments}
+        filled = {**dict(zip(named, args)), **kwargs}  # A default may be passed or left out.
+        leaves, tree = pytree.tree_flatten(
+            {key: value for key, value in filled.items() if not _is_default(named.get(key), value)}
+        )
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(isinstance(each, FakeTensor) or each.is_meta for each in tensors):
             return func(*args, **kwargs)
@@ -213,9 +218,16 @@ class Ledger:
                 raise Refused(self._name, f"{func} writes to a tensor that was made before")
         result = func(*args, **kwargs)
         with _disable_current_modes():
-            expression = hash((str(func), tuple(given), str(tree)))
+            name = str(func)
+            if name in _COMMUTE and len(tensors) == 2:  # Autograd may sum in either order.
+                given[:2] = sorted(given[:2], key=hash)
+            expression = hash((name.replace("_.", "."), tuple(given), str(tree)))
             for index, tensor in enumerate(written):
-                self._of[self._storage(tensor)] = hash((expression, "written", index))
+                storage, whole = self._storage(tensor), tensor.untyped_storage().nbytes()
+                if tensor.numel() * tensor.element_size() == whole:  # As an op that is not in place makes it.
+                    self._of[storage] = hash((expression, index))
+                else:
+                    self._of[storage] = hash((expression, "into", self._of[storage], _geometry(tensor)))
             known = {self._storage(each) for each in tensors}
             for index, made in enumerate(pytree.tree_leaves(result)):
                 if isinstance(made, torch.Tensor) and not isinstance(made, DTensor):
@@ -240,6 +252,14 @@ class Ledger:
             if marked or (unmarked and argument.name.startswith("running_")):
                 found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         return found
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    return argument is not None and argument.has_default_value() and argument.default_value is value
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _constant(value: Any) -> Any:
