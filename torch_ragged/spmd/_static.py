@@ -94,9 +94,10 @@ class StaticModules:
     def report(self) -> StaticReport:
         """What was found so far: no module is static before its second call."""
         static = [name for name, region in self._regions.items() if region.is_static]
-        reasons = {name: region.reason for name, region in self._regions.items() if region.reason}
+        told = {name: region.reason or region.other_facts() for name, region in self._regions.items()}
+        reasons = {name: reason for name, reason in told.items() if reason}
         outermost = [n for n in static if not any(n != other and _is_in(n, other) for other in static)]
-        draws = {name: told for n in outermost for name, told in self._regions[n].draws().items()}
+        draws = {name: reason for n in outermost for name, reason in self._regions[n].draws().items()}
         return StaticReport(tuple(outermost), {**draws, **reasons})
 
     def forbid(self, name: str, reason: str) -> None:
@@ -191,6 +192,12 @@ class _Region:
         found = [kind.found for state in self._states for kind in state.kinds.values() if kind.found is not None]
         return {name: reason for each in found for name, reason in each.draws.items()}
 
+    def other_facts(self) -> Optional[str]:
+        """Why no call is static, if each has other facts than those before it."""
+        if self.is_static or len(self._states) < 3:
+            return None
+        return f"each call finds another value of {self._states[1].facts.changed()}"
+
     def wake(self) -> None:
         """Look at calls of the module, unless it is eager for good."""
         if self.reason is None and not self._handles:
@@ -269,7 +276,8 @@ class _Region:
         key = [tree, modes()]
         for leaf in leaves:
             if isinstance(leaf, DTensor):
-                if leaf.device_mesh is not self._owner.mesh or not is_even_dtensor(leaf):
+                mesh = self._owner.mesh
+                if (leaf.device_mesh is not mesh and leaf.device_mesh != mesh) or not is_even_dtensor(leaf):
                     return None, None
                 key += (leaf.placements, leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
             elif isinstance(leaf, torch.Tensor):

@@ -81,14 +81,14 @@ class Facts:
         self._cells: list[tuple[Any, Any, str]] = []
         self._tensors: list[tuple[torch.Tensor, Any, str]] = []
         self._seen: dict[int, Any] = {}  # Values are kept, so that no other one gets their address.
-        self._names: dict[str, tuple[Any, set[str]]] = {}
+        self._names: dict[Any, tuple[str, Any, set[str]]] = {}
         self._code: set[str] = set()  # All names that the code uses.
         self._functions: list[tuple[types.FunctionType, str]] = []
         self._classes: dict[type, str] = {}
         for name, each in module.named_modules():
             self._visit(each, name or type(module).__name__)
         self._follow()
-        for path, (place, names) in self._names.items():
+        for path, place, names in self._names.values():
             chosen = tuple(sorted(names))
             get = itemgetter(*chosen) if len(chosen) > 1 else functools.partial(_one, chosen[0])
             self._named.append((place, get, chosen, list(get(place)), path))
@@ -215,7 +215,9 @@ class Facts:
 
     def _watch_name(self, place: Any, path: str, name: str) -> None:
         """``place`` is a module's globals or a class's attributes, ``path`` its name."""
-        self._names.setdefault(path, (place, set()))[1].add(name)
+        # Attributes of a class are another proxy each time; functions that others wrap have the others' module names.
+        key = id(place) if isinstance(place, dict) else path
+        self._names.setdefault(key, (path, place, set()))[2].add(name)
         value = place[name]
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         self._visit(value, f"{path}.{name}")
