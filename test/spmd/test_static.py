@@ -46,7 +46,7 @@ class Net(nn.Module):
     def forward(self, ids):
         x = self.embedding(ids)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            x = checkpoint(block, x, use_reentrant=self.checkpointed == "reentrant") if self.checkpointed else block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
@@ -171,10 +171,11 @@ class StaticTest(unittest.TestCase):
     def test_checkpointed_blocks_and_dropout():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         plan = plan_of().default(Replicate())
-        eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
-        eager.checkpointed = static.checkpointed = True
-        assert losses_of(static) == losses_of(eager)
-        assert static.static_modules.report.modules, static.static_modules.report
+        for kind in ("reentrant", "not reentrant"):
+            eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
+            eager.checkpointed = static.checkpointed = kind
+            assert losses_of(static) == losses_of(eager)
+            assert static.static_modules.report.modules, static.static_modules.report
         eager, static = parallelize(make(p=0.2), plan, mesh), parallelize(make(p=0.2), plan, mesh, mode="static")
         found = losses_of(static)
         assert found == losses_of(eager)
@@ -306,9 +307,10 @@ class StaticTest(unittest.TestCase):
     def test_checkpointed_units_are_static_too():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         plan = plan_of().unit(BLOCK, "dp")
-        eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
-        eager.checkpointed = static.checkpointed = True
-        assert losses_of(static, accumulate=2) == losses_of(eager, accumulate=2)
+        for kind in ("reentrant", "not reentrant"):
+            eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
+            eager.checkpointed = static.checkpointed = kind
+            assert losses_of(static, accumulate=2) == losses_of(eager, accumulate=2)
         assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
 
     @ranks(2)
