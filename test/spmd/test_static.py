@@ -1,8 +1,10 @@
 """Static modules: the bits of eager mode without DTensor inside, and a report that says what keeps a module eager."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
+import random
 import textwrap
 import unittest
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged.spmd import Plan, parallelize
+from torch_ragged.spmd import Plan, _static, parallelize
 
 BLOCK = r"blocks\.\d+"
 
@@ -103,7 +105,7 @@ class Inside(TorchDispatchMode):
 
     def __init__(self, model, module=None):
         super().__init__()
-        self.found, self.ops, self._depth, self._static = [], 0, 0, getattr(model, "static_modules", None)
+        self.found, self.ops, self._depth, self._is_static = [], 0, 0, hasattr(model, "static_modules")
         if module is not None:  # In a static module, a hook would make it eager.
             module.register_forward_pre_hook(lambda *_: self._move(1))
             module.register_forward_hook(lambda *_: self._move(-1), prepend=True)
@@ -112,7 +114,7 @@ class Inside(TorchDispatchMode):
         self._depth += step
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self._depth or (self._static is not None and self._static.region is not None):
+        if self._depth or (self._is_static and _static._now.region is not None):
             self.ops += 1
             if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
                 self.found.append(str(func))
@@ -391,6 +393,265 @@ class StaticTest(unittest.TestCase):
         plan = Plan().default(Replicate())
         assert "parallelize was called differently" in error_of(parallelize, make(), plan, mesh, mode=mode)
         assert "mode must be 'eager' or 'static', got 'fast'" in error_of(parallelize, make(), plan, mesh, mode="fast")
+
+
+FLAG = {"center": False}
+LIMIT = 6
+
+
+class Options:
+    def __init__(self):
+        self.inner, self.sizes = SimpleNamespace(center=False), [1, 2]
+
+
+class Feed(nn.Module):
+    """A block whose code reads all that code can read. A mean over rows or features that are cut is not a local op."""
+
+    center_of_class = False
+
+    def __init__(self, kind):
+        super().__init__()
+        self.up, self.down, self.kind = nn.Linear(8, 16), nn.Linear(16, 8), kind
+        self.drop, self.gate = nn.Dropout(0.0), nn.Parameter(torch.zeros(8))
+        self.options, self.center, self.calls = Options(), False, [0]
+        state = {"center": False}
+        self.switch = lambda: state.update(center=True)
+        self.closure = lambda: state["center"]
+
+    def wants_center(self, x, flag):
+        answers = {
+            "attribute": lambda: self.center,
+            "flag": lambda: flag,
+            "mode": lambda: not self.training,
+            "shape": lambda: x.shape[0] > LIMIT,
+            "global": lambda: FLAG["center"],
+            "limit": lambda: LIMIT < 3,
+            "closure": lambda: self.closure(),
+            "class": lambda: self.center_of_class,
+            "object": lambda: self.options.inner.center,
+            "list": lambda: len(self.options.sizes) > 2,
+            "gradients": lambda: not torch.is_grad_enabled(),
+            "frozen": lambda: not self.up.weight.requires_grad,
+            "step": lambda: self.calls[0] > 3,
+            "value": lambda: bool(x.sum() > 1e6),
+        }
+        return answers.get(self.kind, lambda: False)()
+
+    def forward(self, x, flag=False):
+        if self.kind == "step":
+            self.calls[0] += 1
+        h = self.drop(torch.tanh(self.up(x)))
+        if self.wants_center(x, flag):
+            h = h - h.mean((0, -1), keepdim=True)
+        if self.kind == "gate":
+            h = h * torch.arange(x.shape[0]).add(1).log()[:, None]
+        if self.kind == "stored":
+            self.aux = h
+        h = self.down(h)
+        return x + (self.gate * h if self.kind == "gate" else h)
+
+
+class RandomFeed(Feed):
+    def wants_center(self, x, flag):
+        return random.random() < -1
+
+
+class Holder(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        feed = RandomFeed(kind) if kind == "random" else Feed(kind)
+        self.first, self.feed, self.head, self.flag = nn.Linear(8, 8), feed, nn.Linear(8, 4), False
+        self.double()
+
+    def forward(self, x):
+        x = self.feed(self.first(x), self.flag)
+        return self.head(x) + (self.feed.aux.sum() if self.feed.kind == "stored" else 0.0)
+
+
+def double(module, args, output):
+    return output * 2
+
+
+CHANGES = {
+    "attribute": lambda m: setattr(m.feed, "center", True),
+    "flag": lambda m: setattr(m, "flag", True),
+    "mode": lambda m: m.eval(),
+    "shape": lambda m: None,
+    "global": lambda m: FLAG.update(center=True),
+    "limit": lambda m: globals().update(LIMIT=2),
+    "closure": lambda m: m.feed.switch(),
+    "class": lambda m: setattr(Feed, "center_of_class", True),
+    "object": lambda m: setattr(m.feed.options.inner, "center", True),
+    "list": lambda m: m.feed.options.sizes.append(3),
+    "gradients": lambda m: None,
+    "frozen": lambda m: m.feed.up.weight.requires_grad_(False),
+    "unfrozen": lambda m: m.feed.up.requires_grad_(True),
+    "step": lambda m: None,
+    "value": lambda m: None,
+    "random": lambda m: None,
+    "gate": lambda m: None,
+    "stored": lambda m: None,
+    "dropout": lambda m: setattr(m.feed.drop, "p", 0.5),
+    "hook": lambda m: m.feed.up.register_forward_hook(double),
+    "method": lambda m: setattr(m.feed.up, "forward", lambda x, up=m.feed.up: F.linear(x, up.weight) * 2),
+    "layer": lambda m: m.feed.down.register_full_backward_hook(lambda module, given, grads: (given[0] * 2,)),
+    "input": lambda m: None,
+    "none": lambda m: None,
+}
+
+
+def run_program(model, kind):
+    """Losses and gradients of six steps; what the kind says changes behind the third one."""
+    FLAG["center"], Feed.center_of_class, globals()["LIMIT"] = False, False, 6
+    found = []
+    if kind == "unfrozen":
+        model.feed.up.requires_grad_(False)
+    torch.manual_seed(0)
+    for step in range(6):
+        if step == 3:
+            CHANGES[kind](model)
+        rows = 4 if step < 3 or kind != "shape" else 8
+        x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        if kind == "input":
+            x.requires_grad_()
+        with torch.set_grad_enabled(kind != "gradients" or step < 3):
+            loss = model(x).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+        grads = {name: None if param.grad is None else whole(param.grad) for name, param in model.named_parameters()}
+        found.append((whole(loss), {**grads, "input": None if x.grad is None else whole(x.grad)}))
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1)
+        model.zero_grad()
+    return found
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def check_kinds(kinds):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    rows = Plan().shard("<in>", Shard(0), "a").redistribute("<out>", Replicate(), "a").default(Replicate())
+    columns = Plan().shard(r"feed\.up\.(weight|bias)", Shard(0), "a").shard(r"feed\.down\.weight", Shard(1), "a")
+    columns.redistribute(r"feed\.down\.<out>", Replicate(), "a").default(Replicate())
+    for kind, plan in itertools.product(kinds, (rows, columns)):
+        single = Holder(kind)
+        eager, static = (parallelize(Holder(kind), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        expected, by_eager, by_static = (run_program(each, kind) for each in (single, eager, static))
+        for step, (one, other, last) in enumerate(zip(expected, by_eager, by_static)):
+            where = (kind, step, str(static.static_modules.report))
+            torch.testing.assert_close(other[0], one[0], rtol=1e-12, atol=1e-12)
+            assert torch.equal(last[0], other[0]), where
+            for name, grad in one[1].items():
+                assert (grad is None) == (other[1][name] is None) == (last[1][name] is None), (*where, name)
+                if grad is not None:
+                    torch.testing.assert_close(other[1][name], grad, rtol=1e-10, atol=1e-12)
+                    assert torch.equal(last[1][name], other[1][name]), (*where, name)
+        assert static.static_modules.report.modules, where  # The check above is not of two eager models.
+
+
+class ProgramTest(unittest.TestCase):
+    """Static modules have the bits of eager mode in every step of programs that change behind the first ones."""
+
+    @ranks(2)
+    def test_branches_of_code_that_read_what_has_changed():
+        check_kinds(
+            ["attribute", "flag", "mode", "shape", "global", "limit", "closure", "class", "object", "list", "gradients"]
+        )
+
+    @ranks(2)
+    def test_gradients_hooks_and_layers_that_come_later():
+        check_kinds(["frozen", "unfrozen", "dropout", "hook", "method", "layer", "input"])
+
+    @ranks(2)
+    def test_values_steps_and_tensors_that_no_guard_can_see():
+        check_kinds(["step", "value", "random", "gate", "stored"])
+
+    @ranks(2)
+    def test_gradients_that_only_autograd_grad_asks_for_raise():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in>", Shard(0), "a").redistribute("<out>", Replicate(), "a").default(Replicate())
+        model = parallelize(Holder("none"), plan, mesh, mode="static")
+        for _ in range(3):
+            x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+            model(x).sum().backward()
+        assert model.static_modules.report.modules == ("",)
+        params = list(model.parameters())
+        for call in (
+            lambda: torch.autograd.grad(model(x).sum(), params, allow_unused=True),
+            lambda: torch.autograd.grad(model(x).sum(), [x, params[0]], allow_unused=True),
+            lambda: model(x).sum().backward(inputs=params[:1]),
+        ):
+            told = error_of(call)
+            assert "do not find a parameter of shape (8, 8) in a static module" in told, told
+        (gradient,) = torch.autograd.grad(model(x).sum(), [x])
+        x.grad = None
+        model(x).sum().backward()
+        assert torch.equal(gradient, x.grad)
+        told = error_of(lambda: model(x).sum().backward(create_graph=True))
+        assert "mode='eager' for second derivatives" in told, told
+
+    @ranks(2)
+    def test_two_calls_of_different_kinds_before_one_backward():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in>", Shard(0), "a").redistribute("<out>", Replicate(), "a").default(Replicate())
+        single = Holder("flag")
+        eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        for step in range(4):
+            found = []
+            for model in (single, eager, static):
+                model.zero_grad()
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                short, long = model(x), model(torch.cat([x, x]))
+                with torch.no_grad():
+                    model(x)
+                (short.sum() + long.square().sum()).backward()
+                found.append([whole(param.grad) for param in model.parameters() if param.grad is not None])
+            for one, other, last in zip(*found, strict=True):
+                torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
+                assert torch.equal(other, last)
+        assert static.static_modules.report.modules == ("",)
+
+    @ranks(2)
+    def test_a_checkpoint_inside_of_a_module_keeps_it_eager():
+        class Again(Feed):
+            def forward(self, x, flag=False):
+                inner = checkpoint(lambda h: self.drop(torch.tanh(self.up(h))), x, use_reentrant=self.kind == "reentrant")
+                return x + self.down(inner)
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in>", Shard(0), "a").redistribute("<out>", Replicate(), "a").default(Replicate())
+        for kind in ("reentrant", "not reentrant"):
+            single = Holder("none")
+            single.feed = Again(kind)
+            single.feed.drop.p = 0.5
+            single.double()
+            eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+            by_eager, by_static = run_program(eager, "none"), run_program(static, "none")
+            for one, other in zip(by_eager, by_static):
+                assert torch.equal(one[0], other[0]), kind
+                for name, grad in one[1].items():
+                    assert grad is None or torch.equal(grad, other[1][name]), (kind, name)
+            assert "first" in static.static_modules.report.modules, static.static_modules.report
+
+    @ranks(2)
+    def test_an_interrupted_call_leaves_no_local_tensors_behind():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in>", Shard(0), "a").redistribute("<out>", Replicate(), "a").default(Replicate())
+        single = Holder("none")
+        static, x = parallelize(Holder("none"), plan, mesh, mode="static"), torch.arange(32, dtype=torch.float64).view(4, 8)
+        for _ in range(3):
+            static(x).sum().backward()
+        assert static.static_modules.report.modules == ("",)
+        with mock.patch.object(torch, "tanh", side_effect=KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
+            static(x)
+        torch.testing.assert_close(whole(static(x)), single(x).detach(), rtol=1e-12, atol=1e-12)
+        assert isinstance(static.first.weight, DTensor)
 
 
 class Scaled(Block):

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._register._torch import backward_id
+from torch_ragged._register._torch import GradientUse, backward_id, gradient_use
 from torch_ragged.spmd._move import make_dtensor
 from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._redistribute import mesh_group
 
-__all__ = ["Leaf", "PendingGradients", "has_hooks"]
+__all__ = ["Leaf", "PendingGradients", "has_hooks", "witness"]
 
 _BUCKET = 64 * 2**20
 """Bytes of one all-reduce, at most: larger ones are no faster, and need as much memory again."""
@@ -84,11 +84,10 @@ class PendingGradients:
         self._order = {param: index for index, param in enumerate(self._wanted)}
         self._mesh = mesh
         self._passes: dict[int, _Pass] = {}
-        self._nodes = []  # They keep their hooks alive.
+        self._node_of = {}  # The nodes keep their hooks alive.
         for param in self._wanted:
             trains = param.requires_grad
-            node = get_gradient_edge(param.requires_grad_()).node
-            self._nodes.append(node)
+            node = self._node_of[param] = get_gradient_edge(param.requires_grad_()).node
             node.register_prehook(functools.partial(self._divert, param))
             param.register_post_accumulate_grad_hook(self._note)
             param.requires_grad_(trains)  # A frozen parameter may train later.
@@ -114,6 +113,13 @@ class PendingGradients:
                     f"a parameter of shape {tuple(each.param.shape)} in a static module got a hook between forward and "
                     "backward: register hooks on parameters before forward"
                 )
+        if gradient_use(_witness_node) is not GradientUse.ACCUMULATED:  # Of some tensors only.
+            for each in leaves:
+                if gradient_use(self._node_of[each.param]) is not GradientUse.NONE:
+                    raise RuntimeError(
+                        "torch.autograd.grad and backward(inputs=) do not find a parameter of shape "
+                        f"{tuple(each.param.shape)} in a static module: call backward(), or parallelize with mode='eager'"
+                    )
         kept = self._begin().leaves
         if not any(leaves is each for each in kept):
             kept.append(leaves)
@@ -195,6 +201,11 @@ class PendingGradients:
         flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
         dist.all_reduce(flat, group=mesh_group(self._mesh, dims))
         return [part.view(local.shape) for part, local in zip(flat.split([local.numel() for local in locals_]), locals_)]
+
+
+witness = torch.zeros((), requires_grad=True)
+"""A leaf that each static module's output depends on, without a gradient: a backward that accumulates all gradients has it."""
+_witness_node = get_gradient_edge(witness).node
 
 
 def has_hooks(param: Any) -> bool:

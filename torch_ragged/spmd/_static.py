@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
-from torch_ragged._register._torch import backward_id
+from torch_ragged._register._torch import backward_id, functorch_is_active
 from torch_ragged.spmd._boundary import Redistribution, local_moves
-from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks
+from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks, witness
 from torch_ragged.spmd._move import Placed, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
 from torch_ragged.spmd._static_facts import Facts, NoFacts, modes
@@ -69,9 +69,6 @@ class StaticModules:
     ) -> None:
         self.mesh, self.gradients = mesh, gradients
         self.changes = [change for change in changes if isinstance(change, Redistribution)]
-        self.active: Optional[Found] = None
-        self.region: Optional[_Region] = None
-        """The module that runs on local tensors now, or on trial: modules in it do nothing of their own."""
         self._regions: dict[str, _Region] = {}
         makers = {each.module for each in resolved.factories}  # Their rules hold in all modules in them, too.
         reasons = {
@@ -84,6 +81,7 @@ class StaticModules:
             self._regions[name] = _Region(self, module, name)
         for name, reason in reasons.items():
             self.forbid(name, reason)
+        model.register_forward_pre_hook(_now.begin_forward, prepend=True)
         for region in self._regions.values():
             inner = [each for each in region.module.modules() if each is not region.module]
             has_units = any(isinstance(each, FSDPModule) for each in inner)  # They are called with DTensors.
@@ -117,6 +115,33 @@ class StaticModules:
 
 def _is_in(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+class _Now:
+    """What runs on local tensors now.
+
+    Attributes:
+        region: the static module that runs, or is on trial: modules in it do nothing of their own, also those of other models.
+        found: what its trial found.
+    """
+
+    region: Optional[_Region] = None
+    found: Optional[Found] = None
+
+    def enter(self, region: _Region, found: Optional[Found]) -> None:
+        self.region, self.found, local_moves.of = region, found, None if found is None else found.moves
+
+    def leave(self) -> None:
+        self.region, self.found, local_moves.of = None, None, None
+
+    def begin_forward(self, *_: Any) -> None:
+        """A call that was interrupted from the keyboard has left local tensors behind."""
+        if self.region is not None and backward_id() < 0 and not self.region.is_on_trial:
+            self.region.unbind()
+            self.leave()
+
+
+_now = _Now()
 
 
 @dataclass
@@ -168,6 +193,7 @@ class _Region:
         self.gradients = owner.gradients
         self.reason: Optional[str] = None
         """Why the module is eager for good; an empty text: because of a module in it; None: it is not."""
+        self.is_on_trial = False
         self.leaves: list[Leaf] = []
         self._owner = owner
         self._states: list[_State] = []
@@ -221,8 +247,7 @@ class _Region:
     # -- calls
 
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        owner = self._owner
-        if owner.region is not None:  # On trial.
+        if _now.region is not None or functorch_is_active():
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         state, kind = self._kind_of(leaves, tree)
@@ -242,7 +267,7 @@ class _Region:
         found = kind.found
         assert found is not None
         self._running[-1] = ("static", kind)
-        owner.region, owner.active, local_moves.of = self, found, found.moves
+        _now.enter(self, found)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, DTensor):
                 leaves[index] = _ToLocal.apply(leaf, found.input_grads.get(index))
@@ -250,13 +275,12 @@ class _Region:
         return pytree.tree_unflatten(leaves, tree)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        owner = self._owner
-        if not self._running or owner.region not in (None, self):
+        if not self._running or _now.region not in (None, self):
             return None
         state, kind = self._running.pop()
         if state == "static":
-            owner.region, owner.active, local_moves.of = None, None, None
-            self._unbind()
+            _now.leave()
+            self.unbind()
         if output is None or kind is None:  # It raised, or it ran in eager mode.
             return None
         leaves, tree = pytree.tree_flatten(output)
@@ -268,7 +292,7 @@ class _Region:
         assert kind.found is not None
         for index, (leaf, spec) in enumerate(zip(leaves, kind.found.outputs)):
             if spec is not None:
-                leaves[index] = _FromLocal.apply(leaf, self, kind, index, spec)
+                leaves[index] = _FromLocal.apply(leaf, self, kind, index, spec, witness, *[each.param for each in self.leaves])
         return pytree.tree_unflatten(leaves, tree)
 
     def _kind_of(self, leaves: Sequence[Any], tree: Any) -> tuple[Optional[_State], Optional[_Kind]]:
@@ -315,8 +339,8 @@ class _Region:
     def _try(self, state: _State, kind: _Kind, leaves: Sequence[Any], tree: Any) -> None:
         """See whether calls of this kind can be static, on copies of tensors. The module is as before afterwards."""
         owner = self._owner
-        kind.found, kind.is_stale = None, False
-        owner.region = self
+        kind.found, kind.is_stale, self.is_on_trial = None, False, True
+        _now.enter(self, None)
         try:
             kind.found = try_module(
                 self.module, self.name, leaves, tree, kind.arrivals, owner.changes, owner.mesh, self._run_on_trial(tree)
@@ -331,7 +355,8 @@ class _Region:
             return
         finally:
             state.facts.restore()
-            owner.region, owner.active, local_moves.of = None, None, None
+            self.is_on_trial = False
+            _now.leave()
         owner.now_static(self)
         for module in kind.found.islands:
             if module not in self._island_hooks:
@@ -342,10 +367,8 @@ class _Region:
         state.facts = Facts(self.module)  # Hooks of this object have changed, and nothing else.
 
     def _run_on_trial(self, tree: Any) -> Any:
-        owner = self._owner
-
         def run(found: Found, leaves: Sequence[Any], params: dict[str, Any]) -> Any:
-            owner.active, local_moves.of = found, found.moves
+            _now.enter(self, found)
             hooks = []
             for each in self._params:
                 local = params[each.name]
@@ -362,7 +385,7 @@ class _Region:
             finally:
                 for hook in hooks:
                     hook.remove()
-                self._unbind()
+                self.unbind()
 
         return run
 
@@ -384,7 +407,7 @@ class _Region:
             if isinstance(buffer, DTensor):
                 vars(owner)[key] = buffer._local_tensor
 
-    def _unbind(self) -> None:
+    def unbind(self) -> None:
         for each in self._params:
             each.attributes.pop(each.key, None)
         for owner, key in self._buffers:
@@ -435,8 +458,7 @@ class _Region:
         return pytree.tree_unflatten(leaves, tree)
 
     def _island(self, module: nn.Module) -> Optional[Island]:
-        active = self._owner.active
-        return None if active is None else active.islands.get(module)
+        return None if _now.found is None else _now.found.islands.get(module)
 
 
 @dataclass
@@ -516,23 +538,26 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _FromLocal(torch.autograd.Function):
-    """A DTensor on an output of a region. Its gradient is brought to the placements of the trial."""
+    """A DTensor on an output of a region. Its gradient is brought to the placements of the trial.
+
+    Parameters, whose gradients accumulate on leaves of their own, are inputs here so that autograd finds them.
+    """
 
     @staticmethod
-    def forward(ctx, local, region, kind, index, spec):  # type: ignore[no-untyped-def]
-        ctx.region, ctx.kind, ctx.index = region, kind, index
+    def forward(ctx, local, region, kind, index, spec, *params):  # type: ignore[no-untyped-def]
+        ctx.gradients, ctx.leaves, ctx.kind, ctx.index, ctx.params = region.gradients, region.leaves, kind, index, len(params)
         ctx.grads = kind.found.output_grads.get(index)
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        ctx.region.gradients.collect(ctx.region.leaves)
+        ctx.gradients.collect(ctx.leaves)
         if gradient.placements != ctx.grads:
             # The value is right; another order of sums than in eager mode, in this step alone.
             ctx.kind.arrive(ctx.index, gradient.placements)
             gradient = move_dtensor(gradient, ctx.grads)  # Perhaps to a sum that is pending, which DTensor's method refuses.
-        return gradient._local_tensor, None, None, None, None
+        return gradient._local_tensor, None, None, None, None, *(None,) * ctx.params
 
 
 class _OfIsland(torch.autograd.Function):

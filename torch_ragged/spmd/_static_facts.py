@@ -37,6 +37,7 @@ _OF_OTHERS = tuple(
 _SITE = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
 # What these modules answer, and what these functions do, no guard sees.
 _UNSEEN = {"datetime", "os", "random", "secrets", "socket", "subprocess", "time", "uuid"}
+_CONSTANT_TYPES = {"torch", "torch_ragged", "builtins", "re", "typing", "types", "operator", "functools", "weakref", "abc"}
 _EFFECTS = {"breakpoint", "exec", "eval", "input", "open", "print"}
 _GLOBAL_HOOKS = [hooks for name, hooks in vars(nn_module).items() if name.startswith("_global_") and isinstance(hooks, dict)]
 
@@ -176,13 +177,19 @@ class Facts:
             self._visit(value.__self__, path)
             self._visit(value.__func__, path)
         elif isinstance(value, types.FunctionType):
+            _check_seen(value.__module__, path)
             self._functions.append((value, path))
-        elif isinstance(value, types.ModuleType | types.BuiltinFunctionType | enum.Enum):
+        elif isinstance(value, types.ModuleType | enum.Enum):
             pass
+        elif isinstance(value, types.BuiltinFunctionType):
+            _check_seen(type(value.__self__).__module__, path)
+            _check_seen(value.__module__, path)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, Iterator):
             raise NoFacts(f"{path} is an iterator, whose state no guard sees")
+        elif not hasattr(value, "__dict__") and not hasattr(type(value), "__slots__") and not _is_constant(value):
+            raise NoFacts(f"{path} is a {type(value).__name__}, whose state no guard sees")
         else:
             if hasattr(value, "__dict__") and not _is_others(type(value).__module__):
                 self._class(type(value))
@@ -191,7 +198,7 @@ class Facts:
                 self._visit(getattr(value, name, None), f"{path}.{name}")
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
-        if getattr(module, "_compiled_call_impl", None) is not None:
+        if getattr(module, "_compiled_call_impl", None) is not None or isinstance(module, torch.jit.ScriptModule):
             raise NoFacts(f"{path} is compiled")
         attributes = vars(module)
         self._class(type(module))
@@ -268,8 +275,9 @@ class Facts:
             return
         value = place[name]
         if isinstance(value, types.ModuleType):
-            if value.__name__ in _UNSEEN or (value.__name__ == "numpy" and "random" in names):
-                raise NoFacts(f"its code reads {value.__name__} in {function.__qualname__}, which no guard sees")
+            _check_seen(
+                value.__name__ if value.__name__ != "numpy" or "random" not in names else "random", function.__qualname__
+            )
             for inner in names & set(vars(value)):
                 if not isinstance(vars(value)[inner], types.ModuleType) and not _is_others(value.__name__):
                     self._watch_name(vars(value), value.__name__, inner)
@@ -277,6 +285,17 @@ class Facts:
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.layout, torch.memory_format, range)
+
+
+def _check_seen(module: Optional[str], path: str) -> None:
+    if module is not None and module.split(".")[0].lstrip("_") in _UNSEEN:
+        raise NoFacts(f"{path} reads {module}, which no guard sees")
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether an object that is not Python's has no state that its code may read."""
+    home = type(value).__module__.split(".")[0]
+    return home in _CONSTANT_TYPES and not isinstance(value, (bytearray, memoryview))
 
 
 def _one(name: str, place: Any) -> tuple[Any, ...]:

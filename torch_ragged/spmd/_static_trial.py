@@ -31,6 +31,8 @@ from torch_ragged.tensor.placement_types import has_ragged
 __all__ = ["Found", "Island", "Refused", "first_line", "is_even_dtensor", "tell", "try_module"]
 
 _UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
+_AGAIN = "activation checkpointing in it runs code again in backward"
+_NOT_ITS_OWN = "a tensor that is neither its argument nor its parameter has a gradient"
 _COMMUNICATES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _WRITES_UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats")
 _COMMUTE = ("aten.add.Tensor", "aten.add_.Tensor", "aten.mul.Tensor", "aten.mul_.Tensor")
@@ -187,6 +189,8 @@ class Ledger:
         geometry = _geometry(tensor)
         if storage in self._of:
             return (self._of[storage], *geometry)
+        if tensor.requires_grad:
+            raise Refused(self._name, _NOT_ITS_OWN)
         # The module's own: an attribute, or made of Python numbers.
         if tensor.is_cpu and tensor.numel() * tensor.element_size() <= _CONSTANT:
             values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
@@ -199,6 +203,8 @@ class Ledger:
         Raises:
             Refused: it communicates, reads a value, or writes to a tensor that the run has not made.
         """
+        if torch.is_grad_enabled() and current_autograd_node() is not None:
+            raise Refused(self._name, _AGAIN)
         named = {each.name: each for each in func._schema.arguments}
         filled = {**dict(zip(named, args)), **kwargs}  # A default may be passed or left out.
         leaves, tree = pytree.tree_flatten(
@@ -308,17 +314,34 @@ class _Given:
         for key, buffer in self.buffers.items():
             yield key, buffer._local_tensor if isinstance(buffer, DTensor) else buffer
 
-    def note_written(self) -> None:
-        """Note the expressions of inputs and buffers that the run wrote to."""
+    def note_written(self, name: str) -> None:
+        """Note the expressions of buffers that the run wrote to. An input that it writes to is the caller's DTensor."""
         with _disable_current_modes():
             for key, tensor in self._written():
                 if (now := self._ledger.describe(tensor)) != self._before[key]:
+                    if key.startswith("input "):
+                        raise Refused(name, f"it writes to {key}")
                     self._ledger.expressions["written", key] = now
+
+    def check_outputs(self, name: str, outputs: Sequence[Any]) -> None:
+        """Refuse outputs on the memory of an argument, parameter or buffer: who writes to one writes to both."""
+        mine = {_address(each) for each in (*self.args, *self.params.values(), *self.buffers.values()) if _is_tensor(each)}
+        if any(_is_tensor(leaf) and _address(leaf) in mine for leaf in outputs):
+            raise Refused(name, "an output of it is a view of an input, a parameter or a buffer")
 
     def leaves(self) -> list[tuple[Any, torch.Tensor]]:
         """The tensors whose gradients are compared: inputs and parameters."""
         inputs = [(("grad in", i), leaf) for i, leaf in enumerate(self.args) if _needs_grad(leaf)]
         return inputs + [(("param", key), param) for key, param in self.params.items() if _needs_grad(param)]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _address(tensor: Any) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def _needs_grad(value: Any) -> bool:
@@ -369,12 +392,14 @@ def _run_reference(
 ) -> Found:
     ledger = reference.ledger
     args, kwargs = pytree.tree_unflatten(given.args, tree)
+    reference.leaves = {id(tensor) for _, tensor in given.leaves()}
     with reference.watching(), _standing_in(module, {**given.params, **given.buffers}), _carrying(ledger):
         try:
             output = module.forward(*args, **kwargs)
             outputs = pytree.tree_leaves(output)
             found = Found([leaf._spec if isinstance(leaf, DTensor) else None for leaf in outputs])
             _check_outputs(reference.name, outputs, given)
+            given.check_outputs(reference.name, outputs)
             for index, leaf in enumerate(outputs):
                 ledger.note(("out", index), leaf)
             needing = {index: leaf for index, leaf in enumerate(outputs) if _needs_grad(leaf)}
@@ -403,7 +428,7 @@ def _run_reference(
             if any(f.f_code.co_name == "stringify_transform_infos" for f, _ in traceback.walk_tb(error.__traceback__)):
                 raise Refused(reference.name, f"watching it raises {first_line(error)}") from error
             raise Refused(reference.name, f"on trial, it raises {first_line(error)}") from error
-        given.note_written()
+        given.note_written(reference.name)
     reference.finish(found)
     return found
 
@@ -467,6 +492,7 @@ class _Reference(DebugMode):
         self._op: Any = None
         self._args: Any = ()
         self._is_sharing = False
+        self.leaves: set[int] = set()
 
     # -- what the run tells
 
@@ -570,7 +596,14 @@ class _Reference(DebugMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self._draws.setdefault(self._stack[-1], f"{func} draws random numbers: those of one device need its placements")
-        if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, DTensor) for leaf in leaves):
+            is_backward = current_autograd_node() is not None
+            if is_backward and torch.is_grad_enabled():
+                self._refuse(self.name, _AGAIN)
+            # What forward takes from elsewhere. In backward, saved tensors are other objects.
+            if not is_backward and any(_needs_grad(t) and t.is_leaf and id(t) not in self.leaves for t in leaves):
+                self._refuse(self._stack[-1], _NOT_ITS_OWN)
             self._op, self._args = func, args
             return super().__torch_dispatch__(func, types, args, kwargs)  # DTensor runs it, and its local ops are seen here.
         try:
@@ -662,8 +695,8 @@ def _run_locally(
     try:
         with _Local(ledger), _standing_in(module, given.buffers), _carrying(ledger):
             outputs = pytree.tree_leaves(run_local(found, given.args, given.params))
-            if len(outputs) != len(found.outputs):
-                raise Refused(name, "on local tensors, it has another number of outputs")
+            if len(outputs) != len(found.outputs) or any(isinstance(leaf, DTensor) for leaf in outputs):
+                raise Refused(name, "on local tensors, it has other outputs")
             for index, leaf in enumerate(outputs):
                 ledger.note(("out", index), leaf)
             where = "backward"
@@ -680,7 +713,7 @@ def _run_locally(
                 for (key, _), grad in zip(leaves, _gradients(list(needing.values()), leaves, gradients)):
                     if grad is not None:
                         ledger.note(key, grad)
-            given.note_written()
+            given.note_written(name)
     except Refused:
         raise
     except Exception as error:
