@@ -15,15 +15,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._plain_ops import all_ops, plain_handlers
+from torch_ragged.tensor._read import reading_methods
 
 __all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch"]
 
 hooks.append(
     Hook(
         "OpDispatcher._allow_implicit_replication, _custom_op_handlers, _propagate_op_sharding_dispatch_slow_path, "
-        "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, after torch_ragged.spmd.parallelize",
+        "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, DTensor.tolist, numpy, __dlpack__ and __format__, after "
+        "torch_ragged.spmd.parallelize",
         "plain tensors that meet DTensors count as replicated; averages of losses are those of all rows, after loss_parallel() "
-        "too; an op that torch cannot shard runs on replicated tensors; the cost of an op's strategy takes no search",
+        "too; an op that torch cannot shard runs on replicated tensors; the cost of an op's strategy takes no search; what a "
+        "script reads is the value of the whole tensor",
         OPERATORS,
         lambda: (
             hasattr(type(DTensor._op_dispatcher), "_allow_implicit_replication")
@@ -39,7 +42,7 @@ hooks.append(
 
 _original: list[Any] = []
 """What torch had, while it is replaced: the dispatcher's handlers and its promotion of plain tensors, the end of
-``loss_parallel``, which removes all handlers of losses, and the cost of a redistribution."""
+``loss_parallel``, which removes all handlers of losses, the cost of a redistribution, and methods of DTensor."""
 
 
 def compute_as_one_device(promote: bool) -> None:
@@ -54,6 +57,9 @@ def compute_as_one_device(promote: bool) -> None:
         kept = {op: handlers.get(op) for op in plain_handlers()}
         _original.extend((kept, dispatcher._allow_implicit_replication, loss._disable_custom_loss_ops))
         _original.append(op_utils.redistribute_cost)
+        _original.append({name: vars(DTensor).get(name) for name in reading_methods()})
+        for name, method in reading_methods().items():
+            setattr(DTensor, name, method)
         loss._disable_custom_loss_ops, op_utils.redistribute_cost = _end_loss_parallel, _redistribute_cost
     all_ops.run = True
     handlers.update(plain_handlers())
@@ -94,7 +100,12 @@ def compute_as_torch() -> None:
         return
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    kept, promotes, loss._disable_custom_loss_ops, op_utils.redistribute_cost = _original
+    kept, promotes, loss._disable_custom_loss_ops, op_utils.redistribute_cost, methods = _original
+    for name, method in methods.items():
+        if method is None:  # DTensor has that of Tensor.
+            delattr(DTensor, name)
+        else:
+            setattr(DTensor, name, method)
     for op, handler in kept.items():
         if handler is None:
             handlers.pop(op, None)

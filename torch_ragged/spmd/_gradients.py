@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged._ranks.peers import peers_named
 from torch_ragged._register._torch import backward_id
 from torch_ragged.spmd._move import make_dtensor
 from torch_ragged.tensor._api import spec_of
@@ -191,7 +192,9 @@ class PendingGradients:
 
     def _all_reduced(self, dims: tuple[int, ...], locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
-        dist.all_reduce(flat, group=mesh_group(self._mesh, dims))
+        group = mesh_group(self._mesh, dims)
+        with peers_named("all-reduce", "gradients", functools.partial(dist.get_process_group_ranks, group)):
+            dist.all_reduce(flat, group=group)
         return [part.view(local.shape) for part, local in zip(flat.split([local.numel() for local in locals_]), locals_)]
 
 

@@ -25,6 +25,7 @@ from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import Resolved, TensorRecord, UnitRecord
 from torch_ragged.spmd._static import StaticModules
+from torch_ragged.tensor._read import compare_reads
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
 __all__ = ["parallelize", "run_placements"]
@@ -123,6 +124,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
         raise
     single_device()
     compute_as_one_device(promote)
+    compare_reads(mesh)
     return model
 
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch_ragged.tensor._ops import decomposition_of, is_random, returns_alias
 from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
+from torch_ragged.tensor._read import read_item
 from torch_ragged.tensor._redistribute import redistribute_local
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
@@ -60,6 +61,7 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     return {
         **{getattr(_aten, name).default: _loss for name in _LOSSES},
         **{getattr(_aten, name).default: _gathered for name in _OF_VALUES},
+        _aten._local_scalar_dense.default: read_item,
         _aten.embedding.default: _rows_of_a_cut,
         _aten.gather.default: _rows_of_a_cut,
         _aten.sort.default: _sort,
@@ -182,6 +184,10 @@ class _AllOps:
         try:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
         except Exception as error:
+            # Under inference mode, composite ops come here as they are, such as item(). Some read values, so that torch finds no
+            # shape for the result.
+            if (found := op.decompose(*args, **kwargs)) is not NotImplemented:
+                return found
             if (given := _without_idle_cuts(args)) is not None and not op._schema.is_mutable:
                 return op(*given, **kwargs)
             if not needs_whole_tensors(op, args, error):
