@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,22 +98,29 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     Raises:
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
             all that is wrong. If ``fully_shard`` refuses a unit, its error is raised, and the model is as before.
+        TypeError: ``model``, ``plan``, ``mesh`` or ``promote`` is of another type.
         ValueError: ``mode`` is another word; a parameter is a DTensor already; ranks call it with different plans, models or
-            modes; or ``model`` is parallelized already.
+            options, of which the text has both; or ``model`` is parallelized already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"parallelize: mesh must be a DeviceMesh, got {mesh!r}: pass init_device_mesh(...)")
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     with agreement(groups, device_of_messages(groups[0]), "parallelize") as claim:
         if hasattr(model, "plan_ir"):
             raise ValueError(f"this {type(model).__name__} is parallelized already: build a new model for another plan")
         if mode not in ("eager", "static"):
             raise ValueError(f"parallelize: mode must be 'eager' or 'static', got {mode!r}")
+        if not isinstance(promote, bool):
+            raise TypeError(f"parallelize: promote must be True or False, got {promote!r}")
+        resolved = resolve(plan, model, mesh)
         placed = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
         if placed is not None:
             raise ValueError(f"parallelize: {placed} is a DTensor already: give a model whose parameters are plain tensors")
-        resolved = resolve(plan, model, mesh)
-        claim += [f"mode {mode}, promote {promote}", str(resolved)]
+        claim += [f"mode={mode!r}", f"promote={promote}", *map(repr, plan.rules), *_lines_of(model)]
+        # Blanks of a table depend on its other lines, and the first line that differs is in the error.
+        claim += [" ".join(line.split()) for line in str(resolved).splitlines()]
     before = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     try:
         _carry_out(model, resolved, mesh, mode)
@@ -126,6 +134,20 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     compute_as_one_device(promote)
     compare_reads(mesh)
     return model
+
+
+def _lines_of(model: nn.Module) -> list[str]:
+    """What must be equal on all ranks, before the values of rank 0 are sent: a line per tensor, then a line per module."""
+    lines = [f"a {'deferred' if is_deferred(model) else 'plain'} model"]
+    tensors = [("parameter", *each) for each in model.named_parameters()] + [("buffer", *each) for each in model.named_buffers()]
+    for kind, name, value in tensors:
+        # Devices may differ: distribute_tensor moves values to the mesh's device. The meta device has none.
+        notes = [", frozen"] * (kind == "parameter" and not value.requires_grad) + [", on the meta device"] * value.is_meta
+        lines.append(f"the {kind} {name} of {value.dtype} and shape {tuple(value.shape)}{''.join(notes)}")
+    for name, module in model.named_modules():
+        options = re.sub(r"0x[0-9a-f]+|:\d+", "", module.extra_repr())  # Addresses and indices of devices differ.
+        lines.append(f"{f'the module {name}' if name else 'the model'}, {type(module).__qualname__}({options})")
+    return lines
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
