@@ -105,7 +105,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"parallelize: mesh must be a DeviceMesh, got {mesh!r}: pass init_device_mesh(...)")
+        raise TypeError(f"parallelize: mesh must be a DeviceMesh, got a {type(mesh).__name__}: pass init_device_mesh(...)")
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     with agreement(groups, device_of_messages(groups[0]), "parallelize") as claim:
         if hasattr(model, "plan_ir"):
