@@ -66,17 +66,26 @@ class PendingGradients:
     """
 
     def __init__(self, params: Iterable[tuple[torch.nn.Parameter, tuple[Placement, ...]]], mesh: DeviceMesh) -> None:
-        self._wanted = dict(params)
+        self._wanted: dict[torch.nn.Parameter, tuple[Placement, ...]] = {}
         self._mesh = mesh
         self._task = -1
         # In the order of backward, which is equal on all ranks.
         self._ready: dict[torch.nn.Parameter, None] = {}
         self._leaves: list[Sequence[Leaf]] = []
         self._diverted: dict[torch.nn.Parameter, DTensor] = {}
-        self._nodes = [get_gradient_edge(param).node for param in self._wanted]  # They keep their hooks alive.
-        for param, node in zip(self._wanted, self._nodes):
-            node.register_prehook(functools.partial(self._divert, param))
-            param.register_post_accumulate_grad_hook(self._note)
+        self._nodes: list[Any] = []  # They keep their hooks alive.
+        for param, placements in params:
+            self.add(param, placements)
+
+    def __contains__(self, param: torch.nn.Parameter) -> bool:
+        return param in self._wanted
+
+    def add(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> None:
+        """From now on, bring the gradients of ``param`` to ``placements``, too."""
+        self._wanted[param] = placements
+        self._nodes.append(get_gradient_edge(param).node)
+        self._nodes[-1].register_prehook(functools.partial(self._divert, param))
+        param.register_post_accumulate_grad_hook(self._note)
 
     def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> Leaf | None:
         """A leaf of ``param`` whose gradient has ``placements``; None if a unit reduces the gradient, or hooks wait for it."""

@@ -16,9 +16,11 @@ from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._spmd import compute_as_one_device
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp.core._untrained import note_replaced, note_root, watch_optimizers
 from torch_ragged.granularity import Granularity
 from torch_ragged.random import materialize, single_device
 from torch_ragged.random._deferred import is_deferred
+from torch_ragged.spmd._added import add_later
 from torch_ragged.spmd._boundary import add_boundaries
 from torch_ragged.spmd._factories import add_factories
 from torch_ragged.spmd._gradients import PendingGradients
@@ -123,13 +125,27 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
         claim += [" ".join(line.split()) for line in str(resolved).splitlines()]
     before = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     try:
-        _carry_out(model, resolved, mesh, mode)
+        pending = _carry_out(model, resolved, mesh, mode)
     except BaseException:  # A unit's options that fully_shard refuses, on all ranks.
         for module, kind, attributes in before:
             module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
         raise
+    # An optimizer that was made before trains nothing, and says so.
+    for module, _, attributes in before:
+        for name, param in attributes["_parameters"].items():
+            if param is not None:
+                note_replaced(param, name, module, name, "parallelize")
+    note_root([model])
+    watch_optimizers()
+    planned = {
+        name: (record.shape, run_placements(record), _gradient_placements(record))
+        for record in resolved.tensors
+        if record.is_parameter
+        for name in (record.name, *record.aliases)
+    }
+    add_later(model, mesh, planned, pending)
     single_device()
     compute_as_one_device(promote)
     compare_reads(mesh)
@@ -155,7 +171,7 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) if isinstance(value, (dict, set)) else value for name, value in attributes.items()}
 
 
-def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str) -> None:
+def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str) -> PendingGradients:
     deferred = is_deferred(model)
     _distribute(model, resolved, mesh)
     changes = add_boundaries(model, resolved.boundaries, mesh)
@@ -170,6 +186,7 @@ def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str
     model.plan_ir = resolved  # type: ignore[assignment]
     if mode == "static":
         model.static_modules = StaticModules(model, mesh, resolved, changes, pending)  # type: ignore[assignment]
+    return pending
 
 
 def _distribute(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:

@@ -5,7 +5,6 @@ It must not change a tensor. A read is a collective, unless the tensor is replic
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from torch_ragged._ranks.groups import device_of_messages, group_of
 from torch_ragged._ranks.peers import peers_named
 from torch_ragged._ranks.standstill import announce
 
-__all__ = ["compare_reads", "read_item", "reading_methods"]
+__all__ = ["compare_reads", "meet", "read_item", "reading_methods"]
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 """Of each default group: by mesh, a process group that carries nothing but the comparisons of reads."""
@@ -75,12 +74,21 @@ def _whole(tensor: DTensor, call: str) -> torch.Tensor:
     mesh = tensor.device_mesh
     if _are_we_tracing() or all(placement.is_replicate() for placement in tensor.placements):
         return tensor.full_tensor() if tensor.ndim else tensor._local_tensor
-    world = dist.group.WORLD
-    group = None if world is None else _groups.get(world, {}).get(mesh)
-    if group is None:
-        return tensor.full_tensor()
     name = f"{call} of a DTensor, which all ranks must call"
     claim = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, placed as {tensor.placements}"
-    agree([group], device_of_messages(group), name, claim, None, "read the same tensors on all ranks, in the same order")
-    with peers_named(name, "", functools.partial(dist.get_process_group_ranks, group)):
+    meet(mesh, name, claim, "read the same tensors on all ranks, in the same order")
+    with peers_named(name, "", mesh.mesh.flatten().tolist):
         return tensor.full_tensor()
+
+
+def meet(mesh: DeviceMesh, call: str, claim: str, advice: str) -> None:
+    """Return when all ranks of ``mesh`` make this ``call`` with an equal ``claim``, if :func:`compare_reads` was called for it.
+
+    Raises:
+        PeerError: another rank died, or waits in another call.
+        ValueError: ranks make different calls or claims; the text ends with ``advice``.
+    """
+    world = dist.group.WORLD
+    group = None if world is None else _groups.get(world, {}).get(mesh)
+    if group is not None:
+        agree([group], device_of_messages(group), call, claim, None, advice)
