@@ -1,6 +1,6 @@
 """What a script adds to a model after ``parallelize``, such as an adapter or a new head, trains as the rest of the model does.
 
-It must not change what a unit shards: fully_shard has its own errors for parameters that were replaced.
+It must not change what a unit shards: fully_shard copies the values of parameters that were replaced, or raises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.core._untrained import note_replaced
-from torch_ragged.random._deferred import is_deferred
 from torch_ragged.spmd._gradients import PendingGradients
 from torch_ragged.tensor._read import meet
 
@@ -63,8 +62,6 @@ def _parameter_added(module: nn.Module, name: str, param: nn.Parameter | None) -
 def _module_added(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if module is None or (model := _models.get(parent)) is None:
         return
-    if is_deferred(module):
-        raise ValueError(f"{name} is deferred, and its model is parallelized: call materialize({name}) before you add it")
     named = list(module.named_modules(prefix=name))
     owners = [(f"{path}.{key}", each, key, p) for path, each in named for key, p in each._parameters.items() if p is not None]
     for (_, owner, key, _), param in zip(owners, model.placed(parent, owners)):
@@ -89,12 +86,22 @@ class _Model:
         if model is None:
             return [param for *_, param in owners]
         prefix = next((f"{name}." for name, module in model.named_modules() if module is parent and name), "")
-        in_units = {pair for group in _groups_of(model) for each in group.params for pair in each.registered_names}
+        in_units = {pair: each for group in _groups_of(model) for each in group.params for pair in each.registered_names}
+        for name, module, key, param in owners:
+            unit = in_units.get((module, key))
+            if unit is not None and param is not unit.sharded and param is not unit.unsharded:
+                # The next forward copies its values, or raises. An optimizer that holds it trains nothing.
+                note_replaced(param, f"{prefix}{name}", module, key, "a forward of its unit")
         added = {
             param: (f"{prefix}{name}", module, key)
             for name, module, key, param in owners
             if not isinstance(param, DTensor) and param not in self._known and (module, key) not in in_units
         }
+        if meta := next((name for param, (name, _, _) in added.items() if param.is_meta), None):
+            raise ValueError(
+                f"{meta} is on the meta device, and its model is parallelized: give it values before you add it, by materialize "
+                "of a deferred module, or by to_empty and reset_parameters"
+            )
         if added:
             # Before a broadcast: another rank may add something else, or nothing.
             lines = [
@@ -107,7 +114,7 @@ class _Model:
         for param, (name, module, key) in added.items():
             self._known[param] = self._distributed(param, name)
             note_replaced(param, name, module, key, "parallelize")
-        return [self._known.get(param, param) for *_, param in owners]
+        return [param if (module, key) in in_units else self._known.get(param, param) for _, module, key, param in owners]
 
     def _distributed(self, param: nn.Parameter, name: str) -> nn.Parameter:
         everywhere: tuple[Placement, ...] = (Replicate(),) * self._mesh.ndim
