@@ -57,7 +57,7 @@ def handle_random_ops(mode: bool) -> None:
         dtensor_api._dtensor_init_helper = _drawing(_original[0])
     elif not mode and _original:
         for op in random_ops():
-            if handlers[op] is handle_random_op:
+            if handlers.get(op) is handle_random_op:
                 del handlers[op]
         del handlers[_TRANSPOSE]
         dtensor_api._dtensor_init_helper = _original.pop()

@@ -48,7 +48,7 @@ def add_later(model: nn.Module, mesh: DeviceMesh, planned: Planned, pending: Pen
         pending: reduces the gradients of parameters that are in no unit.
     """
     if not _hooks:
-        _hooks.append(register_module_parameter_registration_hook(_parameter_added))
+        _hooks.append(register_module_parameter_registration_hook(_parameter_added))  # type: ignore[arg-type]
         _hooks.append(register_module_module_registration_hook(_module_added))
     _models.update(dict.fromkeys(model.modules(), _Model(model, mesh, planned, pending)))
 
@@ -99,8 +99,8 @@ class _Model:
         }
         if meta := next((name for param, (name, _, _) in added.items() if param.is_meta), None):
             raise ValueError(
-                f"{meta} is on the meta device, and its model is parallelized: give it values before you add it, by materialize "
-                "of a deferred module, or by to_empty and reset_parameters"
+                f"{meta} is on the meta device, and its model is parallelized: give it values before you add it, by "
+                "materialize(module) if it is deferred, or by to_empty and reset_parameters"
             )
         if added:
             # Before a broadcast: another rank may add something else, or nothing.

@@ -244,7 +244,9 @@ class _OfNdim(dict[int, Boundary]):
         names = ("placements", "src", "grad_src", "grad_dst")
         spoken = {name: getattr(self._boundary, name) for name in names}
         where = f"{self._boundary.path} (rules {self._boundary.rules} of the plan)"
-        counted = {name: each and tuple([p and from_front(p, ndim, where) for p in each]) for name, each in spoken.items()}
+        counted: dict[str, Any] = {
+            name: each and tuple([p and from_front(p, ndim, where) for p in each]) for name, each in spoken.items()
+        }
         self[ndim] = dataclasses.replace(self._boundary, **counted)
         return self[ndim]
 
@@ -255,7 +257,7 @@ def from_front(placement: Any, ndim: int, where: str) -> Placement:
     Raises:
         ValueError: the tensor does not have the dimension; the text says ``where`` it is.
     """
-    dim = getattr(placement, "dim", None)  # None: Replicate, Partial, or ragged, which checks its dimensions.
+    dim: Any = getattr(placement, "dim", None)  # None: Replicate, Partial, or ragged, which checks its dimensions.
     if dim is not None and not -ndim <= dim < ndim:
         raise ValueError(
             f"{where} has {ndim} dimensions, and {placement_text(placement)} cuts dimension {dim}: cut a dimension that the "

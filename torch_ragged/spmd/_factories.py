@@ -97,7 +97,8 @@ class _FactoryMode(TorchFunctionMode):
 
 
 def _placed(func: Any, placements: tuple[Placement, ...], ndim: int) -> tuple[Placement, ...]:
-    return tuple([from_front(each, ndim, f"what torch.{func.__name__} makes in a factory rule of the plan") for each in placements])
+    where = f"what torch.{func.__name__} makes in a factory rule of the plan"
+    return tuple([from_front(each, ndim, where) for each in placements])
 
 
 def _size_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:

@@ -155,8 +155,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
 def _lines_of(model: nn.Module) -> list[str]:
     """What must be equal on all ranks, before the values of rank 0 are sent: a line per tensor, then a line per module."""
     lines = [f"a {'deferred' if is_deferred(model) else 'plain'} model"]
-    tensors = [("parameter", *each) for each in model.named_parameters()] + [("buffer", *each) for each in model.named_buffers()]
-    for kind, name, value in tensors:
+    named = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    for kind, name, value in [(kind, *each) for kind, tensors in named.items() for each in tensors]:
         # Devices may differ: distribute_tensor moves values to the mesh's device. The meta device has none.
         notes = [", frozen"] * (kind == "parameter" and not value.requires_grad) + [", on the meta device"] * value.is_meta
         lines.append(f"the {kind} {name} of {value.dtype} and shape {tuple(value.shape)}{''.join(notes)}")

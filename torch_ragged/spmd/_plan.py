@@ -243,7 +243,8 @@ class SegmentsRule(Rule):
     def __post_init__(self) -> None:
         if activation_path(self.path):
             raise ValueError(f"segments: {path_text(self.path)} is an activation: name a parameter or a buffer")
-        if not isinstance(self.sizes, tuple) or len(self.sizes) < 2 or not all(_is_int(size) and size > 0 for size in self.sizes):
+        sizes = self.sizes if isinstance(self.sizes, tuple) else ()
+        if len(sizes) < 2 or not all(_is_int(size) and size > 0 for size in sizes):
             raise ValueError(f"segments: sizes must be two or more positive integers, got {self.sizes!r}")
         if not _is_int(self.dim):
             raise TypeError(f"segments: dim must be an integer, got {self.dim!r}")
@@ -467,7 +468,7 @@ class Plan:
             TypeError: ``dim`` is no integer.
             ValueError: the path is malformed, or there are not two or more positive sizes.
         """
-        return self._add(SegmentsRule(path, tuple(sizes) if isinstance(sizes, (list, torch.Size)) else sizes, dim))
+        return self._add(SegmentsRule(path, tuple(sizes) if isinstance(sizes, (list, tuple)) else sizes, dim))  # type: ignore
 
     def unit(self, path: str, dims: Dims, **options: Any) -> Plan:
         r"""Shard the parameters of modules by ``torch_ragged.fsdp.fully_shard``, one call for each module::
@@ -541,7 +542,7 @@ class Plan:
             ValueError: the text is no JSON of a plan, is of another version, or has an unknown kind of rule, field or value.
         """
         if not isinstance(text, str):
-            raise TypeError(f"Plan.from_json reads text, got a value of type {type(text).__name__}: pass what to_json() returned")
+            raise TypeError(f"from_json reads text, got a value of type {type(text).__name__}: pass what to_json() returned")
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:

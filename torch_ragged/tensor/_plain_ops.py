@@ -184,8 +184,8 @@ class _AllOps:
         try:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
         except Exception as error:
-            # Under inference mode, composite ops come here as they are, such as item(). Some read values, so that torch finds no
-            # shape for the result.
+            # Under inference mode, composite ops come here as they are, such as item(). Of those that read values, torch finds
+            # no shape of the result.
             if (found := op.decompose(*args, **kwargs)) is not NotImplemented:
                 return found
             if (given := _without_idle_cuts(args)) is not None and not op._schema.is_mutable:

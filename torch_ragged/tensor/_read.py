@@ -29,8 +29,9 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, dist.Proc
 def compare_reads(mesh: DeviceMesh) -> None:
     """From now on, ranks of ``mesh`` meet before they read a tensor on it. All of them call this; it makes a process group.
 
-    Without this, ``if rank == 0: loss.item()`` would add the summand of rank 0 to what another rank sends in its next collective:
-    both are messages of one group. In a group of their own, reads match reads only, and a rank that waits there alone is found.
+    Without this, ``if rank == 0: loss.item()`` would add the summand of rank 0 to what another rank sends in its next
+    collective: both are messages of one group. In a group of their own, reads match reads only, and a rank that waits there
+    alone is found.
     """
     world = dist.group.WORLD
     ranks = sorted(mesh.mesh.flatten().tolist())
@@ -69,7 +70,7 @@ def _format(self: DTensor, format_spec: str) -> str:
     return object.__format__(self, format_spec) if value is self else format(value, format_spec)
 
 
-def _whole(tensor: DTensor, call: str) -> torch.Tensor:
+def _whole(tensor: Any, call: str) -> torch.Tensor:
     """The value of ``tensor``, which all ranks of its mesh read by ``call``. Under torch.compile, what torch would read."""
     mesh = tensor.device_mesh
     if _are_we_tracing() or all(placement.is_replicate() for placement in tensor.placements):
