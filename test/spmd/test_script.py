@@ -1,5 +1,6 @@
 """The script of one device goes on under a plan: it reads numbers, adds layers, and its mistakes are errors on all ranks."""
 
+import logging
 import unittest
 import warnings
 
@@ -88,11 +89,27 @@ class ReadTest(unittest.TestCase):
                     assert found.placements == (Shard(0),)
                     assert read(found) == expected[name], (name, mode)
 
+    @ranks(4)
+    def test_a_sum_over_two_mesh_dimensions_is_read_without_advice_that_nobody_can_follow():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize(nn.Linear(SIZE, SIZE), Plan().default(Replicate()), mesh)
+        pending = DTensor.from_local(torch.ones(2) * dist.get_rank(), mesh, [Partial(), Partial()])
+        logged = []
+        handler = logging.Handler()
+        handler.emit = logged.append
+        logging.getLogger("torch.distributed.tensor._redistribute").addHandler(handler)
+        try:
+            assert pending.tolist() == [6.0, 6.0] and pending.sum().item() == 12.0 and f"{pending[0]:.1f}" == "6.0"
+        finally:
+            logging.getLogger("torch.distributed.tensor._redistribute").removeHandler(handler)
+        assert not logged, logged[0].getMessage()
+
     @ranks(2)
     def test_what_one_process_refuses_is_refused():
         model = parallelize(nn.Linear(SIZE, SIZE), Plan().default(Replicate()), mesh_of())
         out = model(torch.ones(2, SIZE))
-        assert "requires grad" in error_of(out.numpy)
+        for each in (out, out.sum(), out[:, 0]):
+            assert "requires grad" in error_of(each.numpy)
         assert "unsupported format" in error_of(format, out, ".3f")
         assert "DTensor(local_tensor=" in f"{out}"  # As on one process, only a number has a format.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,11 +23,11 @@ __all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch"]
 hooks.append(
     Hook(
         "OpDispatcher._allow_implicit_replication, _custom_op_handlers, _propagate_op_sharding_dispatch_slow_path, "
-        "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, DTensor.tolist, numpy, __dlpack__ and __format__, after "
-        "torch_ragged.spmd.parallelize",
+        "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, DTensor.tolist, numpy, __dlpack__ and __format__, "
+        "the logger of _redistribute, after torch_ragged.spmd.parallelize",
         "plain tensors that meet DTensors count as replicated; averages of losses are those of all rows, after loss_parallel() "
         "too; an op that torch cannot shard runs on replicated tensors; the cost of an op's strategy takes no search; what a "
-        "script reads is the value of the whole tensor",
+        "script reads is the value of the whole tensor; no advice to flatten mesh dimensions is logged",
         OPERATORS,
         lambda: (
             hasattr(type(DTensor._op_dispatcher), "_allow_implicit_replication")
@@ -40,9 +41,15 @@ hooks.append(
 )
 
 
+_logger = logging.getLogger("torch.distributed.tensor._redistribute")
 _original: list[Any] = []
 """What torch had, while it is replaced: the dispatcher's handlers and its promotion of plain tensors, the end of
 ``loss_parallel``, which removes all handlers of losses, the cost of a redistribution, and methods of DTensor."""
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Not torch's advice to flatten mesh dimensions: under a plan, no user redistributes, and none can follow it."""
+    return "sequential" not in str(record.msg)
 
 
 def compute_as_one_device(promote: bool) -> None:
@@ -60,6 +67,7 @@ def compute_as_one_device(promote: bool) -> None:
         _original.append({name: vars(DTensor).get(name) for name in reading_methods()})
         for name, method in reading_methods().items():
             setattr(DTensor, name, method)
+        _logger.addFilter(_is_of_use)
         loss._disable_custom_loss_ops, op_utils.redistribute_cost = _end_loss_parallel, _redistribute_cost
     all_ops.run = True
     handlers.update(plain_handlers())
@@ -101,6 +109,7 @@ def compute_as_torch() -> None:
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
     kept, promotes, loss._disable_custom_loss_ops, op_utils.redistribute_cost, methods = _original
+    _logger.removeFilter(_is_of_use)
     for name, method in methods.items():
         if method is None:  # DTensor has that of Tensor.
             delattr(DTensor, name)

@@ -44,7 +44,9 @@ def compare_reads(mesh: DeviceMesh) -> None:
 
 def read_item(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``item()``, for the dispatcher: also ``float(tensor)``, ``if tensor:`` and ``range(tensor)``."""
-    return op(_whole(args[0], "item()"))
+    tensor = args[0]
+    # Under torch.compile, what torch would read.
+    return op(tensor._local_tensor if _are_we_tracing() or _is_replicated(tensor) else _whole(tensor, "item()"))
 
 
 def reading_methods() -> dict[str, Callable[..., Any]]:
@@ -71,15 +73,21 @@ def _format(self: DTensor, format_spec: str) -> str:
 
 
 def _whole(tensor: Any, call: str) -> torch.Tensor:
-    """The value of ``tensor``, which all ranks of its mesh read by ``call``. Under torch.compile, what torch would read."""
+    """The value of ``tensor``, which all ranks of its mesh read by ``call``."""
     mesh = tensor.device_mesh
-    if _are_we_tracing() or all(placement.is_replicate() for placement in tensor.placements):
-        return tensor.full_tensor() if tensor.ndim else tensor._local_tensor
+    if _is_replicated(tensor):
+        return tensor.full_tensor()  # type: ignore[no-any-return]
+    if tensor.device.type != mesh.device_type:  # Of tensor.cpu(): the process groups of the mesh do not carry it.
+        return _whole(tensor.to(mesh.device_type), call).to(tensor.device)
     name = f"{call} of a DTensor, which all ranks must call"
     claim = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, placed as {tensor.placements}"
     meet(mesh, name, claim, "read the same tensors on all ranks, in the same order")
     with peers_named(name, "", mesh.mesh.flatten().tolist):
         return tensor.full_tensor()
+
+
+def _is_replicated(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
 
 
 def meet(mesh: DeviceMesh, call: str, claim: str, advice: str) -> None:
