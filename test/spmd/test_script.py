@@ -363,8 +363,9 @@ class MistakesTest(unittest.TestCase):
             assert text in error_of(parallelize, *arguments), text
         assert "promote must be True or False" in error_of(lambda: parallelize(make(), plan, mesh, promote="yes"))
         # Of one rank, it is an error of all.
-        errors = on_both(parallelize, make(), plan if dist.get_rank() else {}, mesh)
-        assert all("got a value of type dict" in error for error in errors), errors
+        for plans, meshes, text in (((plan, {}), (mesh, mesh), "type dict"), ((plan, plan), (mesh, "tp"), "got a str")):
+            errors = on_both(parallelize, make(), plans[dist.get_rank()], meshes[dist.get_rank()])
+            assert all(text in error for error in errors), errors
         for text, call in {
             "a Plan is made of rules, got 5": lambda: Plan(5),
             "from_json reads text, got a value of type dict": lambda: Plan.from_json({}),
@@ -376,6 +377,9 @@ class MistakesTest(unittest.TestCase):
             "did you mean reshard_after_forward?": lambda: Plan().unit("", "tp", reshard_after_foward=True),
         }.items():
             assert text in error_of(call), text
+
+    def test_a_mesh_of_another_type_is_named_without_a_process_group(self):
+        self.assertIn("got a str: pass init_device_mesh", error_of(parallelize, make(), Plan().default(Replicate()), "tp"))
 
     @ranks(2)
     def test_a_dimension_that_an_activation_does_not_have_is_named_with_its_path():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -73,6 +75,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     - The inputs of the model are whole tensors, equal on all ranks. A rule such as ``shard("<in:ids>", Shard(0), "dp")`` takes
       this rank's part; ``annotate`` says that the script passes parts already.
     - ``torch_ragged.random.single_device`` is switched on, for the whole process: random ops draw the numbers of one device.
+    - What the script reads, as by ``loss.item()``, ``ids.tolist()`` or ``f"{loss:.3f}"``, is the value of the whole tensor. All
+      ranks must read it. If one rank reads alone, all ranks raise.
+    - Plain parameters that are set in the model later become DTensors: ``Replicate()``, from rank 0's values, or as the plan
+      says of a parameter with this name and shape.
     - Gradients are sums over the whole batch, as on a single device. Those that no unit reduces are reduced when backward ends,
       in buckets.
 
@@ -91,7 +97,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
             op is an error of DTensor.
 
     Collectives: one or two all-reduces of 24 bytes per mesh dimension; one broadcast per tensor and mesh dimension of a model
-    that has values (none for a deferred one); those of ``fully_shard``, for units. In static
+    that has values (none for a deferred one); those of ``fully_shard``, for units. It makes a process group of all ranks of
+    ``mesh``: an all-reduce of 24 bytes there comes before each read of a tensor that is not ``Replicate()``. In static
     mode, the first call issues those of the further steps, too, and a few all-gathers of objects.
 
     Returns:
@@ -106,10 +113,12 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"parallelize: mesh must be a DeviceMesh, got a {type(mesh).__name__}: pass init_device_mesh(...)")
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    with agreement(groups, device_of_messages(groups[0]), "parallelize") as claim:
+    is_mesh, world = isinstance(mesh, DeviceMesh), dist.group.WORLD
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] if is_mesh else [world] if world is not None else []
+    # Without a mesh, most meshes of the other ranks have the group of all ranks.
+    with agreement(groups, device_of_messages(groups[0]), "parallelize") if groups else nullcontext([]) as claim:
+        if not is_mesh:
+            raise TypeError(f"parallelize: mesh must be a DeviceMesh, got a {type(mesh).__name__}: pass init_device_mesh(...)")
         if hasattr(model, "plan_ir"):
             raise ValueError(f"this {type(model).__name__} is parallelized already: build a new model for another plan")
         if mode not in ("eager", "static"):
