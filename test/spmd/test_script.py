@@ -255,6 +255,40 @@ class AddedTest(unittest.TestCase):
             assert "parallelize has replaced since: head.weight, head.bias." in texts[1], texts
 
     @ranks(2)
+    def test_a_plain_parameter_around_a_parallelized_model_is_an_error_that_names_it():
+        class Around(nn.Module):
+            def __init__(self, body, head):
+                super().__init__()
+                self.head, self.body = head, body
+
+            def forward(self, x):
+                return self.head(self.body(x))
+
+        mesh, x = mesh_of(), torch.ones(4, SIZE).double()
+        for head in (nn.Linear(4, 3).double(), parallelize(nn.Linear(4, 3).double(), Plan().default(Replicate()), mesh)):
+            is_plain = not isinstance(head.weight, DTensor)
+            model = Around(parallelize(make(), data_parallel(), mesh), head)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(x).sum().backward()
+            error = error_of(optimizer.step)
+            assert (
+                "SGD has plain parameters, of which the gradients are DTensors: head.weight, head.bias." in error
+            ) is is_plain
+
+    @ranks(2)
+    def test_an_optimizer_that_has_made_steps_before_parallelize_warns():
+        parallelize(make(), data_parallel(), mesh_of())  # Steps are watched from now on.
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(3):
+            optimizer.step()
+        parallelize(model, data_parallel(), mesh_of())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert "parallelize has replaced since: up.weight" in str(caught[0].message)
+
+    @ranks(2)
     def test_a_parameter_that_replaces_one_of_a_unit_is_an_error_that_names_it():
         model = parallelize(make(), data_parallel(units=True), mesh_of())
         replaced_parameter(model)

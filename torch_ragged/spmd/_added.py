@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._untrained import note_replaced
+from torch_ragged.fsdp.core._untrained import note_replaced, note_root
 from torch_ragged.spmd._gradients import PendingGradients
 from torch_ragged.tensor._read import meet
 
@@ -60,7 +60,10 @@ def _parameter_added(module: nn.Module, name: str, param: nn.Parameter | None) -
 
 
 def _module_added(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    if module is None or (model := _models.get(parent)) is None:
+    model = _models.get(parent)
+    if module is None or model is None:
+        if module in _models:
+            note_root([parent])  # For errors: its own parameters are not those of the parallelized model.
         return
     named = list(module.named_modules(prefix=name))
     owners = [(f"{path}.{key}", each, key, p) for path, each in named for key, p in each._parameters.items() if p is not None]

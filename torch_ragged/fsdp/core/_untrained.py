@@ -46,6 +46,7 @@ _ADVICE = (
 def note_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str, call: str = "fully_shard") -> None:
     """``call`` has replaced ``param``, which was ``name`` of ``module``. An optimizer that holds it trains nothing."""
     sharded_originals[param], _owners[param] = fqn, (weakref.ref(module), name, call)
+    _seen.clear()  # Also optimizers that have made steps may hold it.
 
 
 def note_ignored(params: Iterable[torch.Tensor]) -> None:
@@ -111,6 +112,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     _refuse_unsharded(optimizer, params)
+    _refuse_promoted(optimizer, params)
     texts = []
     replaced = [_owners[param] for param in params if param in _owners]
     if names := _names((module(), name) for module, name, _ in replaced):
@@ -165,6 +167,20 @@ def _refuse_unsharded(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> N
             "a forward and its backward, or after a forward without one, when a module was not resharded. The next all-gather "
             "would overwrite what a step writes to them: make the optimizer before the first forward, or after model.reshard()"
         )
+
+
+def _refuse_promoted(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """An error in place of an assertion of torch without a text."""
+    promoted = [param for param in params if isinstance(param.grad, DTensor) and not isinstance(param, DTensor)]
+    if not promoted:
+        return
+    names = {id(param): name for root in _roots for name, param in root.named_parameters()}
+    texts = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in promoted]
+    raise RuntimeError(
+        f"{type(optimizer).__name__} has plain parameters, of which the gradients are DTensors: {_listed(texts)}. They were "
+        "used beside a parallelized model. Make them DTensors: set them in the model itself after parallelize, or call parallelize "
+        "on their module, with Plan().default(Replicate())"
+    )
 
 
 def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:
