@@ -178,8 +178,8 @@ def _refuse_promoted(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> No
     texts = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in promoted]
     raise RuntimeError(
         f"{type(optimizer).__name__} has plain parameters, of which the gradients are DTensors: {_listed(texts)}. They were "
-        "used beside a parallelized model. Make them DTensors: set them in the model itself after parallelize, or call parallelize "
-        "on their module, with Plan().default(Replicate())"
+        "used beside a parallelized model. Make them DTensors: set them in the model itself after parallelize, or call "
+        "parallelize on their module, with Plan().default(Replicate())"
     )
 
 
