@@ -108,12 +108,14 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
             all that is wrong. If ``fully_shard`` refuses a unit, its error is raised, and the model is as before.
         TypeError: ``model``, ``plan``, ``mesh`` or ``promote`` is of another type.
-        ValueError: ``mode`` is another word; a parameter is a DTensor already; ranks call it with different plans, models or
-            options, of which the text has both; or ``model`` is parallelized already.
+        ValueError: this rank is not in ``mesh``; ``mode`` is another word; a parameter is a DTensor already; ranks call it
+            with different plans, models or options, of which the text has both; or ``model`` is parallelized already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
     is_mesh, world = isinstance(mesh, DeviceMesh), dist.group.WORLD
+    if is_mesh and mesh.get_coordinate() is None:
+        raise ValueError(f"parallelize: rank {dist.get_rank()} is not in {mesh}: call it on the ranks of the mesh only")
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] if is_mesh else [world] if world is not None else []
     # Without a mesh, most meshes of the other ranks have the group of all ranks.
     with agreement(groups, device_of_messages(groups[0]), "parallelize") if groups else nullcontext([]) as claim:
