@@ -178,7 +178,7 @@ def collectives_of(style: str, layers: int, width: int, tokens: int, ranks: int)
         found = {}
         for name, make in systems.items():
             model = make(copy.deepcopy(original))
-            for _ in range(2):
+            for _ in range(3):  # The second call finds the static modules.
                 model.zero_grad()
                 with IssuedCollectives() as found[name]:
                     model(x).backward()

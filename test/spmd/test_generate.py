@@ -36,7 +36,7 @@ def check_tokens(shape, mode, length=6, caches=(True, False), **options):
             tokens = tokens.full_tensor() if isinstance(tokens, DTensor) else tokens
             assert torch.equal(tokens, expected), (trains, use_cache, tokens, expected)
     if mode == "static":
-        assert "model.layers.1" in model.static_modules.report.modules, model.static_modules.report
+        assert "model.layers.1.mlp" in model.static_modules.report.modules, model.static_modules.report
 
 
 class GenerateTest(unittest.TestCase):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import tempfile
 import unittest
 
@@ -60,7 +61,7 @@ class Net(nn.Module):
     def forward(self, ids, labels=None):
         x = self.embedding(ids)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            x = checkpoint(block, x, use_reentrant=self.checkpointed == "reentrant") if self.checkpointed else block(x)
         logits = self.head(x) * self.scale
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -171,9 +172,10 @@ class TrainingTest(unittest.TestCase):
         plan.shard("<in:ids>", (Shard(0), Shard(0)), ("replicas", "dp")).shard(
             "<in:labels>", (Shard(0), Shard(0)), ("replicas", "dp")
         )
-        single, model = make(), parallelize(make(), plan, mesh)
-        single.checkpointed = model.checkpointed = True
-        check_training(model, single)
+        for kind in ("reentrant", "not reentrant"):
+            single, model = make(), parallelize(make(), plan, mesh)
+            single.checkpointed = model.checkpointed = kind
+            check_training(model, single)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         narrow = parallelize(make(), tensor_parallel_bf16(policy), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
         assert abs(train(narrow)[0][-1] - train(make())[0][-1]) < 0.05
@@ -649,6 +651,21 @@ class CallTest(unittest.TestCase):
             assert all(before[name] is param for name, param in model.named_parameters())
             assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
             check_training(parallelize(model, Plan().unit(BLOCK, "dp").shard("<in:ids>", Shard(0), "dp"), mesh), make())
+
+    @ranks(2)
+    def test_gradients_that_arrived_before_a_reentrant_checkpoint_are_reduced():
+        """Its backward runs inside of the backward of the model: that of the head has arrived before it begins."""
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        plan = Plan().default(Replicate()).shard("<in:ids>", Shard(0), "dp").shard("<in:labels>", Shard(0), "dp")
+        for mode, kind in itertools.product(("eager", "static"), ("reentrant", "not reentrant")):
+            single = make()
+            single.head.weight = nn.Parameter(single.head.weight.detach().clone())  # Tied, it would arrive at the end.
+            model = parallelize(copy.deepcopy(single), plan, mesh, mode=mode)
+            single.checkpointed = model.checkpointed = kind
+            check_training(model, single)
+            model(torch.arange(24).view(4, 6)).sum().backward()
+            for name, param in model.named_parameters():
+                assert param.grad.placements == param.placements, (mode, kind, name)
 
     @ranks(2)
     def test_a_backward_that_raised_does_not_keep_the_next_ones_from_being_reduced():

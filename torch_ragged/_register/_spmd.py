@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import _collective_utils as costs
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpStrategy
 from torch.distributed.tensor._ops import utils as op_utils
 from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -23,17 +24,19 @@ __all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch"]
 hooks.append(
     Hook(
         "OpDispatcher._allow_implicit_replication, _custom_op_handlers, _propagate_op_sharding_dispatch_slow_path, "
-        "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, DTensor.tolist, numpy, __dlpack__ and __format__, "
-        "the logger of _redistribute, after torch_ragged.spmd.parallelize",
+        "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, _ops.utils.expand_to_full_mesh_op_strategy, "
+        "DTensor.tolist, numpy, __dlpack__ and __format__, the logger of _redistribute, after torch_ragged.spmd.parallelize",
         "plain tensors that meet DTensors count as replicated; averages of losses are those of all rows, after loss_parallel() "
-        "too; an op that torch cannot shard runs on replicated tensors; the cost of an op's strategy takes no search; what a "
-        "script reads is the value of the whole tensor; no advice to flatten mesh dimensions is logged",
+        "too; an op that torch cannot shard runs on replicated tensors; if an op's arguments fit, torch compares no other ways "
+        "to place them; the cost of such a way takes no search; what a script reads is the value of the whole tensor; no "
+        "advice to flatten mesh dimensions is logged",
         OPERATORS,
         lambda: (
             hasattr(type(DTensor._op_dispatcher), "_allow_implicit_replication")
             and has(DTensor._op_dispatcher.sharding_propagator.propagate, "op_info")
             and hasattr(loss, "_disable_custom_loss_ops")
             and has(op_utils.redistribute_cost, "current_spec", "target_spec")
+            and has(op_utils.expand_to_full_mesh_op_strategy, "mesh", "op_schema", "single_mesh_dim_strategies", "input_index")
             and has(costs._compute_placement_transition_cost, "mesh_topo", "mesh_dim", "comm_bytes_gb")
         ),
         install=None,  # ``compute_as_one_device`` does it.
@@ -44,7 +47,8 @@ hooks.append(
 _logger = logging.getLogger("torch.distributed.tensor._redistribute")
 _original: list[Any] = []
 """What torch had, while it is replaced: the dispatcher's handlers and its promotion of plain tensors, the end of
-``loss_parallel``, which removes all handlers of losses, the cost of a redistribution, and methods of DTensor."""
+``loss_parallel``, which removes all handlers of losses, the cost of a redistribution, the strategies of an op, and
+methods of DTensor."""
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
@@ -63,12 +67,13 @@ def compute_as_one_device(promote: bool) -> None:
     if not _original:
         kept = {op: handlers.get(op) for op in plain_handlers()}
         _original.extend((kept, dispatcher._allow_implicit_replication, loss._disable_custom_loss_ops))
-        _original.append(op_utils.redistribute_cost)
+        _original.extend((op_utils.redistribute_cost, op_utils.expand_to_full_mesh_op_strategy))
         _original.append({name: vars(DTensor).get(name) for name in reading_methods()})
         for name, method in reading_methods().items():
             setattr(DTensor, name, method)
         _logger.addFilter(_is_of_use)
         loss._disable_custom_loss_ops, op_utils.redistribute_cost = _end_loss_parallel, _redistribute_cost
+        op_utils.expand_to_full_mesh_op_strategy = _strategies_that_fit
     all_ops.run = True
     handlers.update(plain_handlers())
     dispatcher._allow_implicit_replication = promote
@@ -102,13 +107,45 @@ def _redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> f
     return cost
 
 
+def _strategies_that_fit(
+    mesh: Any, op_schema: Any, single_mesh_dim_strategies: list[Any], *, input_index: int = 1, **options: Any
+) -> Any:
+    """torch's strategies of an op; only those that move nothing, if there are any, because torch would choose one of these.
+
+    torch makes all products of an op's strategies over the mesh dimensions, with costs: of 7 strategies, 343 on three mesh
+    dimensions, 50 ms and more per op. That is most of the first step of a plan.
+    """
+    expand = _original[4]
+    given = [each.strategies[0].output_spec for each in (*op_schema.args_strategy, *op_schema.kwargs_strategy)]
+
+    def fits(strategy: Any, dim: int) -> bool:
+        wanted = [placement for placement in strategy[input_index:] if placement is not None]
+        return len(wanted) == len(given) and all(spec.placements[dim] == p for spec, p in zip(given, wanted))
+
+    if all(spec.mesh == mesh for spec in given):
+        fitting = [[row for row in single_mesh_dim_strategies if fits(row, dim)] for dim in range(mesh.ndim)]
+        if all(fitting):
+            rows = [row for row in single_mesh_dim_strategies if any(row in each for each in fitting)]
+            found = expand(mesh, op_schema, rows, input_index=input_index, **options).strategies
+            moving_nothing = [
+                each
+                for each in found
+                if [spec.placements for spec in each.input_specs] == [spec.placements for spec in given]
+                and not any(cost for costs in each.redistribute_cost for cost in costs)
+            ]
+            if moving_nothing:
+                return OpStrategy(moving_nothing)
+    return expand(mesh, op_schema, single_mesh_dim_strategies, input_index=input_index, **options)
+
+
 def compute_as_torch() -> None:
     """Undo :func:`compute_as_one_device`."""
     if not _original:
         return
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    kept, promotes, loss._disable_custom_loss_ops, op_utils.redistribute_cost, methods = _original
+    kept, promotes, *functions, methods = _original
+    loss._disable_custom_loss_ops, op_utils.redistribute_cost, op_utils.expand_to_full_mesh_op_strategy = functions
     _logger.removeFilter(_is_of_use)
     for name, method in methods.items():
         if method is None:  # DTensor has that of Tensor.

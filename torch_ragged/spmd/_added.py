@@ -128,7 +128,7 @@ class _Model:
         if param.grad is not None:
             placed.grad = distribute_tensor(param.grad, self._mesh, placements)
         vars(placed).update(vars(param))
-        if placed.requires_grad:
+        if placed.is_floating_point() or placed.is_complex():
             self._pending.add(placed, of_gradient)
         return placed
 

@@ -22,7 +22,7 @@ from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
 from torch_ragged.spmd._text import placement_text
 
-__all__ = ["Redistribution", "add_boundaries", "as_dtensor", "from_front", "wrap_changes"]
+__all__ = ["Redistribution", "add_boundaries", "as_dtensor", "from_front", "local_moves", "wrap_changes"]
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -168,6 +168,15 @@ def _with_entry(value: Any, key: Any, entry: Any) -> Any:
     return new
 
 
+class _LocalMoves:
+    """While a static module runs: the moves of local tensors of the boundaries in it."""
+
+    of: Optional[Mapping[Redistribution, Move]] = None
+
+
+local_moves = _LocalMoves()
+
+
 # -- changes -------------------------------------------------------------------------------------------------------------
 
 
@@ -195,23 +204,20 @@ class Redistribution:
     """Bring a tensor to placements. Its gradient goes back to the placements that it came from, or to those of the plan.
 
     A plain tensor is the same on all ranks, or what ``src`` says. Inside a static module it is a local tensor, for which
-    ``static`` is bound.
+    ``local_moves`` has the move.
 
     Attributes:
         boundary: what the plan says.
-        static: the move of local tensors; None outside of static modules.
-        observe: called with the placements before and after, and with the result, during warm-up.
+        observe: called with the placements before and after, and with the result, while a module is on trial.
     """
 
     def __init__(self, boundary: Boundary, mesh: DeviceMesh) -> None:
         self.boundary, self._of_ndim, self._mesh = boundary, _OfNdim(boundary), mesh
-        self.static: Optional[Move] = None
         self.observe: Optional[Callable[[Placed, Placed, DTensor], None]] = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        static = self.static
-        if static is not None and not isinstance(tensor, DTensor):
-            return static(tensor)
+        if local_moves.of is not None and not isinstance(tensor, DTensor):
+            return local_moves.of[self](tensor)
         boundary = self._of_ndim[tensor.ndim]
         source = as_dtensor(tensor, self._mesh, boundary.src)
         given = source.placements

@@ -5,11 +5,10 @@ It must not know units: fully_shard reduces the gradients of its parameters.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
@@ -53,6 +52,21 @@ _Arrived = tuple[torch.nn.Parameter, torch.Tensor, Any, tuple[Placement, ...], O
 """A gradient of one backward: the parameter, the local tensor, its spec, and what :func:`_goal` and :func:`_pending` say."""
 
 
+@dataclass
+class _Pass:
+    """What one backward has to reduce.
+
+    Attributes:
+        ready: parameters whose gradients have arrived in ``.grad``.
+        diverted: gradients that did not go there.
+        leaves: those of static modules.
+    """
+
+    ready: dict[torch.nn.Parameter, None] = field(default_factory=dict)
+    diverted: dict[torch.nn.Parameter, DTensor] = field(default_factory=dict)
+    leaves: list[Sequence[Leaf]] = field(default_factory=list)
+
+
 class PendingGradients:
     """Brings gradients to the placements that the plan says, when backward has ended.
 
@@ -67,25 +81,23 @@ class PendingGradients:
 
     def __init__(self, params: Iterable[tuple[torch.nn.Parameter, tuple[Placement, ...]]], mesh: DeviceMesh) -> None:
         self._wanted: dict[torch.nn.Parameter, tuple[Placement, ...]] = {}
+        # All ranks reduce in this order, whether modules of theirs are static or not.
+        self._order: dict[torch.nn.Parameter, int] = {}
         self._mesh = mesh
-        self._task = -1
-        # In the order of backward, which is equal on all ranks.
-        self._ready: dict[torch.nn.Parameter, None] = {}
-        self._leaves: list[Sequence[Leaf]] = []
-        self._diverted: dict[torch.nn.Parameter, DTensor] = {}
+        self._passes: dict[int, _Pass] = {}
         self._nodes: list[Any] = []  # They keep their hooks alive.
         for param, placements in params:
             self.add(param, placements)
 
-    def __contains__(self, param: torch.nn.Parameter) -> bool:
-        return param in self._wanted
-
     def add(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> None:
         """From now on, bring the gradients of ``param`` to ``placements``, too."""
-        self._wanted[param] = placements
-        self._nodes.append(get_gradient_edge(param).node)
-        self._nodes[-1].register_prehook(functools.partial(self._divert, param))
+        self._wanted[param], self._order[param] = placements, len(self._order)
+        trains = param.requires_grad
+        node = get_gradient_edge(param.requires_grad_()).node
+        self._nodes.append(node)
+        node.register_prehook(functools.partial(self._divert, param))
         param.register_post_accumulate_grad_hook(self._note)
+        param.requires_grad_(trains)  # A frozen parameter may train later.
 
     def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> Leaf | None:
         """A leaf of ``param`` whose gradient has ``placements``; None if a unit reduces the gradient, or hooks wait for it."""
@@ -108,26 +120,9 @@ class PendingGradients:
                     f"a parameter of shape {tuple(each.param.shape)} in a static module got a hook between forward and "
                     "backward: register hooks on parameters before forward"
                 )
-        self._begin()
-        if not any(leaves is each for each in self._leaves):
-            self._leaves.append(leaves)
-
-    @contextlib.contextmanager
-    def without_hooks(self, params: Iterable[Any]) -> Iterator[None]:
-        """Users' hooks on ``params`` are not called, as of optimizers that step in backward. Those of this object are."""
-        taken = []
-        for param in params:
-            for hooks in filter(None, (param._backward_hooks, param._post_accumulate_grad_hooks)):
-                taken.append((hooks, dict(hooks)))
-                for key, hook in list(hooks.items()):
-                    if getattr(hook, "__self__", None) is not self:
-                        del hooks[key]
-        try:
-            yield
-        finally:
-            for hooks, before in taken:
-                hooks.clear()
-                hooks.update(before)
+        kept = self._begin().leaves
+        if not any(leaves is each for each in kept):
+            kept.append(leaves)
 
     def _divert(self, param: torch.nn.Parameter, gradients: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
         """Before autograd adds to ``.grad``: a sum of a reduced and a pending gradient would be reduced at once, by itself.
@@ -141,28 +136,30 @@ class PendingGradients:
             return None
         if len(param._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]  # Users' hooks see the whole sum.
             return None
-        self._begin()
-        self._diverted[param] = gradient
+        self._begin().diverted[param] = gradient
         local = earlier._local_tensor
         zeros = local.new_full((), -0.0).expand(local.shape)
         return (DTensor(zeros, earlier._spec, requires_grad=False),)  # type: ignore[call-arg]
 
-    def _begin(self) -> None:
+    def begin_forward(self, *_: Any) -> None:
+        """Forget what a backward that raised has left. Recomputation in a backward forgets nothing."""
+        if backward_id() < 0:
+            self._passes.clear()
+
+    def _begin(self) -> _Pass:
+        # By its number: a reentrant checkpoint runs a backward inside of a backward.
         task = backward_id()
-        if task != self._task:  # Once per backward, also after one that raised before its end.
-            self._task = task
-            for each in (self._ready, self._diverted, self._leaves):
-                each.clear()
-            Variable._execution_engine.queue_callback(self._reduce)  # type: ignore[attr-defined]
+        if task not in self._passes:
+            self._passes[task] = _Pass()
+            Variable._execution_engine.queue_callback(functools.partial(self._reduce, task))  # type: ignore[attr-defined]
+        return self._passes[task]
 
     def _note(self, param: Any) -> None:
-        self._begin()
-        self._ready[param] = None
+        self._begin().ready[param] = None
 
-    def _reduce(self) -> None:
-        ready, self._ready = self._ready, {}
-        diverted, self._diverted = self._diverted, {}
-        leaves, self._leaves = self._leaves, []
+    def _reduce(self, task: int) -> None:
+        this = self._passes.pop(task, _Pass())
+        ready, diverted, leaves = this.ready, this.diverted, this.leaves
         arrived: list[_Arrived] = []
         for param in ready:
             grad: Any = diverted.get(param, param.grad)
@@ -175,6 +172,7 @@ class PendingGradients:
             if each.local.grad is not None:
                 arrived.append((each.param, each.local.grad, each.spec, each.goal, each.pending))
                 each.local.grad = None
+        arrived.sort(key=lambda each: self._order[each[0]])
         for param, grad in self._reduced(arrived):
             if param.grad is None:
                 param.grad = grad

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -21,7 +20,7 @@ from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, AllReduce, pl
 from torch_ragged.tensor._route import Step
 from torch_ragged.tensor.placement_types import has_ragged, whole_shape
 
-__all__ = ["Move", "Placed", "can_move", "clean", "differentiable_once", "is_even", "make_dtensor", "move_dtensor"]
+__all__ = ["Move", "Placed", "can_move", "clean", "differentiable_once", "is_even", "make_dtensor", "move_dtensor", "on_trial"]
 
 _FLOATS = {dtype for dtype in CARRIED if dtype.is_floating_point}
 Placed = tuple[Placement, ...]
@@ -46,6 +45,9 @@ class Move:
 
     def run(self, local: torch.Tensor, *, is_gradient: bool) -> torch.Tensor:
         """Move a local tensor whose shards are even, or its gradient. The collectives of ``redistribute_local``."""
+        if on_trial.carry is not None:
+            given, wanted = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
+            return on_trial.carry(local, given, wanted, whole_shape(local.shape, given, self._sizes), self.mesh)
         src, dst = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
         if src == dst:
             return local
@@ -60,25 +62,32 @@ class Move:
         steps = self._plans.get(key)
         if steps is None:  # Once per shape: hashing placements takes longer than a small collective.
             shape = whole_shape(local.shape, src, self._sizes)
-            if not is_even(shape, dst, self._sizes):  # On all ranks, before they communicate.
-                raise RuntimeError(
-                    f"in a static module, a boundary cuts a tensor of shape {tuple(shape)} as {dst} over {self._sizes} ranks. "
-                    "Its shards would be uneven, which eager mode takes and local tensors cannot tell: pad the input, or call "
-                    "parallelize with mode='eager'"
-                )
             if local.dtype in CARRIED:
                 self._plans[key] = plan(shape, self._sizes, src, dst, tuple(self.mesh.get_coordinate() or ()))
             return redistribute_local(local, self.mesh, shape, src, dst).wait()
         return run_steps(steps, local, self.mesh).wait()
 
 
+class _OnTrial:
+    """While static modules are found: ``carry(local, src, dst, shape, mesh)`` stands for a move, and does not communicate."""
+
+    carry: Callable[[torch.Tensor, Placed, Placed, Sequence[int], DeviceMesh], torch.Tensor] | None = None
+
+
+on_trial = _OnTrial()
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``once_differentiable``, at no cost if gradients have no graph."""
-    with_error = once_differentiable(backward)
+    """A backward that raises at once if its gradients shall have a graph: local gradients have none."""
 
     @functools.wraps(backward)
     def choose(ctx: Any, *gradients: Any) -> Any:
-        return (with_error if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward with create_graph=True goes through a static module, whose gradients have no graph: call parallelize "
+                "with mode='eager' for second derivatives"
+            )
+        return backward(ctx, *gradients)
 
     return choose
 
@@ -189,6 +198,9 @@ def _moved(tensor: Any, dst: Placed) -> DTensor:
     with _named(tensor.device_mesh, src, dst):
         if not can_move((*src, *dst)):
             return tensor.redistribute(placements=dst)
-        local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
+        if on_trial.carry is not None:
+            local = on_trial.carry(tensor._local_tensor, src, dst, tensor.shape, tensor.device_mesh)
+        else:
+            local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
     # One device's order in memory stays: dropout draws in this order.
     return make_dtensor(local, tensor.device_mesh, dst, tensor.shape, None if has_ragged(dst) else tensor.stride())

@@ -193,7 +193,8 @@ def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str
     if deferred:
         materialize(model)
     gradients = [(model.get_parameter(record.name), _gradient_placements(record)) for record in others]
-    pending = PendingGradients([(param, placements) for param, placements in gradients if param.requires_grad], mesh)
+    pending = PendingGradients([each for each in gradients if each[0].is_floating_point() or each[0].is_complex()], mesh)
+    model.register_forward_pre_hook(pending.begin_forward)
     model.plan_ir = resolved  # type: ignore[assignment]
     if mode == "static":
         model.static_modules = StaticModules(model, mesh, resolved, changes, pending)  # type: ignore[assignment]

@@ -1,38 +1,37 @@
 """Static modules: inside of them, local tensors flow and only the plan's boundaries run. DTensor takes no part.
 
-It must not change a result: a module becomes static only if, on the inputs of a warm-up, it computes the bits of eager mode.
+It must not change a result: a module is static for a call only if a trial has shown, for a call with the same facts, that its
+local ops are those of eager mode. Any other call runs in eager mode.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import hashlib
-import re
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
-from torch.utils._debug_mode import DebugMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_ragged._register._torch import backward_id, current_autograd_node, next_sequence_number
-from torch_ragged.random._tape import read_state, write_state
-from torch_ragged.spmd._boundary import Redistribution
+from torch_ragged._register._torch import backward_id
+from torch_ragged.spmd._boundary import Redistribution, local_moves
 from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks
-from torch_ragged.spmd._move import Move, Placed, can_move, clean, differentiable_once, is_even, make_dtensor, move_dtensor
+from torch_ragged.spmd._move import Placed, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
-from torch_ragged.tensor.placement_types import has_ragged, whole_shape
+from torch_ragged.spmd._static_facts import Facts, NoFacts, modes
+from torch_ragged.spmd._static_trial import Found, Island, Refused, is_even_dtensor, try_module
 
 __all__ = ["StaticModules", "StaticReport"]
+
+_KINDS = 64
+"""Kinds of calls of one module that are remembered: a call of a further kind runs in eager mode."""
 
 
 @dataclass(frozen=True)
@@ -52,617 +51,392 @@ class StaticReport:
         return "\n".join([*lines, *(f"eager: {name or '(root)'}: {reason}" for name, reason in self.reasons.items())])
 
 
-_UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
-_Bits = dict[Any, bytes]
-"""Digests of the local tensors of one module: ("out", index), ("grad out", index), ("grad in", index), ("param", name)."""
-
-
-@dataclass
-class _Seen:
-    """What the warm-up saw of one module: the placements of its tensors, in the order of pytree leaves, and what forbids it.
-
-    A tensor that is no DTensor has None; ``plain`` says which of its dimensions are 1. Gradients are known after backward.
-    """
-
-    inputs: list[Optional[Placed]] = field(default_factory=list)
-    plain: list[Any] = field(default_factory=list)
-    outputs: list[Optional[Placed]] = field(default_factory=list)
-    input_grads: dict[int, Placed] = field(default_factory=dict)
-    output_grads: dict[int, Placed] = field(default_factory=dict)
-    param_grads: dict[str, Placed] = field(default_factory=dict)
-    calls: int = 0
-    bits: _Bits = field(default_factory=dict)
-
-
 class StaticModules:
-    """Finds the static modules of a parallelized model at its first call with gradients, and runs them.
+    """Finds the static modules of a parallelized model, and runs them.
 
-    At that call, the model runs forward and backward in eager mode while every module's placements are recorded. The outermost
-    modules in which nothing else than local ops and boundaries happened become static. The model runs once more, on the same
-    inputs and random state. Modules whose outputs or gradients have other bits, or that raise, become eager again, and their
-    children are tried. Gradients, buffers and the random states are restored.
+    A call of a module has *facts*: placements, shapes and types of its arguments, the modes of torch, hooks, and all
+    attributes, globals and closures that its code may read (:class:`Facts`). The first call with new facts runs in eager
+    mode. Before the second one, the module runs forward and backward on copies, on DTensors and on local tensors, without
+    communication. If both runs compute the same, op by op, the module is static for calls with these facts; if not, it is
+    eager, and its children are tried. A module that is static at its outermost is one region: local tensors flow through it.
 
-    Ranks agree: a module that has other bits on one rank is eager on all. Collectives: those of two or more steps, and in each
-    round one all-gather of objects per mesh dimension.
+    Ranks need not agree: a static call and an eager one issue the same collectives in the same order, with the same bytes.
+    So a rank on which facts differ does not leave others waiting. No collective is issued to find static modules.
     """
 
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, resolved: Resolved, changes: Sequence[Any], gradients: PendingGradients
     ) -> None:
-        self.report: Optional[StaticReport] = None
-        self._model, self._mesh, self._gradients = model, mesh, gradients
-        self._redistributions = [change for change in changes if isinstance(change, Redistribution)]
-        self._names = {module: name for name, module in model.named_modules()}
-        # In these modules, rules make DTensors of local tensors.
-        self._reasons = {each.module: "a rule for factories makes DTensors in it" for each in resolved.factories}
-        self._reasons |= {
-            each.module: "a rule annotates a tensor of it" for each in resolved.boundaries if each.action == "annotate"
-        }
+        self.mesh, self.gradients = mesh, gradients
+        self.changes = [change for change in changes if isinstance(change, Redistribution)]
+        self.active: Optional[Found] = None
+        self.region: Optional[_Region] = None
+        """The module that runs on local tensors now, or on trial: modules in it do nothing of their own."""
         self._regions: dict[str, _Region] = {}
-        self._is_warming = False
-        model.register_forward_pre_hook(self._first_call, with_kwargs=True, prepend=True)
+        makers = {each.module for each in resolved.factories}  # Their rules hold in all modules in them, too.
+        reasons = {
+            name: "a rule for factories makes DTensors in it"
+            for name, _ in model.named_modules()
+            if any(_is_in(name, each) for each in makers)
+        }
+        reasons |= {each.module: "a rule annotates a tensor of it" for each in resolved.boundaries if each.action == "annotate"}
+        for name, module in model.named_modules():
+            self._regions[name] = _Region(self, module, name)
+        for name, reason in reasons.items():
+            self.forbid(name, reason)
+        for region in self._regions.values():
+            inner = [each for each in region.module.modules() if each is not region.module]
+            has_units = any(isinstance(each, FSDPModule) for each in inner)  # They are called with DTensors.
+            if has_units or not any(isinstance(param, DTensor) for param in region.module.parameters()):
+                region.make_eager()
 
-    def _first_call(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self.report is not None or self._is_warming or not torch.is_grad_enabled():
-            return
-        if not any(param.requires_grad for param in model.parameters()):  # Gradients could not be compared.
-            return
-        self._is_warming = True
-        try:
-            with self._gradients.without_hooks(model.parameters()):
-                self._warm_up(args, kwargs)
-        finally:
-            self._is_warming = False
-
-    def _warm_up(self, args: Any, kwargs: dict[str, Any]) -> None:
-        states = {device: read_state(device) for device in {"cpu", self._mesh.device_type}}
-        grads = {param: param.grad for param in self._model.parameters()}
-        buffers = {buffer: buffer.detach().clone() for buffer in self._model.buffers()}
-
-        def restore() -> None:
-            for device, state in states.items():
-                write_state(device, state)
-            with torch.no_grad():
-                for buffer, value in buffers.items():
-                    buffer.copy_(value)
-            for param in self._model.parameters():
-                param.grad = None
-
-        def restore_all() -> None:
-            restore()
-            for param in self._model.parameters():
-                param.grad = grads.get(param)
-
-        watch = _Watch(self._names, self._redistributions)
-        restore()
-        try:
-            with watch.recording():
-                has_gradients = self._step(args, kwargs)
-        except Exception as error:
-            restore_all()
-            if not _cannot_be_named(error):
-                raise  # The model's own, perhaps on this rank alone: a further try would leave the others waiting.
-            self.report = StaticReport((), {"": f"watching it raises {_first_line(error)}"})
-            return
-        if not has_gradients:
-            restore_all()
-            return
-        self._reasons = {**self._of_all_ranks(watch.reasons), **self._reasons}
-        watch.reasons = dict(self._reasons)
-        chosen = list(self._outermost(watch, "", frozenset()))
-        while True:
-            restore()
-            self._regions = {
-                name: _Region(self._model.get_submodule(name), watch.seen[name], watch, self._mesh, self._gradients)
-                for name in chosen
-            }
-            wrong = self._of_all_ranks(self._differences(watch, args, kwargs))
-            for region in self._regions.values():
-                region.finish(keep=not wrong)
-            if not wrong:
-                break
-            # Equal modules of other layers do the same: they are not tried again.
-            alike = {re.sub(r"\d+", "*", name): reason for name, reason in wrong.items()}
-            wrong |= {name: alike[kind] for name in chosen if (kind := re.sub(r"\d+", "*", name)) in alike}
-            self._reasons.update(wrong)
-            chosen = [name for name in chosen if name not in wrong]
-            for name in wrong:
-                chosen += self._outermost(watch, name, frozenset(self._reasons))
-        restore_all()
-        self.report = StaticReport(tuple(chosen), {**self._of_all_ranks(watch.draws), **watch.reasons, **self._reasons})
-
-    def _of_all_ranks(self, reasons: dict[str, str]) -> dict[str, str]:
-        """What any rank says of modules, in the same order on all ranks."""
-        for dim in range(self._mesh.ndim):
-            group = self._mesh.get_group(dim)
-            received: list[dict[str, str]] = [{}] * group.size()
-            dist.all_gather_object(received, reasons, group=group)
-            reasons = {}
-            for part in received:
-                reasons = {**part, **reasons}
-        return dict(sorted(reasons.items()))
-
-    def _step(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        """One forward and backward; whether there was a tensor to begin backward at."""
-        output = self._model(*args, **kwargs)
-        leaves = [leaf for leaf in _leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if leaves:
-            leaves[0].sum().backward()
-        return bool(leaves)
-
-    def _outermost(self, watch: _Watch, name: str, tried: frozenset[str]) -> Iterator[str]:
-        """The outermost modules, from ``name`` on inwards, that may be static."""
-        module = self._model.get_submodule(name)
-        if name not in tried and watch.allows(name, module):
-            yield name
-            return
-        for child, _ in module.named_children():
-            yield from self._outermost(watch, f"{name}.{child}" if name else child, tried)
-
-    def _differences(self, watch: _Watch, args: Any, kwargs: dict[str, Any]) -> dict[str, str]:
-        """The static modules that compute something else than eager mode, with the reason.
-
-        Wrong values of one module make those of modules after it wrong. So only modules with the right inputs are told.
-        """
-        try:
-            self._step(args, kwargs)
-        except Exception as error:
-            name = next((name for name, region in self._regions.items() if region.is_inside), None)
-            if not self._regions:
-                raise
-            where = "forward" if name is not None else "backward"
-            reason = f"on local tensors, its {where} raises {_first_line(error)}"
-            return dict.fromkeys([name] if name is not None else self._regions, reason)
-        for kind, given in (("out", "in"), ("param", "grad out"), ("grad in", "grad out")):
-            wrong = {}
-            for name, region in self._regions.items():
-                eager, static = watch.seen[name].bits, region.bits
-                other = [key for key, bits in eager.items() if key[0] == kind and static.get(key) != bits]
-                has_equal_inputs = all(static.get(key) == bits for key, bits in eager.items() if key[0] == given)
-                if other and has_equal_inputs:
-                    wrong[name] = f"on local tensors, {_what(other[0])} has other bits"
-            if wrong:
-                return wrong
-        return {}
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)}".splitlines()[0].removesuffix(": ")
-
-
-def _cannot_be_named(error: Exception) -> bool:
-    """Whether torch has no text for the placements of a redistribution that it watches. They are equal on all ranks."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_name == "stringify_transform_infos" for frame, _ in frames)
-
-
-def _what(key: Any) -> str:
-    kind, index = key
-    return {
-        "out": f"output {index}",
-        "param": f"the gradient of {index}",
-        "grad in": f"the gradient of input {index}, which is added up in another order,",
-    }[kind]
-
-
-# -- what happens in eager mode --------------------------------------------------------------------------------------------
-
-
-class _Watch(DebugMode):
-    """Records what each module does in one eager forward and backward."""
-
-    def __init__(self, names: dict[nn.Module, str], redistributions: Sequence[Redistribution]) -> None:
-        super().__init__()
-        self.seen: dict[str, _Seen] = {}
-        self.reasons: dict[str, str] = {}
-        self._spans: dict[str, tuple[int, int]] = {}
-        self.moves: dict[Redistribution, list[Any]] = {each: [] for each in redistributions}
-        self.draws: dict[str, str] = {}
-        """Modules that draw random numbers, with the op."""
-        self.shares: dict[tuple[nn.Module, str], tuple[int, ...]] = {}
-        """Replicated parameters that an op took as pending a sum, such as the bias of a row-parallel layer: by module and name,
-        as units register another object between uses. The sizes of the mesh dimensions of the sum."""
-        self._args: Any = ()
-        self._is_local = False
-        self._names = names
-        self._stack: list[str] = []
-        self.handles: list[Any] = []
-        """Hooks on modules and parameters, which outlive the step."""
-
-    def allows(self, name: str, module: nn.Module) -> bool:
-        """Whether nothing in the module, and in all of its submodules, forbids that it is static."""
-        inside = {each for each in self.seen if each == name or not name or each.startswith(f"{name}.")}
-        seen = self.seen.get(name)
-        if name in self.draws:
-            self.forbid(name, self.draws[name])
-        if seen is None or any(each in self.reasons for each in inside) or not any(seen.inputs):
-            return False
-        islands = self.islands(name)
-        for each in inside & set(self.draws):
-            if each not in islands:
-                self.forbid(each, self.draws[each])
-                return False
-        if not all(self._has_known_gradients(each) for each in (name, *islands)):
-            return False
-        uneven = next((key for key, param in module.named_parameters() if not _is_even(param)), None)
-        if uneven is not None:
-            self.forbid(name, f"{uneven} {_UNEVEN}")
-        return uneven is None and any(isinstance(param, DTensor) for param in module.parameters())
-
-    def islands(self, name: str) -> list[str]:
-        """The modules inside of ``name`` that draw random numbers and do nothing else, such as dropout."""
-        modules = {known: module for module, known in self._names.items()}
-        return [
-            each
-            for each in self.draws
-            if each != name and (not name or each.startswith(f"{name}.")) and not list(_of(modules[each]))
-        ]
-
-    def _has_known_gradients(self, name: str) -> bool:
-        """Whether local tensors can flow into the module and out of it."""
-        seen = self.seen[name]
-        pairs = [(p, seen.input_grads.get(i)) for i, p in enumerate(seen.inputs)]
-        pairs += [(p, seen.output_grads.get(i)) for i, p in enumerate(seen.outputs)]
-        for placements, grads in pairs:
-            if placements is not None and not can_move(placements):
-                return False
-            if placements is not None and grads is not None and not all(map(_goes_with, placements, grads)):
-                told = "".join(map(str, grads))
-                self.forbid(
-                    name, f"the gradient of a tensor under {''.join(map(str, placements))} is {told}: add a rule with grad="
-                )
-                return False
-        return True
-
-    def _module_of_backward(self) -> Optional[str]:
-        """The innermost module whose forward made the node of autograd that runs now: nodes are numbered as they are made."""
-        node = current_autograd_node()
-        number = -1 if node is None else node._sequence_nr()
-        around = [(stop - start, name) for name, (start, stop) in self._spans.items() if start <= number < stop]
-        return min(around)[1] if around else None
-
-    def recording(self) -> Any:
-        return _Recording(self)
-
-    # -- hooks
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        name = self._names[module]
-        if backward_id() >= 0:  # Recomputation for backward.
-            self._stack.append(name)
-            return
-        leaves = pytree.tree_leaves((args, kwargs))
-        self._stack.append(name)
-        self._forbid_dataclasses(name, leaves)
-        seen = self.seen.setdefault(name, _Seen())
-        seen.calls += 1
-        self._spans[name] = (next_sequence_number(), 0)
-        if seen.calls > 1:
-            self.forbid(name, "it runs more than once in a forward")
-        if not all(map(_is_even, leaves)):
-            self.forbid(name, f"its input {_UNEVEN}")
-        seen.inputs = self._record(leaves, seen.input_grads, seen.bits, "grad in")
-        seen.plain = _plain(leaves)
-        seen.bits.update({("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
-        for inner, param in module.named_parameters():
-            if isinstance(param, DTensor) and param.requires_grad:
-                self.handles.append(param.register_hook(functools.partial(self._note_param, seen, inner)))
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self._stack.pop()
-        if backward_id() >= 0:
-            return
-        self._spans[name] = (self._spans[name][0], next_sequence_number())
-        seen, leaves = self.seen[name], pytree.tree_leaves(output)
-        self._forbid_dataclasses(name, leaves)
-        seen.outputs = self._record(leaves, seen.output_grads, seen.bits, "grad out")
-        if not all(map(_is_even, leaves)):
-            self.forbid(name, f"its output {_UNEVEN}")
-        seen.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
-
-    def _forbid_dataclasses(self, name: str, leaves: list[Any]) -> None:
-        """pytree takes a dataclass for a leaf, so a static module would not see the tensors in it."""
-        for leaf in filter(_is_dataclass, leaves):
-            if any(isinstance(each, torch.Tensor) for each in _leaves(leaf)):
-                kind = type(leaf).__name__
-                self.forbid(name, f"a {kind} enters or leaves it: static modules see tensors in tuples, lists and dicts only")
-
-    def _record(self, leaves: list[Any], grads: dict[int, Placed], bits: _Bits, kind: str) -> list[Optional[Placed]]:
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, DTensor) and leaf.requires_grad:
-
-                def note(grad: Any, index: int = index) -> None:
-                    grads[index] = grad.placements
-                    bits[kind, index] = _bits(grad)
-
-                leaf.register_hook(note)
-        return [leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves]
-
-    def _note_param(self, seen: _Seen, inner: str, grad: Any) -> None:
-        seen.param_grads[inner] = grad.placements
-        seen.bits["param", inner] = _bits(grad)
-
-    def observe(self, change: Redistribution) -> Callable[..., None]:
-        def note(given: Placed, wanted: Placed, result: DTensor) -> None:
-            record: list[Any] = [given, wanted, wanted]
-            self.moves[change].append(record)
-            if not _is_even(result):
-                self.forbid(change.boundary.module, f"a tensor at its boundary {_UNEVEN}")
-            if result.requires_grad:
-                result.register_hook(lambda grad: record.__setitem__(2, grad.placements))
-
-        return note
+    @property
+    def report(self) -> StaticReport:
+        """What was found so far: no module is static before its second call."""
+        static = [name for name, region in self._regions.items() if region.is_static]
+        told = {name: region.reason or region.other_facts() for name, region in self._regions.items()}
+        reasons = {name: reason for name, reason in told.items() if reason}
+        outermost = [n for n in static if not any(n != other and _is_in(n, other) for other in static)]
+        draws = {name: reason for n in outermost for name, reason in self._regions[n].draws().items()}
+        return StaticReport(tuple(outermost), {**draws, **reasons})
 
     def forbid(self, name: str, reason: str) -> None:
-        self.reasons.setdefault(name, reason)
+        """A module is eager from now on, for ``reason``, and so are those around it. Those in it are tried."""
+        for other, region in self._regions.items():
+            if _is_in(name, other):
+                region.make_eager(reason if other == name else "")
+            elif _is_in(other, name):
+                region.wake()
 
-    # -- ops
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._stack and torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
-            self.draws.setdefault(self._stack[-1], f"{func} draws random numbers: those of one device need its placements")
-        if any(isinstance(arg, DTensor) for arg in args):  # Not what DTensor runs to find shapes.
-            self._op, self._args = func, args
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def record_redistribute_calls(self, arg: Any, src_placement: Any, dst_placement: Any, *rest: Any, **options: Any) -> Any:
-        if self._is_local:  # Told again, by what carries it out.
-            return contextlib.nullcontext()
-        param = self._args[arg] if isinstance(arg, int) and arg < len(self._args) else None
-        if self._stack and isinstance(param, nn.Parameter) and _becomes_pending(src_placement, dst_placement):
-            pairs = zip(param.device_mesh.shape, src_placement.placements, dst_placement.placements)  # type: ignore[attr-defined]
-            shares = tuple([size for size, old, new in pairs if old != new])
-            owners = ((module, key) for module in self._names for key, each in module._parameters.items() if each is param)
-            self.shares.update(dict.fromkeys(owners, shares))
-            return self._local()
-        told = "->".join("".join(map(str, getattr(each, "placements", each))) for each in (src_placement, dst_placement))
-        if self._stack:
-            self.forbid(self._stack[-1], f"{self._op} redistributes {told}: add a rule that does it at a module's boundary")
-        elif (name := self._module_of_backward()) is not None:
-            self.forbid(name, f"in backward, {self._op} redistributes {told}: add a rule with grad= or grad_dst=")
-        return super().record_redistribute_calls(arg, src_placement, dst_placement, *rest, **options)
-
-    @contextlib.contextmanager
-    def _local(self) -> Iterator[None]:
-        self._is_local = True
-        try:
-            yield
-        finally:
-            self._is_local = False
+    def now_static(self, static: _Region) -> None:
+        """Modules in a static one cost nothing: their own hooks go. They come again if it becomes eager."""
+        for name, region in self._regions.items():
+            if region is not static and _is_in(name, static.name):
+                region.sleep()
 
 
-def _of(module: nn.Module) -> Iterator[Any]:
-    """What a module has: submodules, parameters, buffers."""
-    yield from module.children()
-    yield from module.parameters()
-    yield from module.buffers()
+def _is_in(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def _becomes_pending(src: Any, dst: Any) -> bool:
-    """Whether a whole tensor becomes one that is pending a sum, without communication."""
-    pairs = [(a, b) for a, b in zip(src.placements, dst.placements) if a != b]
-    return all(a.is_replicate() and type(b) is Partial and b.reduce_op == "sum" for a, b in pairs)
+@dataclass
+class _Kind:
+    """Calls of a module with the same facts.
+
+    Attributes:
+        arrivals: the placements of the gradients that reached outputs.
+        found: what the trial found; None before it, or if it refused.
+        reason: why calls of this kind are eager, for good.
+        is_watched: whether there was one, in eager mode.
+        is_stale: whether a gradient has arrived under other placements than those of the trial.
+        changes: how often that was so.
+    """
+
+    arrivals: dict[int, Placed] = field(default_factory=dict)
+    found: Optional[Found] = None
+    reason: Optional[str] = None
+    is_watched: bool = False
+    is_stale: bool = False
+    changes: int = 0
+
+    def arrive(self, index: int, placements: Placed) -> None:
+        self.arrivals[index] = placements
+        self.is_stale = True
+        self.changes += 1
+        if self.changes > 3:
+            self.reason = "gradients of its outputs arrive under other placements from step to step: add a rule with grad="
 
 
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a random op draws here: attention does for its dropout only."""
-    position = next((i for i, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p"), None)
-    if position is None:
-        return True
-    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0))
+@dataclass
+class _State:
+    """The kinds of calls of a module with the same :class:`Facts`."""
 
-
-class _Recording:
-    """While it is entered: hooks on every module, and the mode."""
-
-    def __init__(self, watch: _Watch) -> None:
-        self._watch = watch
-
-    def __enter__(self) -> None:
-        for module in self._watch._names:
-            # After the plan's boundaries at the entry, before those at the exit: what the module itself sees.
-            self._watch.handles.append(module.register_forward_pre_hook(self._watch.enter, with_kwargs=True))
-            # Also after an error, with which activation checkpointing ends a call that it runs again.
-            self._watch.handles.append(module.register_forward_hook(self._watch.leave, prepend=True, always_call=True))
-        for change in self._watch.moves:
-            change.observe = self._watch.observe(change)
-        self._watch.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._watch.__exit__(*exception)
-        for handle in self._watch.handles:
-            handle.remove()
-        for change in self._watch.moves:
-            change.observe = None
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _leaves(value: Any) -> list[Any]:
-    """The leaves of a value, also those in dataclasses."""
-    found: list[Any] = []
-    for leaf in pytree.tree_leaves(value):
-        inner = [getattr(leaf, each.name, None) for each in dataclasses.fields(leaf)] if _is_dataclass(leaf) else None
-        found += [leaf] if inner is None else _leaves(inner)
-    return found
-
-
-def _bits(value: Any) -> bytes:
-    local = value._local_tensor if isinstance(value, DTensor) else value
-    with _disable_current_modes():
-        return hashlib.sha256(local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
-
-
-# -- static modules --------------------------------------------------------------------------------------------------------
+    facts: Facts
+    reason: Optional[str]
+    kinds: dict[Any, _Kind] = field(default_factory=dict)
 
 
 class _Region:
-    """One static module: at its entry, DTensors become local tensors; at its exit, local tensors become DTensors.
+    """One module of a model in static mode.
 
-    If it is called with other placements than in the warm-up, with uneven shards, or without gradients and with an object that
-    may keep tensors, that call runs in eager mode.
+    At its entry, DTensors become local tensors; at its exit, local tensors become DTensors, if the call is of a kind that is
+    static.
     """
 
-    def __init__(self, module: nn.Module, seen: _Seen, watch: _Watch, mesh: DeviceMesh, gradients: PendingGradients) -> None:
-        self.is_inside = False
-        self.bits: _Bits = {}
-        self._checks = True
-        self._gradient_hooks: list[Any] = []
-        self._seen, self.mesh, self.sizes = seen, mesh, tuple(mesh.shape)
-        self._gradients = gradients
+    def __init__(self, owner: StaticModules, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.gradients = owner.gradients
+        self.reason: Optional[str] = None
+        """Why the module is eager for good; an empty text: because of a module in it; None: it is not."""
         self.leaves: list[Leaf] = []
+        self._owner = owner
+        self._states: list[_State] = []
+        self._running: list[tuple[str, Optional[_Kind]]] = []
         self._params = [
-            _LocalParam(
-                vars(owner), owner._parameters, key, name, seen.param_grads.get(name), watch.shares.get((owner, key), ())
-            )
-            for prefix, owner in module.named_modules()
-            for key, param in owner._parameters.items()
-            for name in (f"{prefix}.{key}" if prefix else key,)
+            _LocalParam(vars(each), each._parameters, key, f"{prefix}.{key}" if prefix else key)
+            for prefix, each in module.named_modules()
+            for key, param in each._parameters.items()
             if param is not None
         ]
-        self._buffers = [(owner, key) for owner in module.modules() for key in owner._buffers]
-        inside = {watch._names[each] for each in module.modules()}
-        self._moves: list[Redistribution] = []
-        for change, records in watch.moves.items():
-            boundary = change.boundary
-            is_own = boundary.module == watch._names[module]  # At the region's own entry and exit, DTensors flow.
-            if boundary.module in inside and not is_own and records:
-                src, dst, grad = records[0]
-                change.static = Move(
-                    mesh, src, dst, grad, clean(src) if boundary.grad_dst is None else _spoken(boundary.grad_dst, src)
-                )
-                self._moves.append(change)
-        self._handles = [
-            module.register_forward_pre_hook(self._enter, with_kwargs=True),
-            module.register_forward_hook(self._leave, prepend=True, always_call=True),
-        ]
-        names = {name: each for each, name in watch._names.items()}
-        for name in watch.islands(watch._names[module]):
-            island = _Island(self, watch.seen[name])
-            self._handles.append(names[name].register_forward_pre_hook(island.enter, with_kwargs=True))
-            self._handles.append(names[name].register_forward_hook(island.leave, prepend=True))
+        self._buffers = [(each, key) for each in module.modules() for key in each._buffers]
+        self._handles: list[Any] = []
+        self._island_hooks: dict[nn.Module, list[Any]] = {}
+        self.wake()
 
-    def finish(self, *, keep: bool) -> None:
-        """End the warm-up. The module stays static, or becomes eager again."""
-        self._checks = False
-        for hook in self._gradient_hooks:
-            hook.remove()
-        if not keep:
-            for handle in self._handles:
-                handle.remove()
-            for change in self._moves:
-                change.static = None
+    @property
+    def is_static(self) -> bool:
+        return any(kind.found for state in self._states for kind in state.kinds.values())
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.is_inside = False  # It may be set by a call that raised.
+    def draws(self) -> dict[str, str]:
+        """The modules in it that draw random numbers, with the op."""
+        found = [kind.found for state in self._states for kind in state.kinds.values() if kind.found is not None]
+        return {name: reason for each in found for name, reason in each.draws.items()}
+
+    def other_facts(self) -> Optional[str]:
+        """Why no call is static, if each has other facts than those before it."""
+        if self.is_static or len(self._states) < 3:
+            return None
+        return f"each call finds another value of {self._states[1].facts.changed()}"
+
+    def wake(self) -> None:
+        """Look at calls of the module, unless it is eager for good."""
+        if self.reason is None and not self._handles:
+            # After the plan's boundaries at the entry, before those at the exit: what the module itself sees.
+            self._handles = [
+                self.module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                self.module.register_forward_hook(self._leave, prepend=True, always_call=True),
+            ]
+
+    def sleep(self) -> None:
+        for handle in (*self._handles, *(handle for handles in self._island_hooks.values() for handle in handles)):
+            handle.remove()
+        self._handles, self._states, self._running = [], [], []
+        self._island_hooks.clear()
+
+    def make_eager(self, reason: str = "") -> None:
+        """The module runs in eager mode from now on."""
+        self.reason = self.reason or reason
+        self.sleep()
+
+    # -- calls
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        owner = self._owner
+        if owner.region is not None:  # On trial.
+            return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        if [leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves] != self._seen.inputs:
+        state, kind = self._kind_of(leaves, tree)
+        self._running.append(("eager", None))
+        if state is None or kind is None or kind.reason is not None:
             return None
-        # A plain tensor is whole: with the rows of the whole batch, it would not fit the local ones.
-        if _plain(leaves) != self._seen.plain or not all(map(_is_even, leaves)):
-            return None
-        # A cache of keys lives for several calls, of which some may run in eager mode: it must not get local tensors.
-        if not torch.is_grad_enabled() and any(map(_holds_state, leaves)):
-            return None
-        if self._checks and backward_id() < 0:  # Not where activation checkpointing runs it again.
-            self.bits = {("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        for index, (leaf, placements) in enumerate(zip(leaves, self._seen.inputs)):
-            if placements is not None:
-                grads = self._seen.input_grads.get(index, clean(placements))
-                self._check(leaf, "grad in", index)
-                leaves[index] = _ToLocal.apply(leaf, grads)
-        for each in self._params:
-            param: Any = each.registered[each.key]
-            is_known = param is each.of and param._local_tensor.data_ptr() == each.address
-            is_known = is_known and param.requires_grad == each.requires_grad and not (each.leaf and has_hooks(param))
-            local = each.local if is_known else self._local_of(each, param)
-            if local is not None:
-                self._check(local, "param", each.name)
-                each.attributes[each.key] = _ToPending.apply(local, each.shares) if each.shares else local
-        for owner, key in self._buffers:
-            buffer = owner._buffers[key]
-            if isinstance(buffer, DTensor):
-                owner.__dict__[key] = buffer._local_tensor
-        self.is_inside = True
+        if kind.found is None or kind.is_stale:
+            # A call that activation checkpointing runs again is as the first one was.
+            if backward_id() >= 0 and kind.found is None or not kind.is_watched:
+                kind.is_watched = True
+                self._running[-1] = ("watched", kind)
+                return None
+            if backward_id() < 0:
+                self._try(state, kind, leaves, tree)
+                if kind.found is None:
+                    return None
+        found = kind.found
+        assert found is not None
+        self._running[-1] = ("static", kind)
+        owner.region, owner.active, local_moves.of = self, found, found.moves
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, DTensor):
+                leaves[index] = _ToLocal.apply(leaf, found.input_grads.get(index))
+        self._bind(found)
         return pytree.tree_unflatten(leaves, tree)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.is_inside:
+        owner = self._owner
+        if not self._running or owner.region not in (None, self):
             return None
+        state, kind = self._running.pop()
+        if state == "static":
+            owner.region, owner.active, local_moves.of = None, None, None
+            self._unbind()
+        if output is None or kind is None:  # It raised, or it ran in eager mode.
+            return None
+        leaves, tree = pytree.tree_flatten(output)
+        if state == "watched":
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, DTensor) and leaf.requires_grad and not leaf.is_leaf:
+                    leaf.register_hook(functools.partial(_note_arrival, kind, index))
+            return None
+        assert kind.found is not None
+        for index, (leaf, spec) in enumerate(zip(leaves, kind.found.outputs)):
+            if spec is not None:
+                leaves[index] = _FromLocal.apply(leaf, self, kind, index, spec)
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _kind_of(self, leaves: Sequence[Any], tree: Any) -> tuple[Optional[_State], Optional[_Kind]]:
+        """The kind of a call; None: it cannot be static."""
+        key = [tree, modes()]
+        for leaf in leaves:
+            if isinstance(leaf, DTensor):
+                mesh = self._owner.mesh
+                if (leaf.device_mesh is not mesh and leaf.device_mesh != mesh) or not is_even_dtensor(leaf):
+                    return None, None
+                key += (leaf.placements, leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+            elif isinstance(leaf, torch.Tensor):
+                key += (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, type(leaf))
+            elif leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)):
+                key += (type(leaf), leaf)
+            else:  # An object may keep tensors, such as a cache of keys: they are DTensors.
+                return None, None
+        whole = tuple(key)
+        state = next((each for each in self._states if each.facts.hold()), None)
+        if state is None:
+            state = self._new_state()
+            if state is None:
+                return None, None
+        if state.reason is not None:
+            return None, None
+        kind = state.kinds.get(whole)
+        if kind is None:
+            if len(state.kinds) >= _KINDS:
+                return None, None
+            kind = state.kinds[whole] = _Kind()
+        return state, kind
+
+    def _new_state(self) -> Optional[_State]:
+        if len(self._states) >= _KINDS:
+            return None
+        try:
+            state = _State(Facts(self.module), _users_hook(self.module, self.name))
+        except NoFacts as error:
+            self._owner.forbid(self.name, str(error))
+            return None
+        self._states.insert(0, state)
+        return state
+
+    def _try(self, state: _State, kind: _Kind, leaves: Sequence[Any], tree: Any) -> None:
+        """See whether calls of this kind can be static, on copies of tensors. The module is as before afterwards."""
+        owner = self._owner
+        kind.found, kind.is_stale = None, False
+        owner.region = self
+        try:
+            kind.found = try_module(
+                self.module, self.name, leaves, tree, kind.arrivals, owner.changes, owner.mesh, self._run_on_trial(tree)
+            )
+            changed = state.facts.changed()
+            if changed is not None:
+                raise Refused(self.name, f"its forward changes {changed}")
+        except Refused as refused:
+            kind.found, kind.reason = None, refused.reason
+            if not self.is_static:  # Not only for calls of this kind.
+                owner.forbid(refused.module, refused.reason)
+            return
+        finally:
+            state.facts.restore()
+            owner.region, owner.active, local_moves.of = None, None, None
+        owner.now_static(self)
+        for module in kind.found.islands:
+            if module not in self._island_hooks:
+                self._island_hooks[module] = [
+                    module.register_forward_pre_hook(self._to_island, with_kwargs=True),
+                    module.register_forward_hook(self._from_island, prepend=True),
+                ]
+        state.facts = Facts(self.module)  # Hooks of this object have changed, and nothing else.
+
+    def _run_on_trial(self, tree: Any) -> Any:
+        owner = self._owner
+
+        def run(found: Found, leaves: Sequence[Any], params: dict[str, Any]) -> Any:
+            owner.active, local_moves.of = found, found.moves
+            hooks = []
+            for each in self._params:
+                local = params[each.name]
+                each.attributes[each.key] = (
+                    _ToPending.apply(local, found.shares[each.name]) if each.name in found.shares else local
+                )
+            for module in found.islands:
+                if module not in self._island_hooks:
+                    hooks.append(module.register_forward_pre_hook(self._to_island, with_kwargs=True))
+                    hooks.append(module.register_forward_hook(self._from_island, prepend=True))
+            args, kwargs = pytree.tree_unflatten(list(leaves), tree)
+            try:
+                return self.module.forward(*args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+                self._unbind()
+
+        return run
+
+    # -- parameters and buffers
+
+    def _bind(self, found: Found) -> None:
+        """While the module runs, attributes of the instances are local tensors."""
+        for each in self._params:
+            param: Any = each.registered[each.key]
+            spec = found.param_grads.get(each.name)
+            is_known = param is each.of and spec is each.spec and param._local_tensor.data_ptr() == each.address
+            is_known = is_known and param.requires_grad == each.requires_grad and not (each.leaf and has_hooks(param))
+            local = each.local if is_known else self._local_of(each, param, spec)
+            if local is not None:
+                shares = found.shares.get(each.name)
+                each.attributes[each.key] = _ToPending.apply(local, shares) if shares else local
+        for owner, key in self._buffers:
+            buffer = owner._buffers.get(key)
+            if isinstance(buffer, DTensor):
+                vars(owner)[key] = buffer._local_tensor
+
+    def _unbind(self) -> None:
         for each in self._params:
             each.attributes.pop(each.key, None)
         for owner, key in self._buffers:
-            owner.__dict__.pop(key, None)
-        if output is None:  # It raised.
-            return None
-        self.is_inside = False
-        leaves, tree = pytree.tree_flatten(output)
-        if self._checks and backward_id() < 0:
-            self.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
-        for index, (leaf, placements) in enumerate(zip(leaves, self._seen.outputs)):
-            if placements is not None and isinstance(leaf, torch.Tensor):
-                grads = self._seen.output_grads.get(index, clean(placements))
-                self._check(leaf, "grad out", index)
-                leaves[index] = _FromLocal.apply(leaf, self, placements, grads)
-        return pytree.tree_unflatten(leaves, tree)
+            vars(owner).pop(key, None)
 
-    def _local_of(self, each: _LocalParam, param: Any) -> Optional[torch.Tensor]:
+    def _local_of(self, each: _LocalParam, param: Any, spec: Any) -> Optional[torch.Tensor]:
         """What a parameter's attribute is while the module runs; kept until the parameter or its memory is another one."""
+        each.of, each.spec = None, spec
         if not isinstance(param, DTensor):
             return None
-        grads = each.grads or param.placements
         address = param._local_tensor.data_ptr()
         tied = next((o for o in self._params if o is not each and o.of is param and o.address == address), None)
-        if tied is not None:
+        if tied is not None and tied.spec is not None and spec is not None and tied.spec.placements == spec.placements:
             each.local, each.leaf = tied.local, tied.leaf
-        elif param.requires_grad:
-            each.leaf = self._gradients.leaf_of(param, grads)  # type: ignore[arg-type]
+        elif param.requires_grad and spec is not None:
+            each.leaf = self.gradients.leaf_of(param, spec.placements)  # type: ignore[arg-type]
             if each.leaf is None:  # A unit's: gathered anew for each forward. Or one with hooks: autograd goes to it.
-                each.of, self.leaves = None, [leaf for leaf in self.leaves if leaf.param is not param]
-                return _ToLocal.apply(param, grads)
+                self.leaves = [leaf for leaf in self.leaves if leaf.param is not param]
+                return _ToLocal.apply(param, spec)
             each.local = each.leaf.local
         else:
-            each.local, each.leaf = param._local_tensor, None
+            each.local, each.leaf = param._local_tensor.detach(), None
         each.of, each.address, each.requires_grad = param, address, param.requires_grad
         self.leaves = list({id(other.leaf): other.leaf for other in self._params if other.leaf is not None}.values())
         return each.local
 
-    def collect(self) -> None:
-        """Backward passes the outputs: when it ends, the leaves have gradients."""
-        self._gradients.collect(self.leaves)
+    # -- modules in it that draw
 
-    def _check(self, local: torch.Tensor, kind: str, key: Any) -> None:
-        """In the warm-up: note the bits of a gradient."""
-        if self._checks and local.requires_grad:
-            self._gradient_hooks.append(local.register_hook(lambda grad: self.bits.__setitem__((kind, key), _bits(grad))))
-
-
-class _Island:
-    """A module inside of a static one that draws random numbers: DTensors tell it which of one device's numbers are its own."""
-
-    def __init__(self, region: _Region, seen: _Seen) -> None:
-        self._region, self._seen = region, seen
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._region.is_inside:
+    def _to_island(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        island = self._island(module)
+        if island is None:
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        for index, placements in enumerate(self._seen.inputs):
-            if placements is not None:
-                grads = self._seen.input_grads.get(index, clean(placements))
-                leaves[index] = _FromLocal.apply(leaves[index], self._region, placements, grads)
+        for index, spec in enumerate(island.inputs):
+            if spec is not None:
+                leaves[index] = _OfIsland.apply(leaves[index], spec, island.input_grads.get(index, clean(spec.placements)))
         return pytree.tree_unflatten(leaves, tree)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self._region.is_inside:
+    def _from_island(self, module: nn.Module, args: Any, output: Any) -> Any:
+        island = self._island(module)
+        if island is None:
             return None
         leaves, tree = pytree.tree_flatten(output)
-        for index, placements in enumerate(self._seen.outputs):
-            if placements is not None:
-                leaves[index] = _ToLocal.apply(leaves[index], self._seen.output_grads.get(index, clean(placements)))
+        for index, spec in enumerate(island.outputs):
+            if spec is not None:
+                grads = island.output_grads.get(index)
+                leaves[index] = _ToLocal.apply(leaves[index], spec if grads is None else (spec, grads))
         return pytree.tree_unflatten(leaves, tree)
+
+    def _island(self, module: nn.Module) -> Optional[Island]:
+        active = self._owner.active
+        return None if active is None else active.islands.get(module)
 
 
 @dataclass
@@ -673,8 +447,7 @@ class _LocalParam:
 
     Attributes:
         attributes, registered: those of the module that has the parameter.
-        grads: the placements of its gradient; None: its own.
-        shares: as of :class:`_Watch`.
+        spec: that of its gradient; None: it has none.
         of, address, requires_grad: the parameter and its memory, for which ``local`` and ``leaf`` were made.
     """
 
@@ -682,8 +455,7 @@ class _LocalParam:
     registered: dict[str, Any]
     key: str
     name: str
-    grads: Optional[Placed]
-    shares: tuple[int, ...] = ()
+    spec: Any = None
     of: Any = None
     address: int = 0
     requires_grad: bool = False
@@ -691,35 +463,22 @@ class _LocalParam:
     leaf: Optional[Leaf] = None
 
 
-def _is_even(value: Any) -> bool:
-    """Whether all ranks have equally much of a tensor, so that the global shape follows from the local one."""
-    if not isinstance(value, DTensor) or has_ragged(value.placements):  # A unit's: it takes even shards only.
-        return True
-    return is_even(value.shape, value.placements, tuple(value.device_mesh.shape))
+def _users_hook(module: nn.Module, name: str) -> Optional[str]:
+    """Why hooks of the user keep a module eager: they are called with DTensors, and may do anything with them."""
+    for inner, each in module.named_modules():
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            for hook in getattr(each, kind).values():
+                function = inspect.unwrap(getattr(hook, "__func__", hook))
+                home = getattr(function, "__module__", None) or type(function).__module__
+                if home.split(".")[0] != "torch_ragged":
+                    where = ".".join(filter(None, (name, inner))) or "the model"
+                    return f"a hook on {where} is called with DTensors"
+    return None
 
 
-def _plain(leaves: Sequence[Any]) -> list[Optional[tuple[bool, ...]]]:
-    """Of each plain tensor, which dimensions are 1, so that they broadcast; None for anything else."""
-    return [
-        tuple([size == 1 for size in leaf.shape]) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) else None
-        for leaf in leaves
-    ]
-
-
-def _holds_state(value: Any) -> bool:
-    """Whether a value is an object with attributes, such as a cache of keys."""
-    return hasattr(value, "__dict__") and not isinstance(value, torch.Tensor) and not callable(value)
-
-
-def _goes_with(placement: Any, grad: Any) -> bool:
-    """Whether local autograd can compute with a gradient of these placements."""
-    if isinstance(placement, Partial):
-        return grad.is_replicate()
-    return grad == placement or (placement.is_replicate() and type(grad) is Partial and grad.reduce_op == "sum")
-
-
-def _spoken(told: Sequence[Any], default: Placed) -> Placed:
-    return tuple([new or old for new, old in zip(told, clean(default))])
+def _note_arrival(kind: _Kind, index: int, gradient: Any) -> None:
+    if isinstance(gradient, DTensor):
+        kind.arrivals[index] = gradient.placements
 
 
 class _ToPending(torch.autograd.Function):
@@ -738,7 +497,8 @@ class _ToPending(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """A DTensor's local tensor, whose gradient has known placements."""
+    """A DTensor's local tensor. The spec of its gradient is known: ``grads`` is one, or one with other placements; None: the
+    gradient is placed as the tensor is."""
 
     @staticmethod
     def forward(ctx, tensor, grads):  # type: ignore[no-untyped-def]
@@ -749,22 +509,43 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return make_dtensor(gradient.contiguous(), ctx.spec.mesh, ctx.grads, ctx.spec.shape), None
+        if isinstance(ctx.grads, DTensorSpec):
+            return DTensor(gradient, ctx.grads, requires_grad=False), None
+        spec, placements = ctx.grads or (ctx.spec, clean(ctx.spec.placements))
+        return make_dtensor(gradient.contiguous(), spec.mesh, placements, spec.shape), None
 
 
 class _FromLocal(torch.autograd.Function):
-    """A DTensor on an output of a region. Its gradient is brought to the placements of the warm-up."""
+    """A DTensor on an output of a region. Its gradient is brought to the placements of the trial."""
 
     @staticmethod
-    def forward(ctx, local, region, placements, grads):  # type: ignore[no-untyped-def]
-        ctx.region, ctx.grads = region, grads
-        local = local.contiguous()
-        return make_dtensor(local, region.mesh, placements, whole_shape(local.shape, placements, region.sizes))
+    def forward(ctx, local, region, kind, index, spec):  # type: ignore[no-untyped-def]
+        ctx.region, ctx.kind, ctx.index = region, kind, index
+        ctx.grads = kind.found.output_grads.get(index)
+        return DTensor(local, spec, requires_grad=local.requires_grad)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        ctx.region.collect()
+        ctx.region.gradients.collect(ctx.region.leaves)
         if gradient.placements != ctx.grads:
+            # The value is right; another order of sums than in eager mode, in this step alone.
+            ctx.kind.arrive(ctx.index, gradient.placements)
             gradient = move_dtensor(gradient, ctx.grads)  # Perhaps to a sum that is pending, which DTensor's method refuses.
-        return gradient._local_tensor, None, None, None
+        return gradient._local_tensor, None, None, None, None
+
+
+class _OfIsland(torch.autograd.Function):
+    """A DTensor on a local tensor in a region, for a module that draws."""
+
+    @staticmethod
+    def forward(ctx, local, spec, grads):  # type: ignore[no-untyped-def]
+        ctx.grads = grads
+        return DTensor(local, spec, requires_grad=local.requires_grad)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if gradient.placements != ctx.grads:
+            gradient = move_dtensor(gradient, ctx.grads)
+        return gradient._local_tensor, None, None

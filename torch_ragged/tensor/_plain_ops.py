@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ _GPU_ATTENTION = """
 _EXTREMES = frozenset(
     getattr(_aten, name) for name in ("amax", "amin", "max", "min", "linalg_vector_norm", "_foreach_norm", "_foreach_max")
 )
+# Seconds of planning after which a line is logged: then a first step seems to hang.
+_LONG = 10.0
 _VIEWS = frozenset((_aten.view, _aten._unsafe_view))
 _torchs_handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
 """Those of a torch that :func:`plain_handlers` has not changed yet."""
@@ -169,6 +172,8 @@ class _AllOps:
     that function asks here."""
 
     run = False
+    seconds, ops = 0.0, 0
+    """How long torch's rules have taken, and for how many ops: each is asked once per shapes and placements."""
 
     def redistributes(self, current: Any, target: Any) -> bool:
         """Whether a redistribution between two specs of plain DTensors is one that torch gets wrong, so that it is done here.
@@ -201,8 +206,10 @@ class _AllOps:
             return op(tensors, *args[1:], **kwargs)
         if op.overloadpacket in _EXTREMES and (given := _without_empty_parts(args)) is not None:
             return op(*given, **kwargs)
+        start = time.perf_counter()
         try:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
+            self._took(time.perf_counter() - start)
         except Exception as error:
             # Under inference mode, composite ops come here as they are, such as item(). Of those that read values, torch finds
             # no shape of the result.
@@ -218,6 +225,14 @@ class _AllOps:
             if not needs_whole_tensors(op, args, sharding):
                 return sharding
         return on_whole_tensors(op, args, kwargs)
+
+    def _took(self, seconds: float) -> None:
+        """Tell a user who waits for a first step why it takes long: one line per process, on the first rank."""
+        before, self.seconds, self.ops = self.seconds, self.seconds + seconds, self.ops + 1
+        if before <= _LONG < self.seconds and torch.distributed.get_rank() == 0:
+            text = "torch took %.0f s to find the placements of %d ops. It does so once per op, shapes and placements: "
+            text += "the first step takes long, steps of the same shapes do not"
+            _logger.warning(text, self.seconds, self.ops)
 
 
 def _shares_dim(placements: Sequence[Placement]) -> bool:

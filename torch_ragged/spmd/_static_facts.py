@@ -1,0 +1,324 @@
+"""Facts: what the Python code of a module can read besides its arguments. A static module runs while they hold.
+
+It must not know tensors' values: code that reads one (``item()``) is not static.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import enum
+import functools
+import logging
+import os
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from operator import is_, itemgetter
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as nn_module
+
+__all__ = ["Facts", "NoFacts", "modes"]
+
+_LIMIT = 20_000
+"""Values that are watched for one module, at most."""
+_OF_OTHERS = tuple(
+    os.path.join(path, "")
+    for path in {
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.path.dirname(__file__)),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
+    }
+)
+_SITE = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
+# What these modules answer, and what these functions do, no guard sees.
+_UNSEEN = {"datetime", "os", "random", "secrets", "socket", "subprocess", "time", "uuid"}
+_EFFECTS = {"breakpoint", "exec", "eval", "input", "open", "print"}
+_GLOBAL_HOOKS = [hooks for name, hooks in vars(nn_module).items() if name.startswith("_global_") and isinstance(hooks, dict)]
+
+
+class NoFacts(Exception):
+    """The code of a module reads something that no guard can see; the text says what."""
+
+
+def modes() -> tuple[Any, ...]:
+    """The modes of torch that change what an op does."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_any_autocast_enabled() and tuple(map(_autocast, ("cpu", "cuda"))),
+        torch.get_default_dtype(),
+        torch._C._len_torch_function_stack(),
+        any(_GLOBAL_HOOKS),
+    )
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+class Facts:
+    """The attributes of a module and of all that it refers to, the globals and closures of its code, and hooks, at one time.
+
+    ``hold()`` compares them by identity, so that it costs about a microsecond per submodule: an equal number of the same type
+    and a tensor with the same shape, dtype and placements count as the same. What it does not see: values of tensors, files,
+    the environment, and the state of objects that are not Python's. Code that uses such a module of Python
+    (``os``, ``random``, ``time``), or that prints, has no facts.
+
+    Raises:
+        NoFacts: the code reads what no guard can see.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._whole: list[tuple[dict[Any, Any], list[Any], list[Any], str]] = []
+        self._listed: list[tuple[Any, list[Any], str]] = []
+        self._named: list[tuple[Any, Callable[[Any], tuple[Any, ...]], tuple[str, ...], list[Any], str]] = []
+        self._cells: list[tuple[Any, Any, str]] = []
+        self._tensors: list[tuple[torch.Tensor, Any, str]] = []
+        self._seen: dict[int, Any] = {}  # Values are kept, so that no other one gets their address.
+        self._names: dict[Any, tuple[str, Any, set[str]]] = {}
+        self._code: set[str] = set()  # All names that the code uses.
+        self._functions: list[tuple[types.FunctionType, str]] = []
+        self._classes: dict[type, str] = {}
+        for name, each in module.named_modules():
+            self._visit(each, name or type(module).__name__)
+        self._follow()
+        for path, place, names in self._names.values():
+            chosen = tuple(sorted(names))
+            get = itemgetter(*chosen) if len(chosen) > 1 else functools.partial(_one, chosen[0])
+            self._named.append((place, get, chosen, list(get(place)), path))
+        del self._names, self._functions, self._classes
+
+    def hold(self) -> bool:
+        """Whether all facts are as they were."""
+        return self.changed() is None
+
+    def changed(self) -> Optional[str]:
+        """The name of a fact that is another one now; None: all hold."""
+        for place, keys, values, path in self._whole:
+            if len(place) != len(keys):
+                return f"{path}: {_other_key(place, keys)}"
+            if not (all(map(is_, place, keys)) and all(map(is_, place.values(), values))):
+                for index, (key, now) in enumerate(place.items()):
+                    if key != keys[index] or not _same(now, values, index):
+                        return f"{path}.{key}"
+        for sequence, values, path in self._listed:
+            if len(sequence) != len(values) or not all(map(is_, sequence, values)):
+                if len(sequence) != len(values) or not all(_same(now, values, i) for i, now in enumerate(sequence)):
+                    return path
+        for place, get, names, values, path in self._named:
+            try:
+                now = get(place)
+            except KeyError as missing:
+                return f"{path}.{missing.args[0]}"
+            if not all(map(is_, now, values)):
+                for index, value in enumerate(now):
+                    if not _same(value, values, index):
+                        return f"{path}.{names[index]}"
+        for cell, value, path in self._cells:
+            if cell.cell_contents is not value:
+                return path
+        for tensor, meta, path in self._tensors:  # What can change in place.
+            if (tensor.requires_grad, tensor.dtype, tensor.shape) != meta:
+                return path
+        return None
+
+    def restore(self) -> None:
+        """Undo what code that was called on trial has changed."""
+        for place, keys, values, _ in self._whole:
+            if len(place) != len(keys) or not all(map(is_, place, keys)) or not all(map(is_, place.values(), values)):
+                place.clear()
+                place.update(zip(keys, values))
+        for sequence, values, _ in self._listed:
+            if len(sequence) != len(values) or not all(map(is_, sequence, values)):
+                sequence.clear()
+                (sequence.update if isinstance(sequence, set) else sequence.extend)(values)
+        for place, _, names, values, _ in self._named:
+            if isinstance(place, dict) and not all(map(is_, map(place.get, names), values)):
+                place.update(zip(names, values))
+        for cell, value, _ in self._cells:
+            cell.cell_contents = value
+
+    # -- values
+
+    def _visit(self, value: Any, path: str) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if len(self._seen) > _LIMIT:
+            raise NoFacts(f"it refers to more than {_LIMIT} values, such as {path}")
+        if isinstance(value, nn.Module):
+            self._visit_module(value, path)
+        elif isinstance(value, torch.Tensor):
+            self._tensors.append((value, (value.requires_grad, value.dtype, value.shape), path))
+        elif isinstance(value, logging.Logger | torch.device | torch.Generator):
+            pass
+        elif isinstance(value, dict):
+            self._whole.append((value, list(value), list(value.values()), path))
+            for key, each in value.items():
+                self._visit(each, f"{path}[{key!r}]")
+        elif isinstance(value, list | set | collections.deque):
+            self._listed.append((value, list(value), path))
+            for each in value:
+                self._visit(each, path)
+        elif isinstance(value, tuple | frozenset):
+            for each in value:
+                self._visit(each, path)
+        elif isinstance(value, functools.partial):
+            for each in (value.func, value.args, value.keywords):
+                self._visit(each, path)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__self__, path)
+            self._visit(value.__func__, path)
+        elif isinstance(value, types.FunctionType):
+            self._functions.append((value, path))
+        elif isinstance(value, types.ModuleType | types.BuiltinFunctionType | enum.Enum):
+            pass
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, Iterator):
+            raise NoFacts(f"{path} is an iterator, whose state no guard sees")
+        else:
+            if hasattr(value, "__dict__") and not _is_others(type(value).__module__):
+                self._class(type(value))
+                self._visit(vars(value), path)
+            for name in (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) or ()):
+                self._visit(getattr(value, name, None), f"{path}.{name}")
+
+    def _visit_module(self, module: nn.Module, path: str) -> None:
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise NoFacts(f"{path} is compiled")
+        attributes = vars(module)
+        self._class(type(module))
+        self._whole.append((attributes, list(attributes), list(attributes.values()), path))
+        self._seen[id(attributes)] = attributes
+        for name, value in attributes.items():
+            if not name.endswith("_hooks") or value:
+                self._visit(value, f"{path}.{name}")
+            elif isinstance(value, dict):
+                self._whole.append((value, [], [], f"{path}.{name}"))
+
+    # -- code
+
+    def _class(self, kind: type) -> None:
+        for each in kind.__mro__:
+            if each not in self._classes and each.__module__ != "builtins":
+                self._classes[each] = f"{each.__module__}.{each.__qualname__}"
+                for name in ("forward", "__call__"):
+                    if name in vars(each) and each is not nn.Module:
+                        self._watch_name(vars(each), self._classes[each], name)
+
+    def _watch_name(self, place: Any, path: str, name: str) -> None:
+        """``place`` is a module's globals or a class's attributes, ``path`` its name."""
+        # Attributes of a class are another proxy each time; functions that others wrap have the others' module names.
+        key = id(place) if isinstance(place, dict) else path
+        self._names.setdefault(key, (path, place, set()))[2].add(name)
+        value = place[name]
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        self._visit(value, f"{path}.{name}")
+
+    def _follow(self) -> None:
+        """Watch what the code of the functions that were found reads, and follow the functions that it names."""
+        done: set[types.CodeType] = set()
+        known: set[tuple[type, str]] = set()
+        while True:
+            while self._functions:
+                function, path = self._functions.pop()
+                inner = getattr(function, "__wrapped__", None)
+                if inner is not None:
+                    self._visit(inner, path)
+                for cell in function.__closure__ or ():
+                    try:
+                        content = cell.cell_contents
+                    except ValueError:  # Not filled yet.
+                        continue
+                    if id(cell) not in self._seen:
+                        self._seen[id(cell)] = cell
+                        self._cells.append((cell, content, path))
+                        self._visit(content, path)
+                self._visit(function.__defaults__, path)
+                if function.__code__ in done or _is_others(function.__module__, function.__code__.co_filename):
+                    continue
+                done.add(function.__code__)
+                names = _names_of(function.__code__)
+                self._code |= names
+                for name in names:
+                    self._read_global(function, name, names)
+            # A name may be that of a class attribute or method of any object that was found.
+            for kind, path in list(self._classes.items()):
+                if _is_others(kind.__module__):
+                    continue
+                for name in self._code & set(vars(kind)):
+                    if (kind, name) not in known:
+                        known.add((kind, name))
+                        self._watch_name(vars(kind), path, name)
+            if not self._functions:
+                return
+
+    def _read_global(self, function: types.FunctionType, name: str, names: set[str]) -> None:
+        place = function.__globals__
+        if name not in place:
+            if name in _EFFECTS and hasattr(builtins, name):
+                raise NoFacts(f"its code calls {name}() in {function.__qualname__}")
+            return
+        value = place[name]
+        if isinstance(value, types.ModuleType):
+            if value.__name__ in _UNSEEN or (value.__name__ == "numpy" and "random" in names):
+                raise NoFacts(f"its code reads {value.__name__} in {function.__qualname__}, which no guard sees")
+            for inner in names & set(vars(value)):
+                if not isinstance(vars(value)[inner], types.ModuleType) and not _is_others(value.__name__):
+                    self._watch_name(vars(value), value.__name__, inner)
+        self._watch_name(place, function.__module__ or "a function", name)
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.layout, torch.memory_format, range)
+
+
+def _one(name: str, place: Any) -> tuple[Any, ...]:
+    return (place[name],)
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_of(constant)
+    return names
+
+
+@functools.cache
+def _is_others(module: Optional[str], file: str = "") -> bool:
+    """Whether code is that of torch, of this package or of Python: it reads the attributes that are watched, and modes."""
+    if module is not None and module.split(".")[0] in ("torch", "torch_ragged", "builtins"):
+        return True
+    return bool(file) and (file.startswith("<") or (file.startswith(_OF_OTHERS) and not file.startswith(_SITE)))
+
+
+def _same(now: Any, values: list[Any], index: int) -> bool:
+    """Whether a value is as good as the one that was there: then it takes its place."""
+    before = values[index]
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, torch.Tensor):
+        same = _meta(now) == _meta(before)
+    else:
+        same = isinstance(now, _PLAIN) and now == before
+    if same:
+        values[index] = now
+    return same
+
+
+def _meta(tensor: torch.Tensor) -> Any:
+    placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, placements
+
+
+def _other_key(place: dict[Any, Any], keys: list[Any]) -> Any:
+    return next((key for key in place if key not in keys), None) or next(key for key in keys if key not in place)

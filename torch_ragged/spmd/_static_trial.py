@@ -1,0 +1,687 @@
+"""A trial: whether a module computes on local tensors what it computes on DTensors, for all values. It does not communicate.
+
+It must not touch the model's tensors, gradients, random states or attributes: it runs the module on copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils import _pytree as pytree
+from torch.utils._debug_mode import DebugMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from torch_ragged._register._torch import current_autograd_node, next_sequence_number
+from torch_ragged.random._tape import read_state, write_state
+from torch_ragged.spmd._boundary import Redistribution
+from torch_ragged.spmd._move import Move, Placed, can_move, clean, is_even, make_dtensor, on_trial
+from torch_ragged.tensor._api import ragged_extension
+from torch_ragged.tensor.placement_types import has_ragged
+
+__all__ = ["Found", "Island", "Refused", "first_line", "is_even_dtensor", "tell", "try_module"]
+
+_UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
+_COMMUNICATES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+_WRITES_UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats")
+_COMMUTE = ("aten.add.Tensor", "aten.add_.Tensor", "aten.mul.Tensor", "aten.mul_.Tensor")
+_CONSTANT = 65536
+"""Bytes of a tensor that the module made without an op, at most, for its values to be compared."""
+
+
+class Refused(Exception):
+    """The module cannot be static. ``module`` is the name of that in which the reason was found."""
+
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(reason)
+        self.module, self.reason = module, reason
+
+
+@dataclass
+class Island:
+    """A module inside of a static one that draws random numbers, and nothing else: DTensors flow through it.
+
+    Attributes:
+        inputs, outputs: the specs of its DTensors, in the order of pytree leaves; None for other leaves.
+        input_grads, output_grads: the placements of their gradients.
+    """
+
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    input_grads: dict[int, Placed] = field(default_factory=dict)
+    output_grads: dict[int, Placed] = field(default_factory=dict)
+
+
+@dataclass
+class Found:
+    """What a trial found: how tensors enter and leave a static module, and what happens inside of it.
+
+    Attributes:
+        outputs: the spec of each output; None for one that is no DTensor.
+        output_grads: the placements of the gradients of outputs.
+        input_grads, param_grads: the specs of the gradients of inputs and parameters that have one.
+        moves: of the boundaries in the module.
+        islands: the modules in it that draw random numbers.
+        draws: the modules that draw, with the reason, for the report.
+        shares: of replicated parameters that an op takes as pending a sum, such as the bias of a row-parallel layer: the
+            sizes of the mesh dimensions of the sum.
+    """
+
+    outputs: list[Any]
+    output_grads: dict[int, Placed] = field(default_factory=dict)
+    input_grads: dict[int, Any] = field(default_factory=dict)
+    param_grads: dict[str, Any] = field(default_factory=dict)
+    moves: dict[Redistribution, Move] = field(default_factory=dict)
+    islands: dict[nn.Module, Island] = field(default_factory=dict)
+    draws: dict[str, str] = field(default_factory=dict)
+    shares: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def try_module(
+    module: nn.Module,
+    name: str,
+    args: Sequence[Any],
+    tree: Any,
+    arrivals: dict[int, Placed],
+    changes: Sequence[Redistribution],
+    mesh: DeviceMesh,
+    run_local: Callable[[Found, Sequence[Any], dict[str, torch.Tensor]], Any],
+) -> Found:
+    """Run ``module`` forward and backward on DTensors and on local tensors, and compare what is computed: not values, but ops.
+
+    Each tensor has an *expression*: the op that made it, with its other arguments and the expressions of its tensors. If each
+    local output and gradient has the expression of its DTensor's local tensor, it has the same bits, for any values.
+    Boundaries in the module do not communicate here: a tensor behind one has the expression of the move.
+
+    Args:
+        args: pytree leaves of the arguments, by ``tree``.
+        arrivals: the placements of the gradients that reach outputs, as far as they are known.
+        run_local: runs the module on local leaves and parameters, as a static module.
+
+    Raises:
+        Refused: they differ, or something happens that local tensors cannot do.
+    """
+    params = {key: param for key, param in module.named_parameters(remove_duplicate=False)}
+    buffers = {key: buffer for key, buffer in module.named_buffers(remove_duplicate=False)}
+    devices = {"cpu", mesh.device_type}
+    states = {device: read_state(device) for device in devices}
+    reference = _Reference(name, module, changes, mesh)
+    try:
+        # Of an activation checkpoint around the module: it must not count what is saved here.
+        with _disable_current_modes(), saved_tensors_hooks(lambda x: x, lambda x: x):
+            given = _Given(args, params, buffers, reference.ledger)
+            found = _run_reference(module, reference, given, tree, arrivals, mesh)
+            for device, state in states.items():
+                write_state(device, state)
+            ledger = Ledger(name)
+            local = _Given(args, params, buffers, ledger, is_local=True)
+            _run_locally(name, module, ledger, local, found, run_local)
+    finally:
+        for device, state in states.items():
+            write_state(device, state)
+    eager, static = reference.ledger.expressions, ledger.expressions
+    for key in {**eager, **static}:
+        if key not in eager or key not in static or eager[key] != static[key]:
+            raise Refused(name, f"on local tensors, {_what(key)} is computed in another way")
+    return found
+
+
+def _what(key: Any) -> str:
+    kind, index = key
+    return {
+        "out": f"output {index}",
+        "param": f"the gradient of {index}",
+        "grad in": f"the gradient of input {index}",
+        "written": f"what it writes to {index}",
+    }[kind]
+
+
+def tell(placements: Sequence[Any]) -> str:
+    return "".join(map(str, placements))
+
+
+def is_even_dtensor(value: Any) -> bool:
+    """Whether all ranks have equally much of a tensor, so that the global shape follows from the local one."""
+    if not isinstance(value, DTensor) or has_ragged(value.placements):  # A unit's: it takes even shards only.
+        return True
+    return is_even(value.shape, value.placements, tuple(value.device_mesh.shape))
+
+
+# -- expressions -----------------------------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """The expression of each tensor that a run made or was given: one per storage; what a view shows of it is its geometry."""
+
+    def __init__(self, name: str) -> None:
+        self.expressions: dict[Any, Any] = {}
+        self._name = name
+        self._of: dict[int, int] = {}
+        self._own: set[int] = set()
+        self._kept: list[Any] = []  # So that no storage is freed, and no address used again.
+
+    def begin(self, tensor: torch.Tensor, *expression: Any, is_copy: bool = False) -> None:
+        """Give a tensor that enters the run an expression. Ops may write to a copy."""
+        storage = self._storage(tensor)
+        self._of.setdefault(storage, hash(expression))
+        if is_copy:
+            self._own.add(storage)
+
+    def note(self, key: Any, tensor: Any) -> None:
+        """Note what is compared."""
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        with _disable_current_modes():
+            self.expressions[key] = self.describe(local) if isinstance(local, torch.Tensor) else local
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        storage = self._storage(tensor)
+        geometry = _geometry(tensor)
+        if storage in self._of:
+            return (self._of[storage], *geometry)
+        # The module's own: an attribute, or made of Python numbers.
+        if tensor.is_cpu and tensor.numel() * tensor.element_size() <= _CONSTANT:
+            values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+            return ("constant", values, *geometry[1:])
+        return ("storage", storage, *geometry)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on plain tensors, and note the expressions of what it makes or writes.
+
+        Raises:
+            Refused: it communicates, reads a value, or writes to a tensor that the run has not made.
+        """
+        named = {each.name: each for each in func._schema.arguments}
+        filled = {**dict(zip(named, args)), **kwargs}  # A default may be passed or left out.
+        leaves, tree = pytree.tree_flatten(
+            {key: value for key, value in filled.items() if not _is_default(named.get(key), value)}
+        )
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(isinstance(each, FakeTensor) or each.is_meta for each in tensors):
+            return func(*args, **kwargs)
+        if func.namespace in _COMMUNICATES:
+            raise Refused(self._name, f"{func} communicates")
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise Refused(self._name, "it reads the value of a tensor, by which the code may branch")
+        with _disable_current_modes():
+            given = [self.describe(leaf) if isinstance(leaf, torch.Tensor) else _constant(leaf) for leaf in leaves]
+            written = self._written(func, args, kwargs)
+            if any(self._storage(each) not in self._own for each in written):
+                raise Refused(self._name, f"{func} writes to a tensor that was made before")
+        result = func(*args, **kwargs)
+        with _disable_current_modes():
+            name = str(func)
+            if name in _COMMUTE and len(tensors) == 2:  # Autograd may sum in either order.
+                given[:2] = sorted(given[:2], key=hash)
+            expression = hash((name.replace("_.", "."), tuple(given), str(tree)))
+            for index, tensor in enumerate(written):
+                storage, whole = self._storage(tensor), tensor.untyped_storage().nbytes()
+                if tensor.numel() * tensor.element_size() == whole:  # As an op that is not in place makes it.
+                    self._of[storage] = hash((expression, index))
+                else:
+                    self._of[storage] = hash((expression, "into", self._of[storage], _geometry(tensor)))
+            known = {self._storage(each) for each in tensors}
+            for index, made in enumerate(pytree.tree_leaves(result)):
+                if isinstance(made, torch.Tensor) and not isinstance(made, DTensor):
+                    storage = self._storage(made)
+                    if storage not in known:
+                        self._of[storage] = hash((expression, index))
+                        self._own.add(storage)
+        return result
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        return storage._cdata  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        arguments, found = func._schema.arguments, []
+        unmarked = any(part in func.name() for part in _WRITES_UNMARKED)
+        for position, argument in enumerate(arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            marked = argument.alias_info is not None and argument.alias_info.is_write
+            if marked or (unmarked and argument.name.startswith("running_")):
+                found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        return found
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    return argument is not None and argument.has_default_value() and argument.default_value is value
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _constant(value: Any) -> Any:
+    return type(value).__name__ if isinstance(value, torch.Generator) else (type(value).__name__, repr(value))
+
+
+class _Given:
+    """Copies of what a module computes with: the leaves of its arguments, its parameters and buffers, for one run."""
+
+    def __init__(
+        self, args: Sequence[Any], params: dict[str, Any], buffers: dict[str, Any], ledger: Ledger, is_local: bool = False
+    ) -> None:
+        self._ledger, self._is_local = ledger, is_local
+        copies: dict[int, Any] = {}
+
+        def given(value: Any, is_written: bool, *expression: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = self._copy(value, is_written, *expression)
+            return copies[id(value)]  # Tied parameters stay tied.
+
+        self.args = [given(leaf, True, "in", index) for index, leaf in enumerate(args)]
+        self.params = {key: given(param, False, "param", key) for key, param in params.items()}
+        self.buffers = {key: given(buffer, True, "buffer", key) for key, buffer in buffers.items()}
+        self._before = {}
+        with _disable_current_modes():
+            for key, tensor in self._written():
+                self._before[key] = ledger.describe(tensor)
+
+    def _copy(self, value: torch.Tensor, is_written: bool, *expression: Any) -> torch.Tensor:
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        plain = local.detach()
+        if is_written:  # With its strides; expanded tensors cannot be written to.
+            plain = plain.clone(memory_format=torch.preserve_format)
+        self._ledger.begin(plain, *expression, is_copy=is_written)
+        needs_grad = value.requires_grad and torch.is_grad_enabled()
+        if isinstance(value, DTensor) and not self._is_local:
+            plain = DTensor(plain, value._spec, requires_grad=False)  # type: ignore[call-arg, assignment]
+        return plain.requires_grad_() if needs_grad else plain
+
+    def _written(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        for index, leaf in enumerate(self.args):
+            if isinstance(leaf, torch.Tensor):
+                yield f"input {index}", leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+        for key, buffer in self.buffers.items():
+            yield key, buffer._local_tensor if isinstance(buffer, DTensor) else buffer
+
+    def note_written(self) -> None:
+        """Note the expressions of inputs and buffers that the run wrote to."""
+        with _disable_current_modes():
+            for key, tensor in self._written():
+                if (now := self._ledger.describe(tensor)) != self._before[key]:
+                    self._ledger.expressions["written", key] = now
+
+    def leaves(self) -> list[tuple[Any, torch.Tensor]]:
+        """The tensors whose gradients are compared: inputs and parameters."""
+        inputs = [(("grad in", i), leaf) for i, leaf in enumerate(self.args) if _needs_grad(leaf)]
+        return inputs + [(("param", key), param) for key, param in self.params.items() if _needs_grad(param)]
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+@contextlib.contextmanager
+def _standing_in(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """While the module runs, attributes of the instances hide its registered parameters and buffers."""
+    places = []
+    for key, tensor in tensors.items():
+        owner, _, name = key.rpartition(".")
+        attributes = vars(module.get_submodule(owner))
+        attributes[name] = tensor
+        places.append((attributes, name))
+    try:
+        yield
+    finally:
+        for attributes, name in places:
+            attributes.pop(name, None)
+
+
+@contextlib.contextmanager
+def _carrying(ledger: Ledger) -> Iterator[None]:
+    """A move makes zeros of the right shape here, whose expression is the move."""
+
+    def carry(local: torch.Tensor, src: Placed, dst: Placed, shape: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
+        if src == dst:
+            return local
+        with _disable_current_modes():
+            size, _ = ragged_extension.local_shape_and_global_offset(torch.Size(shape), mesh, dst, skip_offset=True)
+            moved = local.new_zeros(tuple(size))
+            ledger.begin(moved, "move", src, dst, tuple(shape), ledger.describe(local), is_copy=True)
+        return moved
+
+    on_trial.carry = carry
+    try:
+        yield
+    finally:
+        on_trial.carry = None
+
+
+# -- the run on DTensors ---------------------------------------------------------------------------------------------------
+
+
+def _run_reference(
+    module: nn.Module, reference: _Reference, given: _Given, tree: Any, arrivals: dict[int, Placed], mesh: DeviceMesh
+) -> Found:
+    ledger = reference.ledger
+    args, kwargs = pytree.tree_unflatten(given.args, tree)
+    with reference.watching(), _standing_in(module, {**given.params, **given.buffers}), _carrying(ledger):
+        try:
+            output = module.forward(*args, **kwargs)
+            outputs = pytree.tree_leaves(output)
+            found = Found([leaf._spec if isinstance(leaf, DTensor) else None for leaf in outputs])
+            _check_outputs(reference.name, outputs, given)
+            for index, leaf in enumerate(outputs):
+                ledger.note(("out", index), leaf)
+            needing = {index: leaf for index, leaf in enumerate(outputs) if _needs_grad(leaf)}
+            found.output_grads = {i: arrivals.get(i, clean(leaf.placements)) for i, leaf in needing.items()}
+            for index, leaf in needing.items():
+                _check_gradient(reference.name, leaf.placements, found.output_grads[index])
+            leaves = given.leaves()
+            if needing and leaves:
+                gradients = []
+                for index, leaf in needing.items():
+                    with _disable_current_modes():
+                        local = _zeros(leaf, found.output_grads[index], mesh)
+                    ledger.begin(local, "grad out", index)
+                    gradients.append(make_dtensor(local, mesh, found.output_grads[index], leaf.shape))
+                for (key, _), grad in zip(leaves, _gradients(list(needing.values()), leaves, gradients)):
+                    if isinstance(grad, DTensor):
+                        (found.input_grads if key[0] == "grad in" else found.param_grads)[key[1]] = grad._spec
+                        _check_gradient(reference.name, _of(given, key).placements, grad.placements)
+                    if grad is not None:
+                        ledger.note(key, grad)
+        except Refused:
+            raise
+        except Exception as error:
+            if reference.refused is not None:  # DTensor's dispatch may have raised another error over it.
+                raise reference.refused from None
+            if any(f.f_code.co_name == "stringify_transform_infos" for f, _ in traceback.walk_tb(error.__traceback__)):
+                raise Refused(reference.name, f"watching it raises {first_line(error)}") from error
+            raise Refused(reference.name, f"on trial, it raises {first_line(error)}") from error
+        given.note_written()
+    reference.finish(found)
+    return found
+
+
+def _of(given: _Given, key: Any) -> Any:
+    return given.args[key[1]] if key[0] == "grad in" else given.params[key[1]]
+
+
+def _gradients(outputs: Sequence[Any], leaves: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    distinct = {id(tensor): tensor for _, tensor in leaves}
+    found = torch.autograd.grad(outputs, list(distinct.values()), gradients, allow_unused=True)
+    of = dict(zip(distinct, found))
+    return [of[id(tensor)] for _, tensor in leaves]
+
+
+def _zeros(tensor: Any, placements: Placed, mesh: DeviceMesh) -> torch.Tensor:
+    size, _ = ragged_extension.local_shape_and_global_offset(tensor.shape, mesh, placements, skip_offset=True)
+    return torch.zeros(tuple(size), dtype=tensor.dtype, device=tensor.device)
+
+
+def _check_outputs(name: str, outputs: Sequence[Any], given: _Given) -> None:
+    for leaf in outputs:
+        if isinstance(leaf, DTensor):
+            if not is_even_dtensor(leaf):
+                raise Refused(name, f"its output {_UNEVEN}")
+            if not can_move(leaf.placements):
+                raise Refused(name, f"its output is placed as {tell(leaf.placements)}")
+        elif isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                raise Refused(name, "an output is a plain tensor with a gradient")
+        elif hasattr(leaf, "__dict__") and not any(leaf is each for each in given.args):
+            kind = type(leaf).__name__
+            raise Refused(name, f"a {kind} enters or leaves it: static modules see tensors in tuples, lists and dicts only")
+
+
+def _check_gradient(name: str, placements: Any, grads: Placed) -> None:
+    """Whether local autograd can compute with a gradient of these placements."""
+    for placement, grad in zip(placements, grads):
+        fits = grad.is_replicate() if isinstance(placement, Partial) else grad == placement
+        if not (fits or (placement.is_replicate() and type(grad) is Partial and grad.reduce_op == "sum")):
+            raise Refused(name, f"the gradient of a tensor under {tell(placements)} is {tell(grads)}: add a rule with grad=")
+
+
+class _Reference(DebugMode):
+    """Sees each op of the run on DTensors, those on their local tensors, and each redistribution, which it refuses."""
+
+    def __init__(self, name: str, module: nn.Module, changes: Sequence[Redistribution], mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.name, self.ledger = name, Ledger(name)
+        self.refused: Refused | None = None
+        prefix = f"{name}." if name else ""
+        self._names = {each: (prefix + inner if inner else name) for inner, each in module.named_modules()}
+        self._module, self._mesh = module, mesh
+        self._changes = [change for change in changes if change.boundary.module in self._names.values()]
+        self._stack = [name]
+        self._spans: dict[str, tuple[int, int]] = {}
+        self._draws: dict[str, str] = {}
+        self._islands: dict[nn.Module, Island] = {}
+        self._shares: dict[str, tuple[int, ...]] = {}
+        self._moves: dict[Redistribution, list[Any]] = {}
+        self._op: Any = None
+        self._args: Any = ()
+        self._is_sharing = False
+
+    # -- what the run tells
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = []
+        for each in self._names:
+            if each is not self._module:
+                handles.append(each.register_forward_pre_hook(self._enter, with_kwargs=True))
+                handles.append(each.register_forward_hook(self._leave, prepend=True, always_call=True))
+        for change in self._changes:
+            change.observe = self._observer(change)
+        start = next_sequence_number()
+        self._spans[self.name] = (start, 2**62)
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for change in self._changes:
+                change.observe = None
+
+    def finish(self, found: Found) -> None:
+        """Tell what happened inside of the module.
+
+        Raises:
+            Refused: it draws random numbers, but not in a module of its own.
+        """
+        for name, reason in self._draws.items():
+            module = next(each for each, known in self._names.items() if known == name)
+            if module is self._module or next(_of_module(module), None) is not None:
+                raise Refused(name, reason)
+            found.islands[module] = self._islands[module]
+        for change, records in self._moves.items():
+            if any(record != records[0] for record in records):
+                raise Refused(self._names[self._module], f"{change.boundary.path} has other placements from call to call")
+            given, wanted, grad = records[0]
+            back = clean(given) if change.boundary.grad_dst is None else _spoken(change.boundary.grad_dst, given)
+            found.moves[change] = Move(self._mesh, given, wanted, grad, back)
+        found.shares, found.draws = self._shares, dict(self._draws)
+
+    def _refuse(self, module: str, reason: str) -> None:
+        self.refused = self.refused or Refused(module, reason)
+        raise self.refused
+
+    # -- hooks
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self._names[module]
+        self._stack.append(name)
+        self._spans.setdefault(name, (next_sequence_number(), 0))
+        leaves = pytree.tree_leaves((args, kwargs))
+        specs = [leaf._spec if isinstance(leaf, DTensor) else None for leaf in leaves]
+        known = self._islands.get(module)
+        if known is not None and known.inputs != specs:
+            self._islands[module].inputs = []  # Of no use as an island: each call is another one.
+            return
+        island = self._islands.setdefault(module, Island(specs))
+        self._note_grads(leaves, island.input_grads)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self._stack.pop()
+        self._spans[name] = (self._spans[name][0], next_sequence_number())
+        leaves = pytree.tree_leaves(output)
+        island = self._islands[module]
+        island.outputs = [leaf._spec if isinstance(leaf, DTensor) else None for leaf in leaves]
+        self._note_grads(leaves, island.output_grads)
+
+    @staticmethod
+    def _note_grads(leaves: Sequence[Any], grads: dict[int, Placed]) -> None:
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, DTensor) and leaf.requires_grad:
+
+                def note(grad: Any, index: int = index) -> None:
+                    grads[index] = grad.placements
+
+                leaf.register_hook(note)
+
+    def _observer(self, change: Redistribution) -> Callable[..., None]:
+        def note(given: Placed, wanted: Placed, result: DTensor) -> None:
+            record: list[Any] = [given, wanted, wanted]
+            self._moves.setdefault(change, []).append(record)
+            if not is_even_dtensor(result):
+                self._refuse(change.boundary.module, f"a tensor at its boundary {_UNEVEN}")
+            if result.requires_grad:
+                result.register_hook(lambda grad: record.__setitem__(2, grad.placements))
+
+        return note
+
+    def _module_of_backward(self) -> str:
+        """The innermost module whose forward made the node of autograd that runs now: nodes are numbered as they are made."""
+        node = current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        around = [(stop - start, name) for name, (start, stop) in self._spans.items() if start <= number < stop]
+        return min(around)[1] if around else self.name
+
+    # -- ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            self._draws.setdefault(self._stack[-1], f"{func} draws random numbers: those of one device need its placements")
+        if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            self._op, self._args = func, args
+            return super().__torch_dispatch__(func, types, args, kwargs)  # DTensor runs it, and its local ops are seen here.
+        try:
+            return self.ledger.run(func, args, kwargs)
+        except Refused as refused:
+            self._refuse(self._stack[-1], refused.reason)
+
+    def record_redistribute_calls(self, arg: Any, src_placement: Any, dst_placement: Any, *rest: Any, **options: Any) -> Any:
+        param = self._args[arg] if isinstance(arg, int) and arg < len(self._args) else None
+        src, dst = (getattr(each, "placements", each) for each in (src_placement, dst_placement))
+        if _becomes_pending(src, dst):
+            key = next((k for k, t in self._params().items() if t is param), None)
+            if key is not None:
+                self._shares[key] = tuple([n for n, old, new in zip(self._mesh.shape, src, dst) if old != new])
+                return self._sharing()
+        if self._is_sharing or tuple(src) == tuple(dst):
+            return contextlib.nullcontext()
+        told = f"{tell(src)}->{tell(dst)}"
+        if current_autograd_node() is None:
+            self._refuse(self._stack[-1], f"{self._op} redistributes {told}: add a rule that does it at a module's boundary")
+        name = self._module_of_backward()
+        self._refuse(name, f"in backward, {self._op} redistributes {told}: add a rule with grad= or grad_dst=")
+
+    @contextlib.contextmanager
+    def _sharing(self) -> Iterator[None]:
+        """What carries it out tells it again."""
+        self._is_sharing = True
+        try:
+            yield
+        finally:
+            self._is_sharing = False
+
+    def _params(self) -> dict[str, Any]:
+        found = {}
+        for inner, each in self._module.named_modules():
+            for key in each._parameters:
+                if key in vars(each):
+                    found[f"{inner}.{key}" if inner else key] = vars(each)[key]
+        return found
+
+
+def _of_module(module: nn.Module) -> Iterator[Any]:
+    """What a module has: submodules, parameters, buffers."""
+    yield from module.children()
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _becomes_pending(src: Any, dst: Any) -> bool:
+    """Whether a whole tensor becomes one that is pending a sum, without communication."""
+    pairs = [(a, b) for a, b in zip(src, dst) if a != b]
+    return bool(pairs) and all(a.is_replicate() and type(b) is Partial and b.reduce_op == "sum" for a, b in pairs)
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a random op draws here: attention does for its dropout only."""
+    position = next((i for i, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p"), None)
+    if position is None:
+        return True
+    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0))
+
+
+def _spoken(told: Sequence[Any], default: Placed) -> Placed:
+    return tuple([new or old for new, old in zip(told, clean(default))])
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)}".splitlines()[0].removesuffix(": ")
+
+
+# -- the run on local tensors ----------------------------------------------------------------------------------------------
+
+
+class _Local(TorchDispatchMode):
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return NotImplemented  # In an island: DTensor runs it, and its local ops are seen here.
+        return self._ledger.run(func, args, kwargs or {})
+
+
+def _run_locally(
+    name: str, module: nn.Module, ledger: Ledger, given: _Given, found: Found, run_local: Callable[..., Any]
+) -> None:
+    where = "forward"
+    try:
+        with _Local(ledger), _standing_in(module, given.buffers), _carrying(ledger):
+            outputs = pytree.tree_leaves(run_local(found, given.args, given.params))
+            if len(outputs) != len(found.outputs):
+                raise Refused(name, "on local tensors, it has another number of outputs")
+            for index, leaf in enumerate(outputs):
+                ledger.note(("out", index), leaf)
+            where = "backward"
+            needing = {index: leaf for index, leaf in enumerate(outputs) if _needs_grad(leaf)}
+            if set(needing) != set(found.output_grads):
+                raise Refused(name, "on local tensors, other outputs have gradients")
+            leaves = given.leaves()
+            if needing and leaves:
+                gradients = []
+                for index, leaf in needing.items():
+                    with _disable_current_modes():
+                        gradients.append(torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device))
+                    ledger.begin(gradients[-1], "grad out", index)
+                for (key, _), grad in zip(leaves, _gradients(list(needing.values()), leaves, gradients)):
+                    if grad is not None:
+                        ledger.note(key, grad)
+            given.note_written()
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(name, f"on local tensors, its {where} raises {first_line(error)}") from error
