@@ -43,7 +43,7 @@ PRIVATE = {
     "torch.distributed.tensor._redistribute": (("tensor._api",), "torch's own way between its own placements"),
     "torch.distributed.tensor._random": (("tensor._random",), "the random state that DTensor's ranks share"),
     "torch.distributed._functional_collectives": (
-        ("tensor._api", "tensor._async_tensor", "tensor._dispatch", "tensor._random", "tensor._single_device"),
+        ("tensor._api", "tensor._async_tensor", "tensor._dispatch", "tensor._random", "tensor._read", "tensor._single_device"),
         "a result that waits when it is used; whether torch traces",
     ),
     "torch.distributed.checkpoint.filesystem._StorageInfo": (("checkpoint._metadata",), "where DCP's files have a chunk"),

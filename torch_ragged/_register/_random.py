@@ -48,15 +48,18 @@ def handle_random_ops(mode: bool) -> None:
     """Let random ops and factories of plain DTensors draw the numbers of a single device, or as torch does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     if mode and not _original:
-        handlers.update(dict.fromkeys(random_ops(), handle_random_op))
+        for op in random_ops():
+            handlers.setdefault(op, handle_random_op)  # item() may have that of spmd.parallelize.
         handlers[_TRANSPOSE] = _transpose_in_place
         skip = eval_frame._FrameAction.SKIP  # Between two graphs, Dynamo would compile it.
         eval_frame.set_code_exec_strategy(handle_random_op.__code__, eval_frame._FrameExecStrategy(skip, skip))
         _original.append(dtensor_api._dtensor_init_helper)
         dtensor_api._dtensor_init_helper = _drawing(_original[0])
     elif not mode and _original:
-        for op in (*random_ops(), _TRANSPOSE):
-            del handlers[op]
+        for op in random_ops():
+            if handlers.get(op) is handle_random_op:
+                del handlers[op]
+        del handlers[_TRANSPOSE]
         dtensor_api._dtensor_init_helper = _original.pop()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._plain_ops import all_ops, plain_handlers
+from torch_ragged.tensor._read import reading_methods
 
 __all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch"]
 
@@ -23,10 +25,11 @@ hooks.append(
     Hook(
         "OpDispatcher._allow_implicit_replication, _custom_op_handlers, _propagate_op_sharding_dispatch_slow_path, "
         "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, _ops.utils.expand_to_full_mesh_op_strategy, "
-        "after torch_ragged.spmd.parallelize",
+        "DTensor.tolist, numpy, __dlpack__ and __format__, the logger of _redistribute, after torch_ragged.spmd.parallelize",
         "plain tensors that meet DTensors count as replicated; averages of losses are those of all rows, after loss_parallel() "
         "too; an op that torch cannot shard runs on replicated tensors; if an op's arguments fit, torch compares no other ways "
-        "to place them; the cost of such a way takes no search",
+        "to place them; the cost of such a way takes no search; what a script reads is the value of the whole tensor; no "
+        "advice to flatten mesh dimensions is logged",
         OPERATORS,
         lambda: (
             hasattr(type(DTensor._op_dispatcher), "_allow_implicit_replication")
@@ -41,9 +44,16 @@ hooks.append(
 )
 
 
+_logger = logging.getLogger("torch.distributed.tensor._redistribute")
 _original: list[Any] = []
 """What torch had, while it is replaced: the dispatcher's handlers and its promotion of plain tensors, the end of
-``loss_parallel``, which removes all handlers of losses, the cost of a redistribution, and the strategies of an op."""
+``loss_parallel``, which removes all handlers of losses, the cost of a redistribution, the strategies of an op, and
+methods of DTensor."""
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Not torch's advice to flatten mesh dimensions: under a plan, no user redistributes, and none can follow it."""
+    return "sequential" not in str(record.msg)
 
 
 def compute_as_one_device(promote: bool) -> None:
@@ -58,6 +68,10 @@ def compute_as_one_device(promote: bool) -> None:
         kept = {op: handlers.get(op) for op in plain_handlers()}
         _original.extend((kept, dispatcher._allow_implicit_replication, loss._disable_custom_loss_ops))
         _original.extend((op_utils.redistribute_cost, op_utils.expand_to_full_mesh_op_strategy))
+        _original.append({name: vars(DTensor).get(name) for name in reading_methods()})
+        for name, method in reading_methods().items():
+            setattr(DTensor, name, method)
+        _logger.addFilter(_is_of_use)
         loss._disable_custom_loss_ops, op_utils.redistribute_cost = _end_loss_parallel, _redistribute_cost
         op_utils.expand_to_full_mesh_op_strategy = _strategies_that_fit
     all_ops.run = True
@@ -130,9 +144,14 @@ def compute_as_torch() -> None:
         return
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    kept, promotes, loss._disable_custom_loss_ops, op_utils.redistribute_cost, op_utils.expand_to_full_mesh_op_strategy = (
-        _original
-    )
+    kept, promotes, *functions, methods = _original
+    loss._disable_custom_loss_ops, op_utils.redistribute_cost, op_utils.expand_to_full_mesh_op_strategy = functions
+    _logger.removeFilter(_is_of_use)
+    for name, method in methods.items():
+        if method is None:  # DTensor has that of Tensor.
+            delattr(DTensor, name)
+        else:
+            setattr(DTensor, name, method)
     for op, handler in kept.items():
         if handler is None:
             handlers.pop(op, None)

@@ -253,7 +253,8 @@ def _install_dispatch() -> None:
     def local_results(op_call, args, op_info):  # type: ignore[no-untyped-def]
         run = getattr(op_info.output_sharding, "local_results", None)
         if run is None or not op_info.compute_mesh._is_current_rank_part_of_mesh():
-            return results_original(op_call, args, op_info)
+            with all_ops.waits(op_call, op_info):
+                return results_original(op_call, args, op_info)
         return run(op_call, op_info)
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]

@@ -181,7 +181,8 @@ def fully_shard(
         claim.append("files")  # One may fail on one rank: then no rank replaces a parameter.
     note_ignored(ignored)
     watch_optimizers()
-    note_replaced(param for plan in plans for param in plan.params)
+    for param in [param for plan in plans for param in plan.params]:
+        note_replaced(param.value, param.fqn, *param.registered_names[0])
     for group in groups:
         group.register_sharded()
     if not isinstance(reshard_after_forward, (bool, type(None))):

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged.spmd._move import Move, Placed, clean, move_dtensor
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
+from torch_ragged.spmd._text import placement_text
 
-__all__ = ["Redistribution", "add_boundaries", "as_dtensor", "local_moves", "wrap_changes"]
+__all__ = ["Redistribution", "add_boundaries", "as_dtensor", "from_front", "local_moves", "wrap_changes"]
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -187,12 +188,13 @@ class _Annotate:
     """What a local tensor is, without moving it. A DTensor keeps its placements where the plan says nothing."""
 
     def __init__(self, boundary: Boundary, mesh: DeviceMesh) -> None:
-        self.boundary, self._placements, self._mesh = boundary, boundary.placements, mesh
+        self.boundary, self._of_ndim, self._mesh = boundary, _OfNdim(boundary), mesh
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        placements = self._of_ndim[tensor.ndim].placements
         if not isinstance(tensor, DTensor):
-            return as_dtensor(tensor, self._mesh, self._placements)
-        wanted = [new or old for new, old in zip(self._placements, tensor.placements)]
+            return as_dtensor(tensor, self._mesh, placements)
+        wanted = [new or old for new, old in zip(placements, tensor.placements)]
         if wanted == list(tensor.placements):
             return tensor
         return DTensor.from_local(tensor.to_local(), self._mesh, wanted, run_check=False)
@@ -210,16 +212,13 @@ class Redistribution:
     """
 
     def __init__(self, boundary: Boundary, mesh: DeviceMesh) -> None:
-        self.boundary, self._mesh = boundary, mesh
-        self._counts_back = _counted(boundary, 1) != boundary
+        self.boundary, self._of_ndim, self._mesh = boundary, _OfNdim(boundary), mesh
         self.observe: Optional[Callable[[Placed, Placed, DTensor], None]] = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if local_moves.of is not None and not isinstance(tensor, DTensor):
             return local_moves.of[self](tensor)
-        boundary = self.boundary
-        if self._counts_back:
-            boundary = _counted(boundary, tensor.ndim)
+        boundary = self._of_ndim[tensor.ndim]
         source = as_dtensor(tensor, self._mesh, boundary.src)
         given = source.placements
         if boundary.src is not None and any(told not in (None, own) for told, own in zip(boundary.src, given)):
@@ -236,14 +235,45 @@ class Redistribution:
         return result
 
 
-def _counted(boundary: Boundary, ndim: int) -> Boundary:
-    """``boundary`` with the dimensions of a tensor that has ``ndim``: a negative one counts from its end."""
+class _OfNdim(dict[int, Boundary]):
+    """A boundary for tensors of each number of dimensions: negative dimensions of its placements count from the end.
 
-    def counted(spoken: Optional[Spoken]) -> Any:
-        return spoken and tuple([Shard(p.dim + ndim) if type(p) is Shard and p.dim < 0 else p for p in spoken])
+    Raises:
+        ValueError: a placement cuts a dimension that the tensor does not have. On all ranks, before anything is sent.
+    """
 
-    names = ("placements", "src", "grad_src", "grad_dst")
-    return dataclasses.replace(boundary, **{name: counted(getattr(boundary, name)) for name in names})
+    def __init__(self, boundary: Boundary) -> None:
+        super().__init__()
+        self._boundary = boundary
+
+    def __missing__(self, ndim: int) -> Boundary:
+        names = ("placements", "src", "grad_src", "grad_dst")
+        spoken = {name: getattr(self._boundary, name) for name in names}
+        where = f"{self._boundary.path} (rules {self._boundary.rules} of the plan)"
+        counted: dict[str, Any] = {
+            name: each and tuple([p and from_front(p, ndim, where) for p in each]) for name, each in spoken.items()
+        }
+        self[ndim] = dataclasses.replace(self._boundary, **counted)
+        return self[ndim]
+
+
+def from_front(placement: Any, ndim: int, where: str) -> Placement:
+    """``placement`` on a tensor of ``ndim`` dimensions: a negative dimension counts from its end.
+
+    Raises:
+        ValueError: the tensor does not have the dimension; the text says ``where`` it is.
+    """
+    dim: Any = getattr(placement, "dim", None)  # None: Replicate, Partial, or ragged, which checks its dimensions.
+    if dim is not None and not -ndim <= dim < ndim:
+        raise ValueError(
+            f"{where} has {ndim} dimensions, and {placement_text(placement)} cuts dimension {dim}: cut a dimension that the "
+            "tensor has"
+        )
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim % ndim, split_factor=placement.split_factor)
+    if isinstance(placement, Shard):
+        return Shard(dim % ndim)
+    return placement.normalize(ndim) if hasattr(placement, "normalize") else placement  # type: ignore[no-any-return]
 
 
 def _filled(spoken: Spoken, default: Sequence[Placement]) -> Placed:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
-from torch_ragged.spmd._boundary import as_dtensor
+from torch_ragged.spmd._boundary import as_dtensor, from_front
 from torch_ragged.spmd._resolved import FactoryRecord
 
 __all__ = ["add_factories"]
@@ -89,9 +89,16 @@ class _FactoryMode(TorchFunctionMode):
         plain = set(kwargs) <= {"dtype", "device", "requires_grad", "size", "fill_value", "layout"}
         if func in _LOCAL and plain and kwargs.get("layout") in (None, torch.strided):
             size, rest = _size_of(func, args, kwargs)
+            placements = _placed(func, placements, len(size))
             options = {key: value for key, value in kwargs.items() if key not in ("size", "device", "fill_value")}
             return _LOCAL[func](size, *rest, device_mesh=self._mesh, placements=placements, **options)
-        return as_dtensor(func(*args, **kwargs), self._mesh).redistribute(placements=placements)
+        made = as_dtensor(func(*args, **kwargs), self._mesh)
+        return made.redistribute(placements=_placed(func, placements, made.ndim))
+
+
+def _placed(func: Any, placements: tuple[Placement, ...], ndim: int) -> tuple[Placement, ...]:
+    where = f"what torch.{func.__name__} makes in a factory rule of the plan"
+    return tuple([from_front(each, ndim, where) for each in placements])
 
 
 def _size_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:

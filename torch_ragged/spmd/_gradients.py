@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged._ranks.peers import peers_named
 from torch_ragged._register._torch import GradientUse, backward_id, gradient_use
 from torch_ragged.spmd._move import make_dtensor
 from torch_ragged.tensor._api import spec_of
@@ -79,18 +80,23 @@ class PendingGradients:
     """
 
     def __init__(self, params: Iterable[tuple[torch.nn.Parameter, tuple[Placement, ...]]], mesh: DeviceMesh) -> None:
-        self._wanted = dict(params)
+        self._wanted: dict[torch.nn.Parameter, tuple[Placement, ...]] = {}
         # All ranks reduce in this order, whether modules of theirs are static or not.
-        self._order = {param: index for index, param in enumerate(self._wanted)}
+        self._order: dict[torch.nn.Parameter, int] = {}
         self._mesh = mesh
         self._passes: dict[int, _Pass] = {}
-        self._node_of = {}  # The nodes keep their hooks alive.
-        for param in self._wanted:
-            trains = param.requires_grad
-            node = self._node_of[param] = get_gradient_edge(param.requires_grad_()).node
-            node.register_prehook(functools.partial(self._divert, param))
-            param.register_post_accumulate_grad_hook(self._note)
-            param.requires_grad_(trains)  # A frozen parameter may train later.
+        self._node_of: dict[torch.nn.Parameter, Any] = {}  # The nodes keep their hooks alive.
+        for param, placements in params:
+            self.add(param, placements)
+
+    def add(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> None:
+        """From now on, bring the gradients of ``param`` to ``placements``, too."""
+        self._wanted[param], self._order[param] = placements, len(self._order)
+        trains = param.requires_grad
+        node = self._node_of[param] = get_gradient_edge(param.requires_grad_()).node
+        node.register_prehook(functools.partial(self._divert, param))
+        param.register_post_accumulate_grad_hook(self._note)
+        param.requires_grad_(trains)  # A frozen parameter may train later.
 
     def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> Leaf | None:
         """A leaf of ``param`` whose gradient has ``placements``; None if a unit reduces the gradient, or hooks wait for it."""
@@ -199,7 +205,9 @@ class PendingGradients:
 
     def _all_reduced(self, dims: tuple[int, ...], locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
-        dist.all_reduce(flat, group=mesh_group(self._mesh, dims))
+        group = mesh_group(self._mesh, dims)
+        with peers_named("all-reduce", "gradients", functools.partial(dist.get_process_group_ranks, group)):
+            dist.all_reduce(flat, group=group)
         return [part.view(local.shape) for part, local in zip(flat.split([local.numel() for local in locals_]), locals_)]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torch_ragged._ranks.peers import peers_named
 from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, AllReduce, plan, redistribute_local, run_steps
 from torch_ragged.tensor._route import Step
@@ -47,12 +48,16 @@ class Move:
         if on_trial.carry is not None:
             given, wanted = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
             return on_trial.carry(local, given, wanted, whole_shape(local.shape, given, self._sizes), self.mesh)
-        reduce = self._reductions[is_gradient]
-        if reduce is not None and local.dtype in _FLOATS:
-            return reduce(local)
         src, dst = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
         if src == dst:
             return local
+        with _named(self.mesh, src, dst):
+            return self._run(local, src, dst, is_gradient)
+
+    def _run(self, local: torch.Tensor, src: Placed, dst: Placed, is_gradient: bool) -> torch.Tensor:
+        reduce = self._reductions[is_gradient]
+        if reduce is not None and local.dtype in _FLOATS:
+            return reduce(local)
         key = (is_gradient, local.shape, local.dtype)
         steps = self._plans.get(key)
         if steps is None:  # Once per shape: hashing placements takes longer than a small collective.
@@ -109,6 +114,17 @@ def _only_reduction(mesh: DeviceMesh, src: Placed, dst: Placed) -> AllReduce | N
     if type(given) is not Partial or given.reduce_op not in REDUCTIONS or not isinstance(wanted, Replicate):
         return None
     return AllReduce(given.reduce_op, mesh, dim)
+
+
+def _named(mesh: DeviceMesh, src: Placed, dst: Placed) -> peers_named:
+    """While this rank waits in a redistribution, other ranks see it, and its errors name the ranks that wait elsewhere."""
+
+    def ranks() -> list[int]:
+        here = mesh.get_coordinate() or [0] * mesh.ndim
+        where = tuple([index if old == new else slice(None) for old, new, index in zip(src, dst, here)])
+        return mesh.mesh[where].flatten().tolist()
+
+    return peers_named("redistribution", "", ranks)
 
 
 def can_move(placements: Sequence[Placement]) -> bool:
@@ -179,11 +195,12 @@ def _moved(tensor: Any, dst: Placed) -> DTensor:
     src = tensor.placements
     if src == dst:
         return tensor.view_as(tensor)
-    if not can_move((*src, *dst)):
-        return tensor.redistribute(placements=dst)
-    if on_trial.carry is not None:
-        local = on_trial.carry(tensor._local_tensor, src, dst, tensor.shape, tensor.device_mesh)
-    else:
-        local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
+    with _named(tensor.device_mesh, src, dst):
+        if not can_move((*src, *dst)):
+            return tensor.redistribute(placements=dst)
+        if on_trial.carry is not None:
+            local = on_trial.carry(tensor._local_tensor, src, dst, tensor.shape, tensor.device_mesh)
+        else:
+            local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
     # One device's order in memory stays: dropout draws in this order.
     return make_dtensor(local, tensor.device_mesh, dst, tensor.shape, None if has_ragged(dst) else tensor.stride())

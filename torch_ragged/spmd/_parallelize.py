@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -15,9 +18,11 @@ from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._spmd import compute_as_one_device
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp.core._untrained import note_replaced, note_root, watch_optimizers
 from torch_ragged.granularity import Granularity
 from torch_ragged.random import materialize, single_device
 from torch_ragged.random._deferred import is_deferred
+from torch_ragged.spmd._added import add_later
 from torch_ragged.spmd._boundary import add_boundaries
 from torch_ragged.spmd._factories import add_factories
 from torch_ragged.spmd._gradients import PendingGradients
@@ -25,6 +30,7 @@ from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import Resolved, TensorRecord, UnitRecord
 from torch_ragged.spmd._static import StaticModules
+from torch_ragged.tensor._read import compare_reads
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
 __all__ = ["parallelize", "run_placements"]
@@ -69,6 +75,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     - The inputs of the model are whole tensors, equal on all ranks. A rule such as ``shard("<in:ids>", Shard(0), "dp")`` takes
       this rank's part; ``annotate`` says that the script passes parts already.
     - ``torch_ragged.random.single_device`` is switched on, for the whole process: random ops draw the numbers of one device.
+    - What the script reads, as by ``loss.item()``, ``ids.tolist()`` or ``f"{loss:.3f}"``, is the value of the whole tensor. All
+      ranks must read it. If one rank reads alone, all ranks raise.
+    - Plain parameters that are set in the model later become DTensors: ``Replicate()``, from rank 0's values, or as the plan
+      says of a parameter with this name and shape.
     - Gradients are sums over the whole batch, as on a single device. Those that no unit reduces are reduced when backward ends,
       in buckets.
 
@@ -87,7 +97,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
             op is an error of DTensor.
 
     Collectives: one or two all-reduces of 24 bytes per mesh dimension; one broadcast per tensor and mesh dimension of a model
-    that has values (none for a deferred one); those of ``fully_shard``, for units. In static
+    that has values (none for a deferred one); those of ``fully_shard``, for units. It makes a process group of all ranks of
+    ``mesh``: an all-reduce of 24 bytes there comes before each read of a tensor that is not ``Replicate()``. In static
     mode, the first call issues those of the further steps, too, and a few all-gathers of objects.
 
     Returns:
@@ -96,34 +107,74 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     Raises:
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
             all that is wrong. If ``fully_shard`` refuses a unit, its error is raised, and the model is as before.
-        ValueError: ``mode`` is another word; a parameter is a DTensor already; ranks call it with different plans, models or
-            modes; or ``model`` is parallelized already.
+        TypeError: ``model``, ``plan``, ``mesh`` or ``promote`` is of another type.
+        ValueError: this rank is not in ``mesh``; ``mode`` is another word; a parameter is a DTensor already; ranks call it
+            with different plans, models or options, of which the text has both; or ``model`` is parallelized already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    with agreement(groups, device_of_messages(groups[0]), "parallelize") as claim:
+    is_mesh, world = isinstance(mesh, DeviceMesh), dist.group.WORLD
+    if is_mesh and mesh.get_coordinate() is None:
+        raise ValueError(f"parallelize: rank {dist.get_rank()} is not in {mesh}: call it on the ranks of the mesh only")
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] if is_mesh else [world] if world is not None else []
+    # Without a mesh, most meshes of the other ranks have the group of all ranks.
+    with agreement(groups, device_of_messages(groups[0]), "parallelize") if groups else nullcontext([]) as claim:
+        if not is_mesh:
+            raise TypeError(f"parallelize: mesh must be a DeviceMesh, got a {type(mesh).__name__}: pass init_device_mesh(...)")
         if hasattr(model, "plan_ir"):
             raise ValueError(f"this {type(model).__name__} is parallelized already: build a new model for another plan")
         if mode not in ("eager", "static"):
             raise ValueError(f"parallelize: mode must be 'eager' or 'static', got {mode!r}")
+        if not isinstance(promote, bool):
+            raise TypeError(f"parallelize: promote must be True or False, got {promote!r}")
+        resolved = resolve(plan, model, mesh)
         placed = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
         if placed is not None:
             raise ValueError(f"parallelize: {placed} is a DTensor already: give a model whose parameters are plain tensors")
-        resolved = resolve(plan, model, mesh)
-        claim += [f"mode {mode}, promote {promote}", str(resolved)]
+        claim += [f"mode={mode!r}", f"promote={promote}", *map(repr, plan.rules), *_lines_of(model)]
+        # Blanks of a table depend on its other lines, and the first line that differs is in the error.
+        claim += [" ".join(line.split()) for line in str(resolved).splitlines()]
     before = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     try:
-        _carry_out(model, resolved, mesh, mode)
+        pending = _carry_out(model, resolved, mesh, mode)
     except BaseException:  # A unit's options that fully_shard refuses, on all ranks.
         for module, kind, attributes in before:
             module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
         raise
+    # An optimizer that was made before trains nothing, and says so.
+    for module, _, attributes in before:
+        for name, param in attributes["_parameters"].items():
+            if param is not None:
+                note_replaced(param, name, module, name, "parallelize")
+    note_root([model])
+    watch_optimizers()
+    planned = {
+        name: (record.shape, run_placements(record), _gradient_placements(record))
+        for record in resolved.tensors
+        if record.is_parameter
+        for name in (record.name, *record.aliases)
+    }
+    add_later(model, mesh, planned, pending)
     single_device()
     compute_as_one_device(promote)
+    compare_reads(mesh)
     return model
+
+
+def _lines_of(model: nn.Module) -> list[str]:
+    """What must be equal on all ranks, before the values of rank 0 are sent: a line per tensor, then a line per module."""
+    lines = [f"a {'deferred' if is_deferred(model) else 'plain'} model"]
+    named = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    for kind, name, value in [(kind, *each) for kind, tensors in named.items() for each in tensors]:
+        # Devices may differ: distribute_tensor moves values to the mesh's device. The meta device has none.
+        notes = [", frozen"] * (kind == "parameter" and not value.requires_grad) + [", on the meta device"] * value.is_meta
+        lines.append(f"the {kind} {name} of {value.dtype} and shape {tuple(value.shape)}{''.join(notes)}")
+    for name, module in model.named_modules():
+        options = re.sub(r"0x[0-9a-f]+|:\d+", "", module.extra_repr())  # Addresses and indices of devices differ.
+        lines.append(f"{f'the module {name}' if name else 'the model'}, {type(module).__qualname__}({options})")
+    return lines
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +182,7 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) if isinstance(value, (dict, set)) else value for name, value in attributes.items()}
 
 
-def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str) -> None:
+def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str) -> PendingGradients:
     deferred = is_deferred(model)
     _distribute(model, resolved, mesh)
     changes = add_boundaries(model, resolved.boundaries, mesh)
@@ -147,6 +198,7 @@ def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str
     model.plan_ir = resolved  # type: ignore[assignment]
     if mode == "static":
         model.static_modules = StaticModules(model, mesh, resolved, changes, pending)  # type: ignore[assignment]
+    return pending
 
 
 def _distribute(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:

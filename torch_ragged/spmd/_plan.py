@@ -243,7 +243,8 @@ class SegmentsRule(Rule):
     def __post_init__(self) -> None:
         if activation_path(self.path):
             raise ValueError(f"segments: {path_text(self.path)} is an activation: name a parameter or a buffer")
-        if len(self.sizes) < 2 or not all(_is_int(size) and size > 0 for size in self.sizes):
+        sizes = self.sizes if isinstance(self.sizes, tuple) else ()
+        if len(sizes) < 2 or not all(_is_int(size) and size > 0 for size in sizes):
             raise ValueError(f"segments: sizes must be two or more positive integers, got {self.sizes!r}")
         if not _is_int(self.dim):
             raise TypeError(f"segments: dim must be an integer, got {self.dim!r}")
@@ -347,7 +348,7 @@ class Plan:
     """
 
     def __init__(self, rules: Sequence[Rule] = ()) -> None:
-        if not all(isinstance(rule, Rule) for rule in rules):
+        if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, Rule) for rule in rules):
             raise TypeError(f"a Plan is made of rules, got {rules!r}: begin with Plan() and call its methods")
         self._rules = list(rules)
 
@@ -467,7 +468,7 @@ class Plan:
             TypeError: ``dim`` is no integer.
             ValueError: the path is malformed, or there are not two or more positive sizes.
         """
-        return self._add(SegmentsRule(path, tuple(sizes), dim))
+        return self._add(SegmentsRule(path, tuple(sizes) if isinstance(sizes, (list, tuple)) else sizes, dim))  # type: ignore
 
     def unit(self, path: str, dims: Dims, **options: Any) -> Plan:
         r"""Shard the parameters of modules by ``torch_ragged.fsdp.fully_shard``, one call for each module::
@@ -537,8 +538,11 @@ class Plan:
         """The plan that :meth:`to_json` has written. Nothing of the text is executed.
 
         Raises:
+            TypeError: ``text`` is no string.
             ValueError: the text is no JSON of a plan, is of another version, or has an unknown kind of rule, field or value.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"from_json reads text, got a value of type {type(text).__name__}: pass what to_json() returned")
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
@@ -575,8 +579,10 @@ class Plan:
                 replicated then.
 
         Raises:
+            TypeError: ``model`` is no module.
             ValueError: the model has no such plan, or one with a style that is unknown or has no meaning for DTensors.
         """
+        _check_model("from_transformers", model)
         plan = cls()
         for path, placement in () if tp is None else shards_of(model):
             plan.shard(path, placement, tp)  # type: ignore[arg-type]
@@ -629,6 +635,7 @@ class Plan:
                 parameters that no rule names are replicated.
 
         Raises:
+            TypeError: ``model`` is no module.
             ValueError: no module has a config, or one has no meaning for DTensors: a parameter without a layout, an axis such
                 as ``ep`` that cuts, ``spmd.V`` without ``partition_spec``, ``spmd.P`` that something else should become,
                 ``local_map`` around a kernel without a rule (``FlexAttention``, ``VarlenAttention``), or around weights that
@@ -636,6 +643,7 @@ class Plan:
 
         Source: torchtitan 0.3.0, ``protocols/sharding.py`` and ``protocols/module.py``.
         """
+        _check_model("from_torchtitan", model)
         plan = cls()
         for path, (placements, dims) in layouts_of(model, {"dp": dp, "cp": cp, "tp": tp}):
             plan.shard(path, placements, dims)
@@ -662,6 +670,11 @@ class Plan:
 
 
 _PLACEMENT_FIELDS = ("placement", "grad", "dst", "src", "grad_src", "grad_dst")
+
+
+def _check_model(call: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Plan.{call} reads a model, got a value of type {type(model).__name__}: pass the nn.Module")
 
 
 def _names(dims: Dims) -> tuple[str, ...]:

@@ -83,8 +83,14 @@ def resolve(plan: Plan, model: nn.Module, mesh: Union[DeviceMesh, MeshShape]) ->
 
     Raises:
         PlanError: the plan does not fit the model or the mesh.
-        TypeError, ValueError: ``mesh`` is no mesh, or its dimensions have no names.
+        TypeError: ``plan`` is no plan, ``model`` is no module, or ``mesh`` is no mesh.
+        ValueError: the dimensions of ``mesh`` have no names.
     """
+    if not isinstance(plan, Plan):
+        hint = "Plan.from_json(text) reads JSON" if isinstance(plan, str) else "begin with Plan() and call its methods"
+        raise TypeError(f"expected a Plan, got a value of type {type(plan).__name__}: {hint}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a plan needs an nn.Module, got a value of type {type(model).__name__}: pass the model itself")
     shape = MeshShape.of(mesh)
     names, problems = _Names(model), _Problems(plan.rules)
     for index, rule in enumerate(plan.rules):

@@ -6,6 +6,7 @@ give a single device's results always.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,9 +21,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
+from torch_ragged._ranks.peers import peers_named
 from torch_ragged.tensor._ops import decomposition_of, is_random, returns_alias
 from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
+from torch_ragged.tensor._read import read_item
 from torch_ragged.tensor._redistribute import redistribute_local
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
@@ -63,6 +66,7 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     return {
         **{getattr(_aten, name).default: _loss for name in _LOSSES},
         **{getattr(_aten, name).default: _gathered for name in _OF_VALUES},
+        _aten._local_scalar_dense.default: read_item,
         _aten.embedding.default: _rows_of_a_cut,
         _aten.gather.default: _rows_of_a_cut,
         _aten.sort.default: _sort,
@@ -160,6 +164,9 @@ def _leaves_a_rank_empty(size: int, ranks: tuple[int, ...]) -> bool:
     return size > 0 and 0 in sizes
 
 
+_NOTHING_TO_WAIT_FOR = contextlib.nullcontext()
+
+
 class _AllOps:
     """Whether ops that torch cannot shard run on whole tensors. torch's dispatcher keeps the function that it calls first, so
     that function asks here."""
@@ -178,6 +185,21 @@ class _AllOps:
             return False
         return any(_shares_dim(spec.placements) for spec in (current, target))
 
+    def waits(self, op: Any, op_info: Any) -> contextlib.AbstractContextManager[Any]:
+        """While this rank waits in the redistribution of an op's arguments, its errors name the ranks that wait elsewhere."""
+        sharding = op_info.output_sharding
+        if not self.run or sharding is None or not sharding.needs_redistribute:
+            return _NOTHING_TO_WAIT_FOR
+
+        def ranks() -> list[int]:
+            mesh, specs = op_info.compute_mesh, zip(op_info.schema.args_schema, sharding.redistribute_schema.args_schema)
+            pairs = [zip(old.placements, new.placements) for old, new in specs if hasattr(new, "placements")]
+            moved = {dim for each in pairs for dim, (old, new) in enumerate(each) if old != new}
+            where = tuple([slice(None) if dim in moved else index for dim, index in enumerate(mesh.get_coordinate())])
+            return mesh.mesh[where].flatten().tolist()  # type: ignore[no-any-return]
+
+        return peers_named(f"redistribution for {op}", "", ranks)
+
     def propagate(self, torchs: Callable[..., Any], op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""
         if op is _aten.cat.default and (tensors := _without_empty(args[0])) is not None:
@@ -189,6 +211,10 @@ class _AllOps:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
             self._took(time.perf_counter() - start)
         except Exception as error:
+            # Under inference mode, composite ops come here as they are, such as item(). Of those that read values, torch finds
+            # no shape of the result.
+            if (found := op.decompose(*args, **kwargs)) is not NotImplemented:
+                return found
             if (given := _without_idle_cuts(args)) is not None and not op._schema.is_mutable:
                 return op(*given, **kwargs)
             if not needs_whole_tensors(op, args, error):

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import backward_id
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, local_of, owner_of
+from torch_ragged.fsdp.core._fsdp_param import local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 
 __all__ = ["note_ignored", "note_replaced", "note_root", "sharded_originals", "warn_of_unsharded", "watch_optimizers"]
@@ -29,7 +29,7 @@ __all__ = ["note_ignored", "note_replaced", "note_root", "sharded_originals", "w
 sharded_originals = WeakTensorKeyDictionary()
 """The parameters that ``fully_shard`` has replaced, with their names."""
 
-_owners = WeakTensorKeyDictionary()  # The modules of these parameters, weakly, and the names there.
+_owners = WeakTensorKeyDictionary()  # The modules of these parameters, weakly, the names there, and what has replaced them.
 _ignored = WeakTensorKeyDictionary()  # Those that the user reduces, and those that a warning has named.
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _LOOKS = 2  # The first step may be the one without gradients by which a checkpoint makes the optimizer's states.
@@ -43,11 +43,10 @@ _ADVICE = (
 )
 
 
-def note_replaced(params: Iterable[FoundParam]) -> None:
-    """``fully_shard`` replaces these parameters. An optimizer that holds them trains nothing."""
-    for param in params:
-        module, name = param.registered_names[0]
-        sharded_originals[param.value], _owners[param.value] = param.fqn, (weakref.ref(module), name)
+def note_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str, call: str = "fully_shard") -> None:
+    """``call`` has replaced ``param``, which was ``name`` of ``module``. An optimizer that holds it trains nothing."""
+    sharded_originals[param], _owners[param] = fqn, (weakref.ref(module), name, call)
+    _seen.clear()  # Also optimizers that have made steps may hold it.
 
 
 def note_ignored(params: Iterable[torch.Tensor]) -> None:
@@ -113,11 +112,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     _refuse_unsharded(optimizer, params)
+    _refuse_promoted(optimizer, params)
     texts = []
-    if names := _names((_owners[param][0](), _owners[param][1]) for param in params if param in _owners):
+    replaced = [_owners[param] for param in params if param in _owners]
+    if names := _names((module(), name) for module, name, _ in replaced):
+        call = replaced[0][2]
         texts.append(
-            f"has parameters that fully_shard has replaced since: {_listed(names)}. Its step does not train the model: make "
-            "the optimizer and its groups (such as those of matrix_groups) of model.parameters() after fully_shard"
+            f"has parameters that {call} has replaced since: {_listed(names)}. Its step does not train the model: make the "
+            f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}"
         )
     texts += _of_detached(params) + _of_alone(optimizer, params)
     pending: dict[int, tuple[nn.Module, str]] = {}
@@ -165,6 +167,20 @@ def _refuse_unsharded(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> N
             "a forward and its backward, or after a forward without one, when a module was not resharded. The next all-gather "
             "would overwrite what a step writes to them: make the optimizer before the first forward, or after model.reshard()"
         )
+
+
+def _refuse_promoted(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """An error in place of an assertion of torch without a text."""
+    promoted = [param for param in params if isinstance(param.grad, DTensor) and not isinstance(param, DTensor)]
+    if not promoted:
+        return
+    names = {id(param): name for root in _roots for name, param in root.named_parameters()}
+    texts = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in promoted]
+    raise RuntimeError(
+        f"{type(optimizer).__name__} has plain parameters, of which the gradients are DTensors: {_listed(texts)}. They were "
+        "used beside a parallelized model. Make them DTensors: set them in the model itself after parallelize, or call "
+        "parallelize on their module, with Plan().default(Replicate())"
+    )
 
 
 def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:

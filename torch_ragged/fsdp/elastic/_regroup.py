@@ -37,7 +37,10 @@ def mesh_of_groups(groups: Sequence[FSDPParamGroup]) -> DataParallelMesh:
     first = groups[0].dp
     for group in groups:
         if group.dp.spmd is not None:
-            raise ValueError(f"{group.names} was sharded with dp_mesh_dims, which reshard_to does not support")
+            raise ValueError(
+                f"{group.names} was sharded by parallelize, or with dp_mesh_dims, which reshard_to does not support: save a "
+                "checkpoint, and load it on the new ranks"
+            )
         for param in group.params:
             if param.distribution.is_dtensor:
                 raise ValueError(
