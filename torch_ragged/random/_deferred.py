@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged.random._recording import DeferredTensor, Recorder, ends, has_fakes
+from torch_ragged.random._recording import ORIGIN, DeferredTensor, Origin, Recorder, ends, has_fakes
 from torch_ragged.random._replay import Target, replay, state_at, whole_box
-from torch_ragged.random._tape import Entry, Part, Tape, read_state, write_state
+from torch_ragged.random._tape import Part, Tape, read_state, write_state
 from torch_ragged.tensor._from_meta import FromMeta
 from torch_ragged.tensor._random import Holding
 
@@ -28,10 +28,9 @@ __all__ = ["deferred_init", "is_deferred", "materialize"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_records: WeakKeyDictionary[nn.Module, dict[str, DeferredTensor]] = WeakKeyDictionary()
-"""For each module that deferred_init made: its parameters and buffers by name, as they were before the module was sharded."""
-_numbers = itertools.count()
-_NUMBER, _MADE = "_deferred_number", "_materialized_as"  # Attributes of parameters; the first one is copied to sharded ones.
+_origins: WeakKeyDictionary[nn.Module, dict[str, Origin]] = WeakKeyDictionary()
+"""For each module that deferred_init made: the origins of its parameters and buffers by name, before it was sharded."""
+_MADE = "_materialized_as"  # The attribute of a parameter that another module may be tied to.
 
 
 def deferred_init(function: Callable[..., Module], *args: Any, **kwargs: Any) -> Module:
@@ -124,16 +123,16 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
         RuntimeError: an op cannot be replayed.
     """
     tensors = dict(_meta_tensors(module))
-    origins, problem = _origins(tensors)
+    origins, problem = _find_origins(tensors)
     _agree_on_starts(tensors, origins, problem)
     if problem is not None:  # No tensor is a DTensor.
         raise problem
     made = _allocate(module, device, origins)
     targets: dict[Tape, list[Target]] = {}
     for tensor, origin in made:
-        targets.setdefault(origin.recorder.tape, []).append(_target(tensor, origin.part))
+        targets.setdefault(origin.tape, []).append(_target(tensor, origin.part))
     for owner, key, _ in tensors.values():
-        _records.get(owner, {}).pop(key, None)
+        _origins.get(owner, {}).pop(key, None)
     for tape, wanted in targets.items():
         with torch.no_grad():
             replay(tape, wanted, until=max(tape.entries, default=-1))
@@ -147,14 +146,14 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
 
 def is_deferred(module: nn.Module) -> bool:
     """Whether a parameter or buffer of ``module`` waits for :func:`materialize`."""
-    return any(isinstance(tensor, DeferredTensor) for _, (_, _, tensor) in _meta_tensors(module))
+    return any(_origin_of(*found) is not None for _, found in _meta_tensors(module))
 
 
 def keep_origins(module: nn.Module) -> None:
     """Note the tensors that wait for :func:`materialize` as they are now: they are about to be sharded."""
     for _, (owner, key, tensor) in _meta_tensors(module):
         if isinstance(tensor, DeferredTensor):
-            _records.setdefault(owner, {})[key] = tensor
+            _origins.setdefault(owner, {})[key] = vars(tensor)[ORIGIN]
 
 
 def _registered(recorder: Recorder, fake: torch.Tensor, ordinary: set[str]) -> torch.Tensor:
@@ -165,7 +164,6 @@ def _registered(recorder: Recorder, fake: torch.Tensor, ordinary: set[str]) -> t
     if isinstance(fake, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=fake.requires_grad)
         vars(tensor).update({name: value for name, value in vars(fake).items() if name not in ordinary})
-        vars(tensor)[_NUMBER] = next(_numbers)
     return tensor
 
 
@@ -177,18 +175,18 @@ def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str
                     yield f"{prefix}.{name}" if prefix else name, (each, name, tensor)
 
 
-def _origins(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]]) -> tuple[dict[int, DeferredTensor], Exception | None]:
-    """For each tensor by ``id``, the tensor of a tape that it is, or that it is a shard of; and what is wrong."""
-    numbered = {
-        vars(each)[_NUMBER]: each for record in _records.values() for each in record.values() if _NUMBER in vars(each)
-    }
-    found: dict[int, DeferredTensor] = {}
+def _origin_of(owner: nn.Module, key: str, tensor: torch.Tensor) -> Origin | None:
+    if isinstance(tensor, DTensor):  # A parameter that was distributed by hand has no attributes.
+        return vars(tensor).get(ORIGIN, _origins.get(owner, {}).get(key))
+    return vars(tensor).get(ORIGIN)
+
+
+def _find_origins(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]]) -> tuple[dict[int, Origin], Exception | None]:
+    """For each tensor by ``id``, where its values come from; and what is wrong."""
+    found: dict[int, Origin] = {}
     for name, (owner, key, tensor) in tensors.items():
-        origin: torch.Tensor | None = tensor
-        if isinstance(tensor, DTensor):
-            origin = numbered.get(vars(tensor).get(_NUMBER), _records.get(owner, {}).get(key))  # type: ignore[arg-type]
-        is_known = isinstance(origin, DeferredTensor) and origin.shape == tensor.shape
-        if not is_known or origin.recorder.tape.devices[origin.part.storage].type == "meta":
+        origin = _origin_of(owner, key, tensor)
+        if origin is None or origin.part.shape != tuple(tensor.shape) or origin.device.type == "meta":
             return found, ValueError(
                 f"materialize: {name} is on the meta device, but deferred_init did not make it with this shape on another "
                 "device: build the whole module by deferred_init without a meta device, and shard it without changing shapes"
@@ -197,27 +195,43 @@ def _origins(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]]) -> tuple[d
             return found, ValueError(
                 f"materialize: {name} was tied to another parameter after the module was sharded: tie parameters before"
             )
-        late = _write_to_shard(tensor, origin)
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else None
+        if not isinstance(local, DeferredTensor) or local.number == origin.part.storage:
+            continue  # A rank may hold nothing; or a view of the whole tensor, whose ops are on the tape as such.
+        entries = origin.tape.entries
+        late = next((each for each in itertools.islice(entries.values(), local.since, None) if local.number in each.written), None)
         if late is not None:
             return found, RuntimeError(
                 f"materialize: {late.op} at {late.where} writes to {name}, or to a parameter beside it, between sharding and "
                 "materialize, when shards have no values: write before the module is sharded, or after materialize(module)"
             )
+        if ORIGIN not in vars(tensor) and not _is_shard_of(local, origin):
+            return found, ValueError(
+                f"materialize: {name} was replaced after deferred_init, and distributed by hand: call deferred_init with a "
+                "function that makes the replacement, too"
+            )
     return found, None
 
 
-def _write_to_shard(tensor: torch.Tensor, origin: DeferredTensor) -> Entry | None:
-    """An op that writes to the local tensor of a shard, which is not a view of the whole tensor."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else None
-    if not isinstance(local, DeferredTensor) or local.part.storage == origin.part.storage:
-        return None
-    # Before the local tensor was made, sharding itself has written.
-    later = itertools.islice(local.recorder.tape.entries.values(), local.since, None)
-    return next((each for each in later if local.part.storage in each.written), None)
+_MOVES = ("empty_like", "new_empty", "clone", "cat", "constant_pad_nd", "new_zeros")
+
+
+def _is_shard_of(local: DeferredTensor, origin: Origin) -> bool:
+    """Whether only ops that distribute a tensor are between ``origin`` and the local tensor of a shard."""
+    storage, entries = local.number, origin.tape.entries.values()
+    makers = {part.storage: entry for entry in entries for part in entry.made if part is not None}
+    while storage != origin.part.storage:
+        maker = makers[storage]
+        is_written = storage != local.number and any(storage in entry.written for entry in entries)
+        source = next(maker.parts, None)
+        if is_written or source is None or maker.op._schema.name.removeprefix("aten::") not in _MOVES:
+            return False
+        storage = source.storage
+    return True
 
 
 def _agree_on_starts(
-    tensors: dict[str, tuple[nn.Module, str, torch.Tensor]], origins: dict[int, DeferredTensor], problem: Exception | None
+    tensors: dict[str, tuple[nn.Module, str, torch.Tensor]], origins: dict[int, Origin], problem: Exception | None
 ) -> None:
     """Raise on all ranks of a mesh if one has a problem, or if the states at which their numbers begin differ."""
     starts: dict[Any, set[str]] = {}
@@ -227,7 +241,7 @@ def _agree_on_starts(
             lines = starts.setdefault(tensor.device_mesh, set())
             if problem is None:
                 origin = origins[id(tensor)]
-                tape = origin.recorder.tape
+                tape = origin.tape
                 if tape not in changes:
                     changes[tape] = Counter(storage for entry in tape.entries.values() for storage in entry.changed)
                 # Not of all tensors: one rank may have imported the module's package in the construction, another one before.
@@ -242,8 +256,8 @@ def _agree_on_starts(
 
 
 def _allocate(
-    module: nn.Module, device: Union[torch.device, str, None], origins: dict[int, DeferredTensor]
-) -> list[tuple[torch.Tensor, DeferredTensor]]:
+    module: nn.Module, device: Union[torch.device, str, None], origins: dict[int, Origin]
+) -> list[tuple[torch.Tensor, Origin]]:
     """Memory for all tensors on the meta device. Tied ones stay tied; fully_shard's modules do it for their groups.
 
     Returns:
@@ -253,23 +267,23 @@ def _allocate(
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each._apply(FromMeta(device))
-    made: dict[int, tuple[torch.Tensor, DeferredTensor]] = {}
+    made: dict[int, tuple[torch.Tensor, Origin]] = {}
     for _, (owner, key, tensor) in waiting:
         tensors: Any = owner._parameters if key in owner._parameters else owner._buffers
         new, origin = tensors[key], origins[id(tensor)]
         if new.is_meta:
             new = vars(tensor).get(_MADE)  # A tied parameter of a part that was materialized before.
             if new is None:
-                home = origin.recorder.tape.devices[origin.part.storage]
-                new = FromMeta(device, home)(tensor.detach())
+                new = FromMeta(device, origin.device)(tensor.detach())
                 if isinstance(tensor, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                    vars(new).update({name: value for name, value in vars(tensor).items() if name not in (_NUMBER, "_is_param")})
+                    vars(new).update({name: value for name, value in vars(tensor).items() if name != "_is_param"})
                 vars(tensor)[_MADE] = new
                 made[id(new)] = new, origin
             tensors[key] = new
-        elif new is tensor or id(tensor) not in made:
-            made.setdefault(id(new), (new, origin))
+        else:
+            made[id(new)] = new, origin
+        vars(new).pop(ORIGIN, None)
     return list(made.values())
 
 

@@ -9,26 +9,26 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary, finalize
+from weakref import finalize
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torch_ragged._register._random import forget_tensors
+from torch_ragged._register._random import check_before_init, forget_tensors
 from torch_ragged.random._replay import prune, values_of
 from torch_ragged.random._tape import End, Entry, Part, Stream, Tape, is_random, read_state, write_state
 
-__all__ = ["DeferredTensor", "Recorder", "ends", "has_fakes"]
+__all__ = ["ORIGIN", "DeferredTensor", "Origin", "Recorder", "ends", "has_fakes"]
 
 ends: dict[tuple[str, bytes], End] = {}
 """Where recordings have left the default generators, by device type and state."""
-_recorders: WeakValueDictionary[int, Recorder] = WeakValueDictionary()
-"""The recorder of each storage on the meta device that stands for one of a tape."""
 _lift_fresh = torch.ops.aten.lift_fresh.default
 _UNMARKED = ("running_mean", "running_var")  # Ops of batch norm write to these arguments, which their schemas do not say.
 
@@ -54,6 +54,7 @@ class Recorder(TorchDispatchMode):
         self.gives_arrays = False
         self._has_drawn = False
         finalize(self, prune, tape).atexit = False
+        check_before_init(_refuse_shard)
 
     def __deepcopy__(self, memo: Any) -> Recorder:
         return self  # A copy of a tensor is one of the same tape.
@@ -104,9 +105,9 @@ class Recorder(TorchDispatchMode):
                 nbytes = int(fake.untyped_storage().nbytes())
                 storage = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
                 self._metas[part.storage], self._numbers_of_metas[storage._cdata] = storage, part.storage
-                _recorders[storage._cdata] = self
             found = torch.Tensor._make_subclass(DeferredTensor, self.plain(part))
-        found._recorder, found.since = self, len(self.tape.entries)
+        vars(found)[ORIGIN] = Origin(self, part)
+        found.since = len(self.tape.entries)
         return found
 
     def plain(self, part: Part) -> torch.Tensor:
@@ -281,8 +282,7 @@ class DeferredTensor(torch.Tensor):
         since: the number of entries of the tape when it was made.
     """
 
-    __slots__ = ("_recorder", "since")  # Not in ``vars``, which sharded parameters get, too: they need no tape.
-    _recorder: Recorder
+    __slots__ = ("since",)
     since: int
 
     @classmethod
@@ -296,7 +296,10 @@ class DeferredTensor(torch.Tensor):
         if func is torch.Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex)):
             args = (*args[:2], torch.tensor(args[2], device="cpu"))  # torch would make it on the meta device.
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.data.__set__:
+            vars(args[0])[ORIGIN] = vars(args[1])[ORIGIN]
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -328,14 +331,34 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder of its storage, which ``.data = ...`` may have changed."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return _recorders[self.untyped_storage()._cdata]
+        """The recorder of its tape."""
+        return vars(self)[ORIGIN].recorder
 
     @property
-    def part(self) -> Part:
-        """The part of the tape that it shows."""
-        return self.recorder.part(self)
+    def number(self) -> int:
+        """The number of its storage on the tape."""
+        return vars(self)[ORIGIN].part.storage
+
+
+ORIGIN = "_deferred"
+"""The attribute with the :class:`Origin` of a deferred tensor. A parameter that is sharded gets it, as all attributes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where the values of a tensor come from: a part of the tape of a recorder."""
+
+    recorder: Recorder
+    part: Part
+
+    @property
+    def tape(self) -> Tape:
+        return self.recorder.tape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the construction."""
+        return self.tape.devices[self.part.storage]
 
 
 _READS = tuple(getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__format__", "__repr__"))
@@ -355,7 +378,7 @@ def read(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 def plain(tree: Any) -> Any:
     """``tree`` with plain tensors on the meta device in place of deferred ones."""
-    return pytree.tree_map_only(DeferredTensor, lambda each: each.recorder.plain(each.part), tree)
+    return pytree.tree_map_only(DeferredTensor, lambda each: each.recorder.plain(each.recorder.part(each)), tree)
 
 
 def copied(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
@@ -373,6 +396,14 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     marked = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     found = [arguments.get(name) for name in (*marked, *(_UNMARKED if trains else ()))]
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def _refuse_shard(name: str, tensor: Any) -> None:
+    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, DeferredTensor):
+        raise RuntimeError(
+            f"nn.init.{name.removeprefix('_no_grad_')} at {user_line()} writes to a shard of a module that deferred_init has "
+            "made, which has no values yet: call it before the module is sharded, or after materialize(module)"
+        )
 
 
 def has_fakes(tree: Any) -> bool:
