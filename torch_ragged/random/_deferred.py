@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged.random._recording import ORIGIN, DeferredTensor, Origin, Recorder, ends, has_fakes
+from torch_ragged.random._recording import ORIGIN, DeferredTensor, Origin, Recorder, check_draws, ends, has_fakes
 from torch_ragged.random._replay import Target, replay, state_at, whole_box
 from torch_ragged.random._tape import Part, Tape, read_state, write_state
 from torch_ragged.tensor._from_meta import FromMeta
@@ -124,15 +124,16 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
     """
     tensors = dict(_meta_tensors(module))
     origins, problem = _find_origins(tensors)
+    tapes = {origin.tape for each in module.modules() for origin in _origins.get(each, {}).values()}
     _agree_on_starts(tensors, origins, problem)
     if problem is not None:  # No tensor is a DTensor.
         raise problem
     made = _allocate(module, device, origins)
-    targets: dict[Tape, list[Target]] = {}
+    targets: dict[Tape, list[Target]] = {tape: [] for tape in tapes}  # Also if all its tensors were replaced since.
     for tensor, origin in made:
         targets.setdefault(origin.tape, []).append(_target(tensor, origin.part))
-    for owner, key, _ in tensors.values():
-        _origins.get(owner, {}).pop(key, None)
+    for each in module.modules():
+        _origins.pop(each, None)
     for tape, wanted in targets.items():
         with torch.no_grad():
             replay(tape, wanted, until=max(tape.entries, default=-1))
@@ -161,9 +162,11 @@ def _registered(recorder: Recorder, fake: torch.Tensor, ordinary: set[str]) -> t
     if is_lazy(fake):  # It has no values: its first forward makes them.
         return type(fake)(fake.requires_grad, device=fake.data.device, dtype=fake.data.dtype)  # type: ignore[call-arg]
     tensor: torch.Tensor = recorder.deferred(fake)
+    gradient = None if fake.grad is None else recorder.deferred(fake.grad)
     if isinstance(fake, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=fake.requires_grad)
         vars(tensor).update({name: value for name, value in vars(fake).items() if name not in ordinary})
+        tensor.grad = gradient
     return tensor
 
 
@@ -184,12 +187,20 @@ def _origin_of(owner: nn.Module, key: str, tensor: torch.Tensor) -> Origin | Non
 def _find_origins(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]]) -> tuple[dict[int, Origin], Exception | None]:
     """For each tensor by ``id``, where its values come from; and what is wrong."""
     found: dict[int, Origin] = {}
+    try:
+        check_draws("materialize")
+    except RuntimeError as error:
+        return found, error
     for name, (owner, key, tensor) in tensors.items():
         origin = _origin_of(owner, key, tensor)
         if origin is None or origin.part.shape != tuple(tensor.shape) or origin.device.type == "meta":
             return found, ValueError(
                 f"materialize: {name} is on the meta device, but deferred_init did not make it with this shape on another "
                 "device: build the whole module by deferred_init without a meta device, and shard it without changing shapes"
+            )
+        if tensor.grad is not None:
+            return found, RuntimeError(
+                f"materialize: {name} has a gradient, which would be lost: set it to None before, by module.zero_grad()"
             )
         if found.setdefault(id(tensor), origin) is not origin:
             return found, ValueError(

@@ -6,6 +6,7 @@ the meta device, whose ops continue the tape. Nothing is computed here, except v
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import traceback
@@ -25,10 +26,12 @@ from torch_ragged._register._random import check_before_init, forget_tensors
 from torch_ragged.random._replay import prune, values_of
 from torch_ragged.random._tape import End, Entry, Part, Stream, Tape, is_random, read_state, write_state
 
-__all__ = ["ORIGIN", "DeferredTensor", "Origin", "Recorder", "ends", "has_fakes"]
+__all__ = ["ORIGIN", "DeferredTensor", "Origin", "Recorder", "check_draws", "ends", "has_fakes"]
 
 ends: dict[tuple[str, bytes], End] = {}
 """Where recordings have left the default generators, by device type and state."""
+_seeds: dict[tuple[str, int], bytes] = {}
+"""The seed that tells such a state from all others, as long as nothing seeds the generator again, with the state."""
 _lift_fresh = torch.ops.aten.lift_fresh.default
 _UNMARKED = ("running_mean", "running_var")  # Ops of batch norm write to these arguments, which their schemas do not say.
 
@@ -162,6 +165,7 @@ class Recorder(TorchDispatchMode):
             return found
 
         args, kwargs = pytree.tree_map(fake, (args, kwargs))
+        check_draws(f"{func} at {user_line()}")
         with self._fake_mode:
             result = self.__torch_dispatch__(func, (), args, kwargs)
         if self._has_drawn:
@@ -182,6 +186,7 @@ class Recorder(TorchDispatchMode):
             stream.end = self._point(device_type, stream.marker)
             stream.ends.add(stream.end)
             ends[device_type, stream.marker] = End(self.tape, stream.end)
+            _seeds[device_type, seed_of(device_type)] = stream.marker
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op that depends on values: numbers, or fake tensors of the shapes that it has."""
@@ -228,12 +233,13 @@ class Recorder(TorchDispatchMode):
         if draws:
             self._has_drawn = True
             with _disable_current_modes():
-                torch.rand((), device=device_type)  # So that the state tells this point from others, also after manual_seed.
-                self._points[device_type][bytes(read_state(device_type).numpy())] = number
+                marker = mark(device_type)
+                self._points[device_type][marker] = number
 
     def _before_draw(self, device_type: str) -> Any:
         """The point of the default generator."""
         with _disable_current_modes():
+            check_draws(f"deferred_init at {user_line()}")
             state = read_state(device_type)
             marker = bytes(state.numpy())
             if device_type not in self._points:
@@ -242,7 +248,7 @@ class Recorder(TorchDispatchMode):
             return self._point(device_type, marker)
 
     def _point(self, device_type: str, marker: bytes) -> Any:
-        """The point that the default generator is at, if recordings have left it in the state ``marker``."""
+        """The point that the default generator is at, in the state ``marker``."""
         return self._points[device_type].get(marker, ends.get((device_type, marker), ("state", marker)))
 
     def _recorded(self, leaf: Any) -> Any:
@@ -268,6 +274,9 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and isinstance(args[0], FakeTensor):
             return read(self._recorder, func, args, kwargs or {})
+        if func in _ALIASES and not isinstance(args[0], torch.Tensor):
+            with _disable_current_modes():  # It has the memory of an array, which others may write to.
+                return func(*args, **(kwargs or {}))
         if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):  # torch's would copy the mode, too.
             return copied(*args)
         return func(*args, **(kwargs or {}))
@@ -287,17 +296,22 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.is_meta.__get__ and sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn."):
+        if func == torch.Tensor.is_meta.__get__ and sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn."):
             return False
         if func in _READS and isinstance(args[0], DeferredTensor):
             return read(args[0].recorder, func, args, kwargs or {})
         if func is torch.Tensor.__deepcopy__:
             return copied(*args)
         if func is torch.Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex)):
-            args = (*args[:2], torch.tensor(args[2], device="cpu"))  # torch would make it on the meta device.
+            args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype, device="cpu"))  # torch's would be on the meta device.
+        if func == torch.Tensor.data.__set__ and not isinstance(args[1], DeferredTensor):
+            raise RuntimeError(
+                f"{user_line()} sets .data of a tensor that deferred_init has made to one with memory: use .data.copy_(...), or "
+                "call materialize(module) before"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.data.__set__:
+        if func == torch.Tensor.data.__set__:
             vars(args[0])[ORIGIN] = vars(args[1])[ORIGIN]
         return result
 
@@ -361,6 +375,40 @@ class Origin:
         return self.tape.devices[self.part.storage]
 
 
+def mark(device_type: str) -> bytes:
+    """Put the default generator into a state that tells this point of the stream from others, and return it.
+
+    It has a seed of its own, which it keeps until it is seeded: so numbers that are drawn in between are noticed.
+    """
+    state = read_state(device_type)
+    seed = int.from_bytes(hashlib.sha256(bytes(state.numpy())).digest()[:8], "big") >> 1
+    state = torch.Generator(device_type).manual_seed(seed).get_state()
+    write_state(device_type, state)
+    return bytes(state.numpy())
+
+
+def seed_of(device_type: str) -> int:
+    """The seed of a device's default generator."""
+    return torch.initial_seed() if device_type == "cpu" else torch.get_device_module(device_type).initial_seed()
+
+
+def check_draws(what: str) -> None:
+    """Raise if numbers were drawn since a recording has ended, which are not those of a single device.
+
+    Raises:
+        RuntimeError: they were, and the generator was not seeded since.
+    """
+    for device_type in {device_type for device_type, _ in _seeds}:
+        marker = _seeds.get((device_type, seed_of(device_type)))
+        if marker is not None and marker != bytes(read_state(device_type).numpy()):
+            raise RuntimeError(
+                f"{what}: random numbers were drawn on {device_type} after deferred_init, when the generator has no state of a "
+                "single device: draw them in the function that deferred_init calls, or after materialize(module), or call "
+                "torch.manual_seed before"
+            )
+
+
+_ALIASES = (torch.from_numpy, torch.frombuffer, torch.from_dlpack)
 _READS = tuple(getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__format__", "__repr__"))
 
 

@@ -170,7 +170,7 @@ class _Run:
                 if not is_needed and not (is_random(entry.op) and _draw_of(entry) is None):
                     continue
                 layout = self.layout_of(entry)
-                reads = [] if layout and _is_constant(entry.op) else list(entry.parts)
+                reads = [] if layout and _is_constant(entry) else list(entry.parts)
                 for part in (*reads, *(part for part in entry.made if part is not None)):
                     is_scalar = not part.shape and part.storage not in entry.changed
                     is_new |= self.need(part.storage, _WHOLE if layout is None or is_scalar else layout)
@@ -180,7 +180,7 @@ class _Run:
         layouts = {self.needs[storage] for storage in entry.changed if storage in self.needs}
         if len(layouts) != 1 or not isinstance(layout := layouts.pop(), Layout):
             return None
-        if _is_constant(entry.op):
+        if _is_constant(entry):
             return layout if all(self.is_base(part) for part in entry.made if part is not None) else None
         draw = _draw_of(entry)
         if draw is None and not _is_exact(entry):
@@ -298,7 +298,7 @@ class _Run:
                 self.memory[draw.part.storage] = self._new(draw.part, layout, direct)
             self._draw(entry, draw, layout, self.memory[draw.part.storage])
             return
-        if _is_constant(entry.op):
+        if _is_constant(entry):
             local = self.memory[made[0].storage] = self._new(made[0], layout, direct)
             name = entry.op._schema.name
             if "zeros" in name or "ones" in name:
@@ -420,8 +420,8 @@ def _is_dense(part: Part) -> bool:
     return part.offset == 0
 
 
-def _is_constant(op: torch._ops.OpOverload) -> bool:
-    return op._schema.name.removeprefix("aten::") in _CONSTANTS
+def _is_constant(entry: Entry) -> bool:
+    return entry.op._schema.name.removeprefix("aten::") in _CONSTANTS and any(entry.made)
 
 
 def _is_exact(entry: Entry) -> bool:
