@@ -14,7 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages
@@ -159,8 +158,6 @@ def keep_origins(module: nn.Module) -> None:
 
 def _registered(recorder: Recorder, fake: torch.Tensor, ordinary: set[str]) -> torch.Tensor:
     """The deferred tensor in place of a fake one, with its attributes, except the ``ordinary`` ones of fake tensors."""
-    if is_lazy(fake):  # It has no values: its first forward makes them.
-        return type(fake)(fake.requires_grad, device=fake.data.device, dtype=fake.data.dtype)  # type: ignore[call-arg]
     tensor: torch.Tensor = recorder.deferred(fake)
     gradient = None if fake.grad is None else recorder.deferred(fake.grad)
     if isinstance(fake, nn.Parameter):
@@ -188,7 +185,8 @@ def _find_origins(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]]) -> tu
     """For each tensor by ``id``, where its values come from; and what is wrong."""
     found: dict[int, Origin] = {}
     try:
-        check_draws("materialize")
+        if tensors:
+            check_draws("materialize")
     except RuntimeError as error:
         return found, error
     for name, (owner, key, tensor) in tensors.items():
@@ -210,7 +208,9 @@ def _find_origins(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]]) -> tu
         if not isinstance(local, DeferredTensor) or local.number == origin.part.storage:
             continue  # A rank may hold nothing; or a view of the whole tensor, whose ops are on the tape as such.
         entries = origin.tape.entries
-        late = next((each for each in itertools.islice(entries.values(), local.since, None) if local.number in each.written), None)
+        late = next(
+            (each for each in itertools.islice(entries.values(), local.since, None) if local.number in each.written), None
+        )
         if late is not None:
             return found, RuntimeError(
                 f"materialize: {late.op} at {late.where} writes to {name}, or to a parameter beside it, between sharding and "

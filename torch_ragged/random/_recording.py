@@ -78,10 +78,15 @@ class Recorder(TorchDispatchMode):
         for device_type, stream in self.tape.streams.items():
             write_state(device_type, stream.start)
         if self.gives_arrays and isinstance(exception[1], ValueError) and "read-only" in str(exception[1]):
-            lines = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(exception[2]) if not f.filename.startswith(_NOT_THE_USERS)]
+            lines = [
+                f"{f.filename}:{f.lineno}"
+                for f in traceback.extract_tb(exception[2])
+                if not f.filename.startswith(_NOT_THE_USERS)
+            ]
+            where = lines[-1] if lines else "an unknown line"
             raise RuntimeError(
-                f"deferred_init: {lines[-1] if lines else 'an unknown line'} writes to a NumPy array of a tensor without memory: "
-                "write to the tensor by torch's ops, such as copy_(torch.from_numpy(...))"
+                f"deferred_init: {where} writes to a NumPy array of a tensor without memory: write to the tensor by torch's "
+                "ops, such as copy_(torch.from_numpy(...))"
             ) from exception[1]
 
     # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -139,7 +144,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if func.is_view and func is not _lift_fresh and not has_fakes((args, kwargs)):
+        # torch.tensor(...) calls lift_fresh with memory that nobody knows; torch.from_numpy(...) with that of the array.
+        is_fresh = func is _lift_fresh and args[0].untyped_storage().resizable()
+        if func.is_view and not is_fresh and not has_fakes((args, kwargs)):
             with _disable_current_modes():  # An older tensor: a write to the view is one to the tensor.
                 return func(*args, **kwargs)
         written = self._written(func, args, kwargs)
@@ -165,7 +172,6 @@ class Recorder(TorchDispatchMode):
             return found
 
         args, kwargs = pytree.tree_map(fake, (args, kwargs))
-        check_draws(f"{func} at {user_line()}")
         with self._fake_mode:
             result = self.__torch_dispatch__(func, (), args, kwargs)
         if self._has_drawn:
@@ -220,6 +226,8 @@ class Recorder(TorchDispatchMode):
         made = tuple(self.part(leaf) if new else None for leaf, new in zip(results, is_made))
         if not written and not any(is_made):
             return  # A view, or a question about a tensor.
+        with _disable_current_modes():
+            check_draws(f"{func} at {user_line()}")
         tensors = given or [leaf for leaf in results if isinstance(leaf, FakeTensor)]
         device_type = tensors[0].device.type
         draws = is_random(func) and kwargs.get("generator") is None and device_type != "meta"
@@ -233,13 +241,12 @@ class Recorder(TorchDispatchMode):
         if draws:
             self._has_drawn = True
             with _disable_current_modes():
-                marker = mark(device_type)
+                marker = mark(device_type, f"{func} {[part.shape for part in self.tape.entries[number].all_parts]}")
                 self._points[device_type][marker] = number
 
     def _before_draw(self, device_type: str) -> Any:
         """The point of the default generator."""
         with _disable_current_modes():
-            check_draws(f"deferred_init at {user_line()}")
             state = read_state(device_type)
             marker = bytes(state.numpy())
             if device_type not in self._points:
@@ -274,9 +281,14 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and isinstance(args[0], FakeTensor):
             return read(self._recorder, func, args, kwargs or {})
-        if func in _ALIASES and not isinstance(args[0], torch.Tensor):
-            with _disable_current_modes():  # It has the memory of an array, which others may write to.
+        if func is torch.empty and _asks("torch.nn.parameter", "__new__"):
+            with _disable_current_modes():  # A lazy parameter has no values: the first forward makes them.
                 return func(*args, **(kwargs or {}))
+        if func == torch.Tensor.data.__set__ and isinstance(args[1], FakeTensor) and not isinstance(args[0], FakeTensor):
+            raise RuntimeError(
+                f"deferred_init: {user_line()} sets .data of a tensor with memory to one without. If a lazy module does it, "
+                "give it its sizes, or run its first forward after materialize(module)"
+            )
         if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):  # torch's would copy the mode, too.
             return copied(*args)
         return func(*args, **(kwargs or {}))
@@ -296,18 +308,20 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.is_meta.__get__ and sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn."):
+        if func == torch.Tensor.is_meta.__get__ and _asks("torch.nn."):
             return False
         if func in _READS and isinstance(args[0], DeferredTensor):
             return read(args[0].recorder, func, args, kwargs or {})
         if func is torch.Tensor.__deepcopy__:
             return copied(*args)
+        if func is torch.Tensor.__reduce_ex__:
+            raise _needs_values("pickle")
         if func is torch.Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex)):
             args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype, device="cpu"))  # torch's would be on the meta device.
         if func == torch.Tensor.data.__set__ and not isinstance(args[1], DeferredTensor):
             raise RuntimeError(
-                f"{user_line()} sets .data of a tensor that deferred_init has made to one with memory: use .data.copy_(...), or "
-                "call materialize(module) before"
+                f"{user_line()} sets .data of a tensor that deferred_init has made to one with memory: use .data.copy_(...), "
+                "or call materialize(module) before"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -316,7 +330,7 @@ class DeferredTensor(torch.Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         recorders = {id(leaf.recorder): leaf.recorder for leaf in tensors if isinstance(leaf, DeferredTensor)}
@@ -331,10 +345,7 @@ class DeferredTensor(torch.Tensor):
         needs_values = is_read and not writes or kwargs.get("device") is not None
         needs_values |= func.namespace.startswith(("c10d", "_c10d"))
         if len(recorders) > 1 or writes and has_metas or needs_values:
-            raise RuntimeError(
-                f"{func} at {user_line()} needs values of a tensor that deferred_init has made, which has none yet: call "
-                "materialize(module) before"
-            )
+            raise _needs_values(func)
         if torch.Tag.inplace_view in func.tags:
             raise RuntimeError(
                 f"{func} at {user_line()} changes the shape of a tensor that deferred_init has made, in place: call it in the "
@@ -375,13 +386,14 @@ class Origin:
         return self.tape.devices[self.part.storage]
 
 
-def mark(device_type: str) -> bytes:
-    """Put the default generator into a state that tells this point of the stream from others, and return it.
+def mark(device_type: str, draw: str) -> bytes:
+    """Put the default generator into a state that tells the point after a draw from others, and return it.
 
-    It has a seed of its own, which it keeps until it is seeded: so numbers that are drawn in between are noticed.
+    It has a seed of its own, which it keeps until it is seeded: so numbers that are drawn in between are noticed. Equal draws
+    after equal states give equal seeds, on all ranks.
     """
-    state = read_state(device_type)
-    seed = int.from_bytes(hashlib.sha256(bytes(state.numpy())).digest()[:8], "big") >> 1
+    digest = hashlib.sha256(bytes(read_state(device_type).numpy()) + draw.encode()).digest()
+    seed = int.from_bytes(digest[:8], "big") >> 1
     state = torch.Generator(device_type).manual_seed(seed).get_state()
     write_state(device_type, state)
     return bytes(state.numpy())
@@ -408,7 +420,6 @@ def check_draws(what: str) -> None:
             )
 
 
-_ALIASES = (torch.from_numpy, torch.frombuffer, torch.from_dlpack)
 _READS = tuple(getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__format__", "__repr__"))
 
 
@@ -416,6 +427,8 @@ def read(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that reads values, with those that its first argument has now."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor = recorder.values(args[0])
+        if isinstance(args[0], nn.Parameter):
+            tensor = nn.Parameter(tensor, func is torch.Tensor.__repr__ and args[0].requires_grad)
         with _disable_current_modes():
             result = func(tensor, *args[1:], **kwargs)
     if func in (torch.Tensor.numpy, torch.Tensor.__array__):
@@ -446,12 +459,25 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
 
 
+def _needs_values(what: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{what} at {user_line()} needs values of a tensor that deferred_init has made, which has none yet: call "
+        "materialize(module) before"
+    )
+
+
 def _refuse_shard(name: str, tensor: Any) -> None:
     if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, DeferredTensor):
         raise RuntimeError(
             f"nn.init.{name.removeprefix('_no_grad_')} at {user_line()} writes to a shard of a module that deferred_init has "
             "made, which has no values yet: call it before the module is sharded, or after materialize(module)"
         )
+
+
+def _asks(module: str, function: str = "") -> bool:
+    """Whether the call of torch's function that a ``__torch_function__`` handles stands in a module whose name begins so."""
+    frame = sys._getframe(2)
+    return frame.f_globals.get("__name__", "").startswith(module) and frame.f_code.co_name.startswith(function)
 
 
 def has_fakes(tree: Any) -> bool:

@@ -240,7 +240,7 @@ class _Run:
                 direct.setdefault(part.storage, local)
         entries = self.tape.entries
         ends: dict[int, list[int]] = {}
-        last = {part.storage: i for i, e in entries.items() for part in (*e.parts, *e.made) if part is not None}
+        last = {part.storage: index for index, entry in entries.items() for part in entry.all_parts}
         for storage, index in last.items():
             ends.setdefault(index, []).append(storage)
         is_needed = {i: not self.needs.keys().isdisjoint(entry.changed) for i, entry in entries.items()}

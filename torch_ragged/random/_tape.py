@@ -71,6 +71,12 @@ class Entry:
         return (leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Part))
 
     @property
+    def all_parts(self) -> Iterator[Part]:
+        """The tensors among the arguments, and those that the op has made."""
+        yield from self.parts
+        yield from (part for part in self.made if part is not None)
+
+    @property
     def changed(self) -> set[int]:
         """The storages that the op makes or writes to."""
         return {part.storage for part in self.made if part is not None} | self.written
