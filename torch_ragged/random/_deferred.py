@@ -19,7 +19,7 @@ from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.random._recording import ORIGIN, DeferredTensor, Origin, Recorder, check_draws, ends, has_fakes
 from torch_ragged.random._replay import Target, replay, state_at, whole_box
-from torch_ragged.random._tape import Part, Tape, read_state, write_state
+from torch_ragged.random._tape import Entry, Part, Tape, read_state, write_state
 from torch_ragged.tensor._from_meta import FromMeta
 from torch_ragged.tensor._random import Holding
 
@@ -27,8 +27,8 @@ __all__ = ["deferred_init", "is_deferred", "materialize"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_origins: WeakKeyDictionary[nn.Module, dict[str, Origin]] = WeakKeyDictionary()
-"""For each module that deferred_init made: the origins of its parameters and buffers by name, before it was sharded."""
+_whole: WeakKeyDictionary[nn.Module, dict[str, DeferredTensor]] = WeakKeyDictionary()
+"""For each module that deferred_init made: its parameters and buffers by name, as they were before it was sharded."""
 _MADE = "_materialized_as"  # The attribute of a parameter that another module may be tied to.
 
 
@@ -36,17 +36,23 @@ def deferred_init(function: Callable[..., Module], *args: Any, **kwargs: Any) ->
     """Call ``function(*args, **kwargs)``, which makes a module, without memory: parameters and buffers are meta tensors.
 
     Every op on their values is recorded instead: factories, ``nn.init``, ops in place, copies, ties. :func:`materialize`
-    replays it later, on the elements that this rank owns, with the bits of a construction on a single device::
+    replays it later, on the elements that this rank owns, with the bits of a construction on a single device. Until the module
+    is sharded, the program goes on as on a single device: ops on the parameters are recorded, too::
 
         torch.manual_seed(0)                                        # the same on every rank
         model = deferred_init(LlamaForCausalLM, config)             # no memory
+        model.apply(init_weights)                                   # recorded; so are load_state_dict(...) and model.to(dtype)
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
         materialize(model)                                          # the memory of the local shards
 
     The class of the model need not know of it. Nothing is drawn here. Numbers begin at the state that the default generator has
-    now; set the seed before. Between the two calls, the generator is in a state that no single device has: draw nothing then.
+    now; set the seed before. Between the two calls, the generator is in a state that no single device has: only ops on the
+    parameters may draw then. If other numbers are drawn and the generator is not seeded again, :func:`materialize` raises.
+
+    Tensors that were made before are copied when an op reads them: ``load_state_dict`` into such a module needs the memory of
+    the state dict once more. To load into shards, call :func:`materialize` first, or pass ``assign=True``.
 
     A value that is read during construction (``item()``, ``tolist()``, ``if tensor:``) is computed at once, whole. If random
     numbers are in it, all numbers before it are drawn for that, once: ``nn.init.trunc_normal_`` of torch 2.13 reads whether a
@@ -56,9 +62,9 @@ def deferred_init(function: Callable[..., Module], *args: Any, **kwargs: Any) ->
         the module, on the meta device. Plain tensors in its attributes are real.
 
     Raises:
-        TypeError: ``function`` returns no module.
-        RuntimeError: an op writes to a tensor that was made before, which cannot be replayed; the error names the op and the
-            line.
+        TypeError: ``function`` is no function, or returns no module.
+        RuntimeError: an op writes to a tensor that was made before or to an array of NumPy, or a lazy module runs its forward:
+            that cannot be replayed. The error names the op and the line.
 
     Source: veScale, "deferred initialization"; torchdistx had functions of these names.
     """
@@ -119,11 +125,12 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
     Raises:
         ValueError: a parameter or buffer is on the meta device and deferred_init has not made it, or on the meta device, or
             with another shape; or the ranks of a mesh had different random states. Nothing is allocated.
-        RuntimeError: an op cannot be replayed.
+        RuntimeError: an op has written to a shard, which has no values yet; a parameter has a gradient; or numbers were drawn
+            since ``deferred_init``. Nothing is allocated, on all ranks of the mesh. Or an op cannot be replayed.
     """
     tensors = dict(_meta_tensors(module))
     origins, problem = _find_origins(tensors)
-    tapes = {origin.tape for each in module.modules() for origin in _origins.get(each, {}).values()}
+    tapes = {whole.recorder.tape for each in module.modules() for whole in _whole.get(each, {}).values()}
     _agree_on_starts(tensors, origins, problem)
     if problem is not None:  # No tensor is a DTensor.
         raise problem
@@ -132,7 +139,7 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
     for tensor, origin in made:
         targets.setdefault(origin.tape, []).append(_target(tensor, origin.part))
     for each in module.modules():
-        _origins.pop(each, None)
+        _whole.pop(each, None)
     for tape, wanted in targets.items():
         with torch.no_grad():
             replay(tape, wanted, until=max(tape.entries, default=-1))
@@ -146,14 +153,14 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
 
 def is_deferred(module: nn.Module) -> bool:
     """Whether a parameter or buffer of ``module`` waits for :func:`materialize`."""
-    return any(_origin_of(*found) is not None for _, found in _meta_tensors(module))
+    return any(_origin_of(*found, {}) is not None for _, found in _meta_tensors(module))
 
 
 def keep_origins(module: nn.Module) -> None:
     """Note the tensors that wait for :func:`materialize` as they are now: they are about to be sharded."""
     for _, (owner, key, tensor) in _meta_tensors(module):
         if isinstance(tensor, DeferredTensor):
-            _origins.setdefault(owner, {})[key] = vars(tensor)[ORIGIN]
+            _whole.setdefault(owner, {})[key] = tensor
 
 
 def _registered(recorder: Recorder, fake: torch.Tensor, ordinary: set[str]) -> torch.Tensor:
@@ -175,22 +182,54 @@ def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str
                     yield f"{prefix}.{name}" if prefix else name, (each, name, tensor)
 
 
-def _origin_of(owner: nn.Module, key: str, tensor: torch.Tensor) -> Origin | None:
-    if isinstance(tensor, DTensor):  # A parameter that was distributed by hand has no attributes.
-        return vars(tensor).get(ORIGIN, _origins.get(owner, {}).get(key))
-    return vars(tensor).get(ORIGIN)
+_Makers = dict[Tape, dict[int, Entry]]
+"""The entry of a tape that has made a storage."""
+_MOVES = ("empty_like", "new_empty", "new_zeros", "clone", "cat", "constant_pad_nd")
+
+
+def _origin_of(owner: nn.Module, key: str, tensor: torch.Tensor, makers: _Makers) -> Origin | None:
+    origin: Origin | None = vars(tensor).get(ORIGIN)
+    if origin is not None or not isinstance(tensor, DTensor):
+        return origin
+    # A parameter that was distributed by hand has no attributes. But ops that distribute have made its local tensor.
+    own, local = _whole.get(owner, {}).get(key), tensor._local_tensor
+    if not isinstance(local, DeferredTensor):  # This rank holds nothing.
+        return None if own is None else vars(own)[ORIGIN]
+    sources = _sources(local, makers)
+    wholes = [own] if own is not None and own.number in sources else [each for all in _whole.values() for each in all.values()]
+    found = {id(vars(each)[ORIGIN]): vars(each)[ORIGIN] for each in wholes if each.recorder is local.recorder}
+    fitting = [each for each in found.values() if each.part.storage in sources and each.part.shape == tuple(tensor.shape)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _sources(local: DeferredTensor, makers: _Makers) -> set[int]:
+    """The storages that ``local`` is a shard of: only ops that move values are between them."""
+    entries = local.recorder.tape.entries.values()
+    if local.recorder.tape not in makers:
+        makers[local.recorder.tape] = {part.storage: entry for entry in entries for part in entry.made if part is not None}
+    storage, found = local.number, {local.number}
+    while True:
+        maker = makers[local.recorder.tape][storage]
+        source = next(maker.parts, None)
+        if source is None or maker.op._schema.name.removeprefix("aten::") not in _MOVES:
+            return found
+        storage = source.storage
+        found.add(storage)
+        if any(storage in entry.written for entry in entries):
+            return found
 
 
 def _find_origins(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]]) -> tuple[dict[int, Origin], Exception | None]:
     """For each tensor by ``id``, where its values come from; and what is wrong."""
     found: dict[int, Origin] = {}
+    makers: _Makers = {}
     try:
         if tensors:
             check_draws("materialize")
     except RuntimeError as error:
         return found, error
     for name, (owner, key, tensor) in tensors.items():
-        origin = _origin_of(owner, key, tensor)
+        origin = _origin_of(owner, key, tensor, makers)
         if origin is None or origin.part.shape != tuple(tensor.shape) or origin.device.type == "meta":
             return found, ValueError(
                 f"materialize: {name} is on the meta device, but deferred_init did not make it with this shape on another "
@@ -216,29 +255,7 @@ def _find_origins(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]]) -> tu
                 f"materialize: {late.op} at {late.where} writes to {name}, or to a parameter beside it, between sharding and "
                 "materialize, when shards have no values: write before the module is sharded, or after materialize(module)"
             )
-        if ORIGIN not in vars(tensor) and not _is_shard_of(local, origin):
-            return found, ValueError(
-                f"materialize: {name} was replaced after deferred_init, and distributed by hand: call deferred_init with a "
-                "function that makes the replacement, too"
-            )
     return found, None
-
-
-_MOVES = ("empty_like", "new_empty", "clone", "cat", "constant_pad_nd", "new_zeros")
-
-
-def _is_shard_of(local: DeferredTensor, origin: Origin) -> bool:
-    """Whether only ops that distribute a tensor are between ``origin`` and the local tensor of a shard."""
-    storage, entries = local.number, origin.tape.entries.values()
-    makers = {part.storage: entry for entry in entries for part in entry.made if part is not None}
-    while storage != origin.part.storage:
-        maker = makers[storage]
-        is_written = storage != local.number and any(storage in entry.written for entry in entries)
-        source = next(maker.parts, None)
-        if is_written or source is None or maker.op._schema.name.removeprefix("aten::") not in _MOVES:
-            return False
-        storage = source.storage
-    return True
 
 
 def _agree_on_starts(

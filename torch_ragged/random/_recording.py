@@ -430,7 +430,8 @@ def read(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(args[0], nn.Parameter):
             tensor = nn.Parameter(tensor, func is torch.Tensor.__repr__ and args[0].requires_grad)
         with _disable_current_modes():
-            result = func(tensor, *args[1:], **kwargs)
+            given = {name: value for name, value in kwargs.items() if value is not None}  # A parameter's repr takes none.
+            result = getattr(tensor, func.__name__)(*args[1:], **given)
     if func in (torch.Tensor.numpy, torch.Tensor.__array__):
         recorder.gives_arrays = True
         result.flags.writeable = False  # It is a copy: what is written to it would not be in the tensor.

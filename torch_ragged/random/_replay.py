@@ -109,7 +109,10 @@ def state_at(tape: Tape, device_type: str, point: Point) -> torch.Tensor:
     if isinstance(point, int):
         if point not in stream.known:
             replay(tape, [], until=point)
-        return stream.known[point]
+        state = stream.known[point]
+        if tape.is_pruned:
+            prune(tape)
+        return state
     if isinstance(point, End):
         return state_at(point.tape, device_type, point.point)
     if point != START:
@@ -119,7 +122,7 @@ def state_at(tape: Tape, device_type: str, point: Point) -> torch.Tensor:
 
 def prune(tape: Tape) -> None:
     """Keep what the random streams of the tape need: no tensor is left that its ops have made."""
-    is_drawn = True
+    tape.is_pruned = is_drawn = True
     for stream in tape.streams.values():
         stream.known = {point: state for point, state in stream.known.items() if point in stream.ends}
         is_drawn &= all(point in stream.known for point in stream.ends if isinstance(point, int))

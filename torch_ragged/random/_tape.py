@@ -105,11 +105,16 @@ class Stream:
 
 @dataclass(eq=False)
 class Tape:
-    """What a program did to tensors: its ops by number, the device of each storage, and a stream for each type of device."""
+    """What a program did to tensors: its ops by number, the device of each storage, and a stream for each type of device.
+
+    Attributes:
+        is_pruned: whether no tensor is left: the entries that random streams do not need are gone.
+    """
 
     entries: dict[int, Entry] = field(default_factory=dict)
     devices: list[torch.device] = field(default_factory=list)
     streams: dict[str, Stream] = field(default_factory=dict)
+    is_pruned: bool = False
 
 
 def is_random(op: torch._ops.OpOverload) -> bool:
