@@ -92,9 +92,9 @@ class Recorder(TorchDispatchMode):
     # --- tensors ----------------------------------------------------------------------------------------------------------
 
     def part(self, tensor: torch.Tensor) -> Part:
-        """The part of the tape that a fake or deferred tensor shows."""
+        """The part of the tape that a tensor shows, which is a fake one or on the meta device."""
         storage = tensor.untyped_storage()
-        if isinstance(tensor, DeferredTensor):
+        if not isinstance(tensor, FakeTensor):
             number = self._numbers_of_metas[storage._cdata]
         else:
             if storage._cdata not in self._numbers:
@@ -113,7 +113,11 @@ class Recorder(TorchDispatchMode):
                 nbytes = int(fake.untyped_storage().nbytes())
                 storage = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
                 self._metas[part.storage], self._numbers_of_metas[storage._cdata] = storage, part.storage
-            found = torch.Tensor._make_subclass(DeferredTensor, self.plain(part))
+            return self.shown(self.plain(part), part)
+
+    def shown(self, plain: torch.Tensor, part: Part) -> DeferredTensor:
+        """The deferred tensor of a plain one, which :meth:`plain` or a view of it has made."""
+        found = torch.Tensor._make_subclass(DeferredTensor, plain)
         vars(found)[ORIGIN] = Origin(self, part)
         found.since = len(self.tape.entries)
         return found
@@ -284,7 +288,7 @@ class _Reads(TorchFunctionMode):
         if func is torch.empty and _asks("torch.nn.parameter", "__new__"):
             with _disable_current_modes():  # A lazy parameter has no values: the first forward makes them.
                 return func(*args, **(kwargs or {}))
-        if func == torch.Tensor.data.__set__ and isinstance(args[1], FakeTensor) and not isinstance(args[0], FakeTensor):
+        if func == _SET_DATA and isinstance(args[1], FakeTensor) and not isinstance(args[0], FakeTensor):
             raise RuntimeError(
                 f"deferred_init: {user_line()} sets .data of a tensor with memory to one without. If a lazy module does it, "
                 "give it its sizes, or run its first forward after materialize(module)"
@@ -308,7 +312,7 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.is_meta.__get__ and _asks("torch.nn."):
+        if func == _GET_IS_META and _asks("torch.nn."):
             return False
         if func in _READS and isinstance(args[0], DeferredTensor):
             return read(args[0].recorder, func, args, kwargs or {})
@@ -318,14 +322,14 @@ class DeferredTensor(torch.Tensor):
             raise _needs_values("pickle")
         if func is torch.Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex)):
             args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype, device="cpu"))  # torch's would be on the meta device.
-        if func == torch.Tensor.data.__set__ and not isinstance(args[1], DeferredTensor):
+        if func == _SET_DATA and not isinstance(args[1], DeferredTensor):
             raise RuntimeError(
                 f"{user_line()} sets .data of a tensor that deferred_init has made to one with memory: use .data.copy_(...), "
                 "or call materialize(module) before"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if func == torch.Tensor.data.__set__:
+        if func == _SET_DATA:
             vars(args[0])[ORIGIN] = vars(args[1])[ORIGIN]
         return result
 
@@ -352,6 +356,9 @@ class DeferredTensor(torch.Tensor):
                 "function that deferred_init calls, or after materialize(module)"
             )
         (recorder,) = recorders.values()
+        if func.is_view:  # Views have no entry on the tape.
+            views = func(*plain(args), **plain(kwargs))
+            return pytree.tree_map_only(torch.Tensor, lambda each: recorder.shown(each, recorder.part(each)), views)
         return recorder.continued(func, args, kwargs)
 
     @property
@@ -420,6 +427,7 @@ def check_draws(what: str) -> None:
             )
 
 
+_GET_IS_META, _SET_DATA = torch.Tensor.is_meta.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _READS = tuple(getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__format__", "__repr__"))
 
 
