@@ -20,7 +20,7 @@ EVERYWHERE = None
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
     "torch.utils._python_dispatch": (
-        ("random._deferred", "spmd._recorder", "spmd._static", "tensor._redistribute"),
+        ("random._recording", "spmd._recorder", "spmd._static", "tensor._redistribute"),
         "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces",
     ),
     "torch.utils._debug_mode": (("spmd._static",), "hears of every redistribution, also of those that no plan asks for"),
@@ -51,7 +51,7 @@ PRIVATE = {
     "torch._compile": (("tensor._dispatch",), "hides a function from Dynamo without importing it"),
     "torch._guards": (("tensor._random",), "whether torch.compile traces"),
     "torch._subclasses": (
-        ("random._deferred", "spmd._recorder", "tensor._draw", "tensor._random", "tensor._single_device"),
+        ("random._deferred", "random._recording", "spmd._recorder", "tensor._draw", "tensor._random", "tensor._single_device"),
         "the error that breaks a graph; tensors without memory",
     ),
     # Only this module of torch's has symmetric memory.

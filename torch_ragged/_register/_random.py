@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as dtensor_api
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
+from torch_ragged._register._hook import OPERATORS, Hook, extend_in_place, has, hooks
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._single_device import draw_new, handle_random_op, random_ops
 
-__all__ = ["forget_tensors", "handle_random_ops"]
+__all__ = ["check_before_init", "forget_tensors", "handle_random_ops"]
 
 hooks.append(
     Hook(
@@ -39,7 +41,18 @@ hooks.append(
         install=None,  # ``forget_tensors`` clears it.
     )
 )
+_SKIP_META = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
+hooks.append(
+    Hook(
+        f"torch.nn.init.{{{', '.join(_SKIP_META)}}}, after the first deferred_init",
+        "they return at once for a tensor on the meta device; one of a shard whose writes are noted is an error",
+        OPERATORS,
+        lambda: all(has(getattr(nn.init, name, None), "tensor") for name in _SKIP_META),
+        install=None,  # ``check_before_init`` installs it.
+    )
+)
 _TRANSPOSE = torch.ops.aten.t_.default
+_checked: list[Any] = []
 _original: list[Any] = []
 """torch's factory helper, while it is replaced."""
 
@@ -81,6 +94,22 @@ def _drawing(original: Any) -> Any:
         return draw_new(init_op, size, mesh, placements, **options)
 
     return make
+
+
+def check_before_init(check: Callable[[str, Any], None]) -> None:
+    """Call ``check(name, tensor)`` in those functions of ``torch.nn.init`` that do nothing to a tensor on the meta device."""
+
+    def checked(original: Any) -> Any:
+        def init(tensor: Any, *args: Any) -> Any:
+            check(original.__name__, tensor)
+            return original(tensor, *args)
+
+        return init
+
+    if not _checked:
+        for name in _SKIP_META:
+            extend_in_place(getattr(nn.init, name), "tensor.is_meta", checked)
+        _checked.append(check)
 
 
 def forget_tensors(mode: FakeTensorMode) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import traceback
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, Union
@@ -12,18 +11,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged._register._random import forget_tensors
-from torch_ragged.random._replay import Target, final_state, replay, values_of, whole_box
-from torch_ragged.random._tape import Entry, Part, Stream, Tape, is_random, read_state, write_state
+from torch_ragged.random._recording import ORIGIN, DeferredTensor, Origin, Recorder, check_draws, ends, has_fakes
+from torch_ragged.random._replay import Target, replay, state_at, whole_box
+from torch_ragged.random._tape import Entry, Part, Tape, read_state, write_state
 from torch_ragged.tensor._from_meta import FromMeta
 from torch_ragged.tensor._random import Holding
 
@@ -31,27 +27,32 @@ __all__ = ["deferred_init", "is_deferred", "materialize"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_records: WeakKeyDictionary[nn.Module, dict[str, tuple[Tape, Part]]] = WeakKeyDictionary()
-"""For each module that deferred_init made: its parameters and buffers by name, as parts of a tape."""
-_ends: dict[tuple[str, bytes], Tape] = {}
-"""The tapes whose recording has left a default generator in a state, by device type and state."""
+_whole: WeakKeyDictionary[nn.Module, dict[str, DeferredTensor]] = WeakKeyDictionary()
+"""For each module that deferred_init made: its parameters and buffers by name, as they were before it was sharded."""
+_MADE = "_materialized_as"  # The attribute of a parameter that another module may be tied to.
 
 
 def deferred_init(function: Callable[..., Module], *args: Any, **kwargs: Any) -> Module:
     """Call ``function(*args, **kwargs)``, which makes a module, without memory: parameters and buffers are meta tensors.
 
     Every op on their values is recorded instead: factories, ``nn.init``, ops in place, copies, ties. :func:`materialize`
-    replays it later, on the elements that this rank owns, with the bits of a construction on a single device::
+    replays it later, on the elements that this rank owns, with the bits of a construction on a single device. Until the module
+    is sharded, the program goes on as on a single device: ops on the parameters are recorded, too::
 
         torch.manual_seed(0)                                        # the same on every rank
         model = deferred_init(LlamaForCausalLM, config)             # no memory
+        model.apply(init_weights)                                   # recorded; so are load_state_dict(...) and model.to(dtype)
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
         materialize(model)                                          # the memory of the local shards
 
     The class of the model need not know of it. Nothing is drawn here. Numbers begin at the state that the default generator has
-    now; set the seed before. Between the two calls, the generator is in a state that no single device has: draw nothing then.
+    now; set the seed before. Between the two calls, the generator is in a state that no single device has: only ops on the
+    parameters may draw then. If other numbers are drawn and the generator is not seeded again, :func:`materialize` raises.
+
+    Tensors that were made before are copied when an op reads them: ``load_state_dict`` into such a module needs the memory of
+    the state dict once more. To load into shards, call :func:`materialize` first, or pass ``assign=True``.
 
     A value that is read during construction (``item()``, ``tolist()``, ``if tensor:``) is computed at once, whole. If random
     numbers are in it, all numbers before it are drawn for that, once: ``nn.init.trunc_normal_`` of torch 2.13 reads whether a
@@ -61,34 +62,36 @@ def deferred_init(function: Callable[..., Module], *args: Any, **kwargs: Any) ->
         the module, on the meta device. Plain tensors in its attributes are real.
 
     Raises:
-        TypeError: ``function`` returns no module.
-        RuntimeError: an op writes to a tensor that was made before, which cannot be replayed; the error names the op and the
-            line.
+        TypeError: ``function`` is no function, or returns no module.
+        RuntimeError: an op writes to a tensor that was made before or to an array of NumPy, or a lazy module runs its forward:
+            that cannot be replayed. The error names the op and the line.
 
     Source: veScale, "deferred initialization"; torchdistx had functions of these names.
     """
-    tape = Tape()
-    recorder = Recorder(tape)
+    if not callable(function) or isinstance(function, nn.Module):
+        raise TypeError(
+            f"deferred_init: pass a function, got a {type(function).__name__}"
+            f"{', a module whose memory is allocated already' if isinstance(function, nn.Module) else ''}: "
+            "deferred_init(nn.Linear, 4, 4), or deferred_init(lambda: nn.Linear(4, 4))"
+        )
+    recorder = Recorder(Tape())
     with recorder:
         module = function(*args, **kwargs)
         if not isinstance(module, nn.Module):
             raise TypeError(f"deferred_init: {function} returned {type(module).__name__}, expected a torch.nn.Module")
-        parts = {id(tensor): recorder.part(tensor) for tensor in _fake_tensors(module)}
         ordinary = {*vars(torch.empty(0, device="cpu")), "_is_param"}
-    metas: dict[int, torch.Tensor] = {}
+    found: dict[int, torch.Tensor] = {}
     for each in module.modules():
-        record: dict[str, tuple[Tape, Part]] = {}
         for tensors in (each._parameters, each._buffers):
             for name, tensor in tensors.items():
                 if isinstance(tensor, FakeTensor):
-                    record[name] = (tape, parts[id(tensor)])
-                    if id(tensor) not in metas:  # Tied parameters stay tied.
-                        metas[id(tensor)] = _meta(tensor, ordinary)
-                    tensors[name] = metas[id(tensor)]  # type: ignore[assignment]
-        _records[each] = record
+                    if id(tensor) not in found:  # Tied parameters stay tied.
+                        found[id(tensor)] = _registered(recorder, tensor, ordinary)
+                    tensors[name] = found[id(tensor)]  # type: ignore[assignment]
         for name, value in vars(each).items():
-            if name not in ("_parameters", "_buffers", "_modules") and _has_fakes(value):
+            if name not in ("_parameters", "_buffers", "_modules") and has_fakes(value):
                 vars(each)[name] = recorder.values(value)
+    keep_origins(module)
     return module
 
 
@@ -122,42 +125,53 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
     Raises:
         ValueError: a parameter or buffer is on the meta device and deferred_init has not made it, or on the meta device, or
             with another shape; or the ranks of a mesh had different random states. Nothing is allocated.
-        RuntimeError: an op cannot be replayed.
+        RuntimeError: an op has written to a shard, which has no values yet; a parameter has a gradient; or numbers were drawn
+            since ``deferred_init``. Nothing is allocated, on all ranks of the mesh. Or an op cannot be replayed.
     """
     tensors = dict(_meta_tensors(module))
-    unknown = [name for name, (owner, key, tensor) in tensors.items() if not _is_known(owner, key, tensor)]
-    problem = None
-    if unknown:
-        problem = ValueError(
-            f"materialize: {unknown[0]} is on the meta device, but deferred_init did not make it with this shape on another "
-            "device: build the whole module by deferred_init without a meta device, and shard it without changing shapes"
-        )
-    _agree_on_starts(tensors, problem)
+    origins, problem = _find_origins(tensors)
+    tapes = {whole.recorder.tape for each in module.modules() for whole in _whole.get(each, {}).values()}
+    _agree_on_starts(tensors, origins, problem)
     if problem is not None:  # No tensor is a DTensor.
         raise problem
-    found = [(owner, key, *_records[owner][key]) for owner, key, _ in tensors.values()]
-    _allocate(module, device)
-    targets: dict[int, tuple[Tape, list[Target]]] = {}
-    seen: set[int] = set()
-    for owner, key, tape, part in found:
-        tensor = owner._parameters.get(key, owner._buffers.get(key))
-        assert tensor is not None
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            targets.setdefault(id(tape), (tape, []))[1].append(_target(tensor, part))
-    for tape, wanted in targets.values():
+    made = _allocate(module, device, origins)
+    targets: dict[Tape, list[Target]] = {tape: [] for tape in tapes}  # Also if all its tensors were replaced since.
+    for tensor, origin in made:
+        targets.setdefault(origin.tape, []).append(_target(tensor, origin.part))
+    for each in module.modules():
+        _whole.pop(each, None)
+    for tape, wanted in targets.items():
         with torch.no_grad():
-            replay(tape, wanted)
+            replay(tape, wanted, until=max(tape.entries, default=-1))
         for device_type, stream in tape.streams.items():
-            is_last = _ends.get((device_type, stream.marker)) is tape  # Not another recording after the same seed.
+            end = ends.get((device_type, stream.marker))
+            is_last = end is not None and end.tape is tape  # Not another recording after the same seed.
             if is_last and bytes(read_state(device_type).numpy()) == stream.marker:
-                write_state(device_type, final_state(tape, device_type))
+                write_state(device_type, state_at(tape, device_type, stream.end))
     return module
 
 
 def is_deferred(module: nn.Module) -> bool:
     """Whether a parameter or buffer of ``module`` waits for :func:`materialize`."""
-    return any(_is_known(owner, key, tensor) for _, (owner, key, tensor) in _meta_tensors(module))
+    return any(_origin_of(*found, {}) is not None for _, found in _meta_tensors(module))
+
+
+def keep_origins(module: nn.Module) -> None:
+    """Note the tensors that wait for :func:`materialize` as they are now: they are about to be sharded."""
+    for _, (owner, key, tensor) in _meta_tensors(module):
+        if isinstance(tensor, DeferredTensor):
+            _whole.setdefault(owner, {})[key] = tensor
+
+
+def _registered(recorder: Recorder, fake: torch.Tensor, ordinary: set[str]) -> torch.Tensor:
+    """The deferred tensor in place of a fake one, with its attributes, except the ``ordinary`` ones of fake tensors."""
+    tensor: torch.Tensor = recorder.deferred(fake)
+    gradient = None if fake.grad is None else recorder.deferred(fake.grad)
+    if isinstance(fake, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=fake.requires_grad)
+        vars(tensor).update({name: value for name, value in vars(fake).items() if name not in ordinary})
+        tensor.grad = gradient
+    return tensor
 
 
 def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torch.Tensor]]]:
@@ -168,26 +182,98 @@ def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str
                     yield f"{prefix}.{name}" if prefix else name, (each, name, tensor)
 
 
-def _is_known(owner: nn.Module, key: str, tensor: torch.Tensor) -> bool:
-    if key not in (record := _records.get(owner, {})):
-        return False
-    tape, part = record[key]
-    return part.shape == tuple(tensor.shape) and tape.devices[part.storage].type != "meta"
+_Makers = dict[Tape, dict[int, Entry]]
+"""The entry of a tape that has made a storage."""
+_MOVES = ("empty_like", "new_empty", "new_zeros", "clone", "cat", "constant_pad_nd")
 
 
-def _agree_on_starts(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]], problem: Exception | None) -> None:
+def _origin_of(owner: nn.Module, key: str, tensor: torch.Tensor, makers: _Makers) -> Origin | None:
+    origin: Origin | None = vars(tensor).get(ORIGIN)
+    if origin is not None or not isinstance(tensor, DTensor):
+        return origin
+    # A parameter that was distributed by hand has no attributes. But ops that distribute have made its local tensor.
+    own, local = _whole.get(owner, {}).get(key), tensor._local_tensor
+    if not isinstance(local, DeferredTensor):  # This rank holds nothing.
+        return None if own is None else vars(own)[ORIGIN]
+    sources = _sources(local, makers)
+    wholes = [own] if own is not None and own.number in sources else [each for all in _whole.values() for each in all.values()]
+    found = {id(vars(each)[ORIGIN]): vars(each)[ORIGIN] for each in wholes if each.recorder is local.recorder}
+    fitting = [each for each in found.values() if each.part.storage in sources and each.part.shape == tuple(tensor.shape)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _sources(local: DeferredTensor, makers: _Makers) -> set[int]:
+    """The storages that ``local`` is a shard of: only ops that move values are between them."""
+    entries = local.recorder.tape.entries.values()
+    if local.recorder.tape not in makers:
+        makers[local.recorder.tape] = {part.storage: entry for entry in entries for part in entry.made if part is not None}
+    storage, found = local.number, {local.number}
+    while True:
+        maker = makers[local.recorder.tape][storage]
+        source = next(maker.parts, None)
+        if source is None or maker.op._schema.name.removeprefix("aten::") not in _MOVES:
+            return found
+        storage = source.storage
+        found.add(storage)
+        if any(storage in entry.written for entry in entries):
+            return found
+
+
+def _find_origins(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]]) -> tuple[dict[int, Origin], Exception | None]:
+    """For each tensor by ``id``, where its values come from; and what is wrong."""
+    found: dict[int, Origin] = {}
+    makers: _Makers = {}
+    try:
+        if tensors:
+            check_draws("materialize")
+    except RuntimeError as error:
+        return found, error
+    for name, (owner, key, tensor) in tensors.items():
+        origin = _origin_of(owner, key, tensor, makers)
+        if origin is None or origin.part.shape != tuple(tensor.shape) or origin.device.type == "meta":
+            return found, ValueError(
+                f"materialize: {name} is on the meta device, but deferred_init did not make it with this shape on another "
+                "device: build the whole module by deferred_init without a meta device, and shard it without changing shapes"
+            )
+        if tensor.grad is not None:
+            return found, RuntimeError(
+                f"materialize: {name} has a gradient, which would be lost: set it to None before, by module.zero_grad()"
+            )
+        if found.setdefault(id(tensor), origin) is not origin:
+            return found, ValueError(
+                f"materialize: {name} was tied to another parameter after the module was sharded: tie parameters before"
+            )
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else None
+        if not isinstance(local, DeferredTensor) or local.number == origin.part.storage:
+            continue  # A rank may hold nothing; or a view of the whole tensor, whose ops are on the tape as such.
+        entries = origin.tape.entries
+        late = next(
+            (each for each in itertools.islice(entries.values(), local.since, None) if local.number in each.written), None
+        )
+        if late is not None:
+            return found, RuntimeError(
+                f"materialize: {late.op} at {late.where} writes to {name}, or to a parameter beside it, between sharding and "
+                "materialize, when shards have no values: write before the module is sharded, or after materialize(module)"
+            )
+    return found, None
+
+
+def _agree_on_starts(
+    tensors: dict[str, tuple[nn.Module, str, torch.Tensor]], origins: dict[int, Origin], problem: Exception | None
+) -> None:
     """Raise on all ranks of a mesh if one has a problem, or if the states at which their numbers begin differ."""
     starts: dict[Any, set[str]] = {}
-    changes: dict[int, Counter[int]] = {}  # Of each tape: how many ops make or write to a storage.
-    for name, (owner, key, tensor) in tensors.items():
+    changes: dict[Tape, Counter[int]] = {}  # How many ops make or write to a storage.
+    for name, (_, _, tensor) in tensors.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
             lines = starts.setdefault(tensor.device_mesh, set())
             if problem is None:
-                tape, part = _records[owner][key]
-                if id(tape) not in changes:
-                    changes[id(tape)] = Counter(storage for entry in tape.entries for storage in entry.changed)
+                origin = origins[id(tensor)]
+                tape = origin.tape
+                if tape not in changes:
+                    changes[tape] = Counter(storage for entry in tape.entries.values() for storage in entry.changed)
                 # Not of all tensors: one rank may have imported the module's package in the construction, another one before.
-                lines.add(f"{changes[id(tape)][part.storage]} ops on {name}")
+                lines.add(f"{changes[tape][origin.part.storage]} ops on {name}")
                 states = (bytes(stream.start.numpy()) for stream in tape.streams.values())
                 lines.update(f"random state {hashlib.sha256(state).hexdigest()[:12]}" for state in states)
     for mesh, lines in starts.items():
@@ -197,27 +283,36 @@ def _agree_on_starts(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]], pr
         agree(groups, device_of_messages(groups[0]), "torch_ragged.random.materialize", claim, problem, advice)
 
 
-def _allocate(module: nn.Module, device: Union[torch.device, str, None]) -> None:
-    """Memory for all tensors on the meta device. Tied ones stay tied; fully_shard's modules do it for their groups."""
-    new: dict[int, torch.Tensor] = {}
+def _allocate(
+    module: nn.Module, device: Union[torch.device, str, None], origins: dict[int, Origin]
+) -> list[tuple[torch.Tensor, Origin]]:
+    """Memory for all tensors on the meta device. Tied ones stay tied; fully_shard's modules do it for their groups.
 
-    def allocated(owner: nn.Module, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        tape, part = _records[owner][key]
-        data = FromMeta(device, tape.devices[part.storage])(tensor)
-        if isinstance(tensor, nn.Parameter):
-            parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
-            vars(parameter).update(vars(tensor))
-            return parameter
-        return data
-
+    Returns:
+        the tensors to fill, each with its origin.
+    """
+    waiting = list(_meta_tensors(module))
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each._apply(FromMeta(device))
-    for _, (owner, key, tensor) in list(_meta_tensors(module)):
-        if id(tensor) not in new:
-            new[id(tensor)] = allocated(owner, key, tensor)
+    made: dict[int, tuple[torch.Tensor, Origin]] = {}
+    for _, (owner, key, tensor) in waiting:
         tensors: Any = owner._parameters if key in owner._parameters else owner._buffers
-        tensors[key] = new[id(tensor)]
+        new, origin = tensors[key], origins[id(tensor)]
+        if new.is_meta:
+            new = vars(tensor).get(_MADE)  # A tied parameter of a part that was materialized before.
+            if new is None:
+                new = FromMeta(device, origin.device)(tensor.detach())
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    vars(new).update({name: value for name, value in vars(tensor).items() if name != "_is_param"})
+                vars(tensor)[_MADE] = new
+                made[id(new)] = new, origin
+            tensors[key] = new
+        else:
+            made[id(new)] = new, origin
+        vars(new).pop(ORIGIN, None)
+    return list(made.values())
 
 
 def _target(tensor: torch.Tensor, part: Part) -> Target:
@@ -225,183 +320,3 @@ def _target(tensor: torch.Tensor, part: Part) -> Target:
     if isinstance(tensor, DTensor):
         return Target(part, tensor._local_tensor, Holding(tensor._spec).boxes)
     return Target(part, tensor, whole_box(tensor.shape))
-
-
-# --- recording -------------------------------------------------------------------------------------------------------------
-
-
-class Recorder(TorchDispatchMode):
-    """Records all ops on a tape while it is entered. Tensors are fake: they have shapes and devices, but no memory."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self.tape = tape
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._reads = _Reads(self)
-        self._numbers: dict[int, int] = {}
-        self._storages: list[Any] = []  # Kept, so that no later storage gets the same address.
-        self._points: dict[str, dict[bytes, Any]] = {}
-        self._generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
-
-    def __enter__(self) -> Recorder:
-        self._fake_mode.__enter__()
-        super().__enter__()
-        self._reads.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._reads.__exit__(*exception)
-        super().__exit__(*exception)
-        self._fake_mode.__exit__(*exception)
-        if exception[0] is not None:
-            for device_type, stream in self.tape.streams.items():
-                write_state(device_type, stream.start)
-            return
-        for device_type, stream in self.tape.streams.items():
-            stream.marker = bytes(read_state(device_type).numpy())
-            stream.end = self._points[device_type].get(stream.marker, ("state", stream.marker))
-            _ends[device_type, stream.marker] = self.tape
-
-    def part(self, tensor: torch.Tensor) -> Part:
-        """The part of the tape that a fake tensor shows."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self.tape.devices)
-            self._storages.append(storage)
-            self.tape.devices.append(tensor.device)
-        number, shape = self._numbers[storage._cdata], tuple(map(int, tensor.shape))
-        return Part(number, shape, tuple(map(int, tensor.stride())), int(tensor.storage_offset()), tensor.dtype)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        written = self._written(func, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except Exception as error:
-            if type(error).__name__ not in ("DataDependentOutputException", "DynamicOutputShapeException"):
-                raise
-            # The result depends on values.
-            args, kwargs = self.values((args, kwargs))
-            with _disable_current_modes():
-                return func(*args, **kwargs)
-        self._record(func, args, kwargs, result, written)
-        forget_tensors(self._fake_mode)
-        return result
-
-    def values(self, tree: Any) -> Any:
-        """``tree`` with real tensors in place of fake ones."""
-        with _disable_current_modes(), torch.no_grad():
-            return values_of(self.tape, pytree.tree_map(self._recorded, tree))
-
-    def _written(self, func: Any, args: Any, kwargs: Any) -> frozenset[int]:
-        """The storages that the op writes to."""
-        found = set()
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, FakeTensor):
-                    found.add(self.part(leaf).storage)
-                elif isinstance(leaf, torch.Tensor):
-                    raise RuntimeError(
-                        f"deferred_init: {func} at {_user_line()} writes to a tensor that deferred_init has not made: make it "
-                        "by an op inside of the function"
-                    )
-        return frozenset(found)
-
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, written: frozenset[int]) -> None:
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
-        known = {leaf.untyped_storage()._cdata for leaf in given}
-        results = pytree.tree_leaves(result)
-        is_made = [isinstance(leaf, FakeTensor) and leaf.untyped_storage()._cdata not in known for leaf in results]
-        made = tuple(self.part(leaf) if new else None for leaf, new in zip(results, is_made))
-        if not written and not any(is_made):
-            return  # A view, or a question about a tensor.
-        tensors = given or [leaf for leaf in results if isinstance(leaf, FakeTensor)]
-        device_type = tensors[0].device.type
-        draws = is_random(func) and kwargs.get("generator") is None and device_type != "meta"
-        before = self._before_draw(device_type) if draws else None
-        args, kwargs = pytree.tree_map(self._recorded, (tuple(args), dict(kwargs)))
-        default = torch.get_default_dtype()
-        self.tape.entries.append(Entry(func, args, kwargs, made, written, device_type, before, _user_line(), default))
-        if draws:
-            with _disable_current_modes():
-                torch.rand((), device=device_type)  # So that the state tells this point from others, also after manual_seed.
-                self._points[device_type][bytes(read_state(device_type).numpy())] = len(self.tape.entries) - 1
-
-    def _before_draw(self, device_type: str) -> Any:
-        """The point of the default generator."""
-        with _disable_current_modes():
-            state = read_state(device_type)
-            marker = bytes(state.numpy())
-            if device_type not in self._points:
-                self.tape.streams[device_type] = Stream(state.clone(), _ends.get((device_type, marker)))
-                self._points[device_type] = {marker: ("start", b"")}
-            return self._points[device_type].get(marker, ("state", marker))
-
-    def _recorded(self, leaf: Any) -> Any:
-        if isinstance(leaf, FakeTensor):
-            return self.part(leaf)
-        if isinstance(leaf, torch.Generator):  # As it is now: to replay must not draw from the user's.
-            return self._generators.setdefault(id(leaf), (leaf, leaf.clone_state()))[1]
-        return leaf
-
-
-class _Reads(TorchFunctionMode):
-    """Gives real tensors to functions that read values without an op, and copies fake ones without their mode."""
-
-    _FUNCTIONS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._FUNCTIONS and isinstance(args[0], FakeTensor):
-            args = (self._recorder.values(args[0]), *args[1:])
-            with _disable_current_modes():
-                return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):  # torch's would copy the mode, too.
-            tensor, memo = args
-            if id(tensor) not in memo:
-                copied = tensor.detach().clone()
-                is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
-
-
-_NOT_THE_USERS = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
-
-
-def _user_line() -> str:
-    """The innermost line of code that is neither torch's nor this package's."""
-    for frame, line in traceback.walk_stack(None):
-        name = frame.f_code.co_filename
-        if not name.startswith(("<", *_NOT_THE_USERS)):
-            return f"{name}:{line}"
-    return "an unknown line"
-
-
-def _fake_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    for each in module.modules():
-        for tensor in (*each._parameters.values(), *each._buffers.values()):
-            if isinstance(tensor, FakeTensor):
-                yield tensor
-
-
-def _meta(tensor: torch.Tensor, ordinary: set[str]) -> torch.Tensor:
-    """A meta tensor in place of a fake one, with its attributes, except the ``ordinary`` ones of fake tensors."""
-    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    if not isinstance(tensor, nn.Parameter):
-        return data
-    parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    vars(parameter).update({name: value for name, value in vars(tensor).items() if name not in ordinary})
-    return parameter
-
-
-def _has_fakes(value: Any) -> bool:
-    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))

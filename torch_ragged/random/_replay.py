@@ -17,12 +17,12 @@ from typing import Any, Optional, Union
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_ragged.random._tape import START, Entry, Part, Point, Tape, is_random, read_state, write_state
+from torch_ragged.random._tape import START, End, Entry, Part, Point, Tape, is_random, read_state, write_state
 from torch_ragged.tensor._draw import draw_owned
 from torch_ragged.tensor._ownership import Box, row_major
 from torch_ragged.tensor._sampler import Sampler, views_of
 
-__all__ = ["Target", "final_state", "replay", "values_of", "whole_box"]
+__all__ = ["Target", "prune", "replay", "state_at", "values_of", "whole_box"]
 
 _aten = torch.ops.aten
 _SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
@@ -81,12 +81,12 @@ def whole_box(shape: Sequence[int]) -> tuple[Box, ...]:
     return (Box((0,) * len(shape), tuple(shape), 0, row_major(shape)),) if math.prod(shape) else ()
 
 
-def replay(tape: Tape, targets: Sequence[Target], to_end: bool = True) -> None:
+def replay(tape: Tape, targets: Sequence[Target], until: Optional[int] = None) -> None:
     """Fill ``targets``. The default generators are afterwards as before.
 
     Args:
-        to_end: whether to draw all numbers, so that each stream of the tape has its final state; or only those before the last
-            one that is needed.
+        until: draw all numbers up to the entry with this number, so that the states of the streams are known there. None: only
+            those before the last entry that is needed.
 
     Raises:
         RuntimeError: an op of the tape cannot be run, with the user's line.
@@ -96,20 +96,40 @@ def replay(tape: Tape, targets: Sequence[Target], to_end: bool = True) -> None:
     for target in targets:
         run.need(target.part.storage, target.layout if run.is_base(target.part) else _WHOLE)
     try:
-        run.plan(to_end)
-        run.fill(targets, to_end)
+        run.plan()
+        run.fill(targets, until)
     finally:
         for device_type, state in before.items():
             write_state(device_type, state)
 
 
-def final_state(tape: Tape, device_type: str) -> torch.Tensor:
-    """The state of a single device's generator after the tape."""
+def state_at(tape: Tape, device_type: str, point: Point) -> torch.Tensor:
+    """The state of a single device's generator at a point of the tape. Numbers that nothing has drawn yet are drawn."""
     stream = tape.streams[device_type]
-    if stream.final is None:
-        replay(tape, [])
-    assert stream.final is not None
-    return stream.final
+    if isinstance(point, int):
+        if point not in stream.known:
+            replay(tape, [], until=point)
+        state = stream.known[point]
+        if tape.is_pruned:
+            prune(tape)
+        return state
+    if isinstance(point, End):
+        return state_at(point.tape, device_type, point.point)
+    if point != START:
+        return torch.frombuffer(bytearray(point[1]), dtype=torch.uint8)
+    return stream.start if stream.after is None else state_at(stream.after.tape, device_type, stream.after.point)
+
+
+def prune(tape: Tape) -> None:
+    """Keep what the random streams of the tape need: no tensor is left that its ops have made."""
+    tape.is_pruned = is_drawn = True
+    for stream in tape.streams.values():
+        stream.known = {point: state for point, state in stream.known.items() if point in stream.ends}
+        is_drawn &= all(point in stream.known for point in stream.ends if isinstance(point, int))
+    run = _Run(tape)
+    run.plan()
+    needed = {} if is_drawn else tape.entries
+    tape.entries = {i: e for i, e in needed.items() if is_random(e.op) or not run.needs.keys().isdisjoint(e.changed)}
 
 
 def values_of(tape: Tape, tree: Any) -> Any:
@@ -119,7 +139,7 @@ def values_of(tape: Tape, tree: Any) -> Any:
     """
     parts = list(dict.fromkeys(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Part)))
     locals_ = [torch.empty(part.shape, dtype=part.dtype, device=tape.devices[part.storage]) for part in parts]
-    replay(tape, [Target(part, local, whole_box(part.shape)) for part, local in zip(parts, locals_)], to_end=False)
+    replay(tape, [Target(part, local, whole_box(part.shape)) for part, local in zip(parts, locals_)])
     found = dict(zip(parts, locals_))
     return pytree.tree_map(lambda leaf: found[leaf] if isinstance(leaf, Part) else leaf, tree)
 
@@ -130,7 +150,7 @@ class _Run:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.needs: dict[int, _Need] = {}
-        self.bases = {part.storage: part for entry in tape.entries for part in entry.made if part is not None}
+        self.bases = {part.storage: part for entry in tape.entries.values() for part in entry.made if part is not None}
         self.memory: dict[int, Any] = {}  # The local tensor of a storage, or the UntypedStorage of a whole one.
         self.at: dict[str, Point] = {}
         self.generators: dict[int, torch.Generator] = {}
@@ -143,17 +163,17 @@ class _Run:
         self.needs[storage] = wanted if known is None else _WHOLE
         return True
 
-    def plan(self, to_end: bool) -> None:
+    def plan(self) -> None:
         """Find all needs, from those that are known. A storage that becomes whole may change what other ops can do."""
         is_new = True
         while is_new:
             is_new = False
-            for entry in reversed(self.tape.entries):
+            for entry in reversed(self.tape.entries.values()):
                 is_needed = not self.needs.keys().isdisjoint(entry.changed)
-                if not is_needed and not (to_end and is_random(entry.op) and _draw_of(entry) is None):
+                if not is_needed and not (is_random(entry.op) and _draw_of(entry) is None):
                     continue
                 layout = self.layout_of(entry)
-                reads = [] if layout and _is_constant(entry.op) else list(entry.parts)
+                reads = [] if layout and _is_constant(entry) else list(entry.parts)
                 for part in (*reads, *(part for part in entry.made if part is not None)):
                     is_scalar = not part.shape and part.storage not in entry.changed
                     is_new |= self.need(part.storage, _WHOLE if layout is None or is_scalar else layout)
@@ -163,7 +183,7 @@ class _Run:
         layouts = {self.needs[storage] for storage in entry.changed if storage in self.needs}
         if len(layouts) != 1 or not isinstance(layout := layouts.pop(), Layout):
             return None
-        if _is_constant(entry.op):
+        if _is_constant(entry):
             return layout if all(self.is_base(part) for part in entry.made if part is not None) else None
         draw = _draw_of(entry)
         if draw is None and not _is_exact(entry):
@@ -210,35 +230,37 @@ class _Run:
 
     # --- running --------------------------------------------------------------------------------------------------------
 
-    def fill(self, targets: Sequence[Target], to_end: bool) -> None:
-        """Run what is needed, and every draw before it; then copy to the targets what is not in their memory already."""
+    def fill(self, targets: Sequence[Target], until: Optional[int]) -> None:
+        """Run what is needed, and every draw before it. Targets get their values as soon as these are complete."""
         direct: dict[int, torch.Tensor] = {}
+        wanted: dict[int, list[Target]] = {}
         for target in targets:
             part, local = target.part, target.local
+            wanted.setdefault(part.storage, []).append(target)
             # Numbers are drawn on the device of the construction: its generator has other numbers than another device's.
             is_alike = part.dtype == local.dtype and self.tape.devices[part.storage].type == local.device.type
             if is_alike and self.needs[part.storage] == target.layout:
                 direct.setdefault(part.storage, local)
-        entries, wanted = self.tape.entries, {target.part.storage for target in targets}
-        last = {part.storage: i for i, entry in enumerate(entries) for part in (*entry.parts, *entry.made) if part is not None}
+        entries = self.tape.entries
         ends: dict[int, list[int]] = {}
+        last = {part.storage: index for index, entry in entries.items() for part in entry.all_parts}
         for storage, index in last.items():
-            if storage not in wanted:
-                ends.setdefault(index, []).append(storage)
-        is_needed = [not self.needs.keys().isdisjoint(entry.changed) for entry in entries]
-        stop = len(entries) if to_end else max((i + 1 for i, needed in enumerate(is_needed) if needed), default=0)
-        for index, entry in enumerate(entries[:stop]):
+            ends.setdefault(index, []).append(storage)
+        is_needed = {i: not self.needs.keys().isdisjoint(entry.changed) for i, entry in entries.items()}
+        stop = max((i for i, needed in is_needed.items() if needed), default=-1) if until is None else until
+        for index, entry in entries.items():
+            if index > stop:
+                break
             if is_needed[index] or is_random(entry.op):
                 try:
                     self._step(index, entry, is_needed[index], direct)
                 except Exception as error:
                     raise RuntimeError(f"materialize: {entry.op} at {entry.where} cannot be replayed: {error}") from error
             for storage in ends.get(index, ()):
+                for target in wanted.pop(storage, ()):
+                    self._copy_to(target)
                 self.memory.pop(storage, None)
-        for device_type, stream in self.tape.streams.items() if to_end else ():
-            self._go_to(device_type, stream.end)
-            stream.final = read_state(device_type)
-        for target in targets:
+        for target in (each for rest in wanted.values() for each in rest):  # Of which an unneeded entry was the last.
             self._copy_to(target)
 
     def _step(self, index: int, entry: Entry, is_needed: bool, direct: dict[int, torch.Tensor]) -> None:
@@ -260,17 +282,9 @@ class _Run:
 
     def _go_to(self, device_type: str, point: Point) -> None:
         """Set the default generator to a point of the stream."""
-        if self.at.get(device_type) == point:
-            return
-        stream = self.tape.streams[device_type]
-        if isinstance(point, int):
-            state = stream.known[point]
-        elif point == START:
-            state = stream.start if stream.after is None else final_state(stream.after, device_type)
-        else:
-            state = torch.frombuffer(bytearray(point[1]), dtype=torch.uint8)
-        write_state(device_type, state)
-        self.at[device_type] = point
+        if self.at.get(device_type) != point:
+            write_state(device_type, state_at(self.tape, device_type, point))
+            self.at[device_type] = point
 
     def _run(self, entry: Entry, is_needed: bool, direct: dict[int, torch.Tensor]) -> None:
         draw = _draw_of(entry) if is_random(entry.op) else None
@@ -287,7 +301,7 @@ class _Run:
                 self.memory[draw.part.storage] = self._new(draw.part, layout, direct)
             self._draw(entry, draw, layout, self.memory[draw.part.storage])
             return
-        if _is_constant(entry.op):
+        if _is_constant(entry):
             local = self.memory[made[0].storage] = self._new(made[0], layout, direct)
             name = entry.op._schema.name
             if "zeros" in name or "ones" in name:
@@ -409,8 +423,8 @@ def _is_dense(part: Part) -> bool:
     return part.offset == 0
 
 
-def _is_constant(op: torch._ops.OpOverload) -> bool:
-    return op._schema.name.removeprefix("aten::") in _CONSTANTS
+def _is_constant(entry: Entry) -> bool:
+    return entry.op._schema.name.removeprefix("aten::") in _CONSTANTS and any(entry.made)
 
 
 def _is_exact(entry: Entry) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Entry", "Part", "Point", "Tape", "is_random", "read_state", "write_state"]
+__all__ = ["End", "Entry", "Part", "Point", "Tape", "is_random", "read_state", "write_state"]
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,17 @@ class Part:
     dtype: torch.dtype
 
 
-Point = Union[int, tuple[str, bytes]]
+@dataclass(frozen=True)
+class End:
+    """Where a recording of another tape has left a generator."""
+
+    tape: Tape
+    point: Point
+
+
+Point = Union[int, tuple[str, bytes], End]
 """A place in a device's stream of random numbers: after the draw of the entry with this number; or ``("start", b"")``, or
-``("state", state)``, which ``manual_seed`` has set."""
+``("state", state)``, which ``manual_seed`` has set; or where another tape ends."""
 START: Point = ("start", b"")
 
 
@@ -63,6 +71,12 @@ class Entry:
         return (leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Part))
 
     @property
+    def all_parts(self) -> Iterator[Part]:
+        """The tensors among the arguments, and those that the op has made."""
+        yield from self.parts
+        yield from (part for part in self.made if part is not None)
+
+    @property
     def changed(self) -> set[int]:
         """The storages that the op makes or writes to."""
         return {part.storage for part in self.made if part is not None} | self.written
@@ -74,28 +88,33 @@ class Stream:
 
     Attributes:
         start: the state before the first draw.
-        after: the tape whose end is the start, if nothing was drawn between them.
+        after: where another tape ends, if that is the start: nothing was drawn between them.
         end: the point where the generator is left.
         marker: the state in which recording has left the real generator. If it is still in this state, nothing was drawn since.
+        ends: all points where recordings of this tape have ended. Other tapes may begin there.
         known: the state after each entry that was drawn already, of 5 KB on CPU: later ones are reached without it.
-        final: the state at ``end``; None until the tape was replayed.
     """
 
     start: torch.Tensor
-    after: Optional[Tape] = None
+    after: Optional[End] = None
     end: Point = START
     marker: bytes = b""
+    ends: set[Point] = field(default_factory=set)
     known: dict[int, torch.Tensor] = field(default_factory=dict)
-    final: Optional[torch.Tensor] = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Tape:
-    """What a function did to tensors: its ops in order, the device of each storage, and a stream for each type of device."""
+    """What a program did to tensors: its ops by number, the device of each storage, and a stream for each type of device.
 
-    entries: list[Entry] = field(default_factory=list)
+    Attributes:
+        is_pruned: whether no tensor is left: the entries that random streams do not need are gone.
+    """
+
+    entries: dict[int, Entry] = field(default_factory=dict)
     devices: list[torch.device] = field(default_factory=list)
     streams: dict[str, Stream] = field(default_factory=dict)
+    is_pruned: bool = False
 
 
 def is_random(op: torch._ops.OpOverload) -> bool:

@@ -21,7 +21,7 @@ from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.core._untrained import note_replaced, note_root, watch_optimizers
 from torch_ragged.granularity import Granularity
 from torch_ragged.random import materialize, single_device
-from torch_ragged.random._deferred import is_deferred
+from torch_ragged.random._deferred import is_deferred, keep_origins
 from torch_ragged.spmd._added import add_later
 from torch_ragged.spmd._boundary import add_boundaries
 from torch_ragged.spmd._factories import add_factories
@@ -184,6 +184,7 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
 
 def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str) -> PendingGradients:
     deferred = is_deferred(model)
+    keep_origins(model)
     _distribute(model, resolved, mesh)
     changes = add_boundaries(model, resolved.boundaries, mesh)
     add_factories(model, resolved.factories, mesh)

@@ -54,6 +54,8 @@ def draw_owned(
             since they take the same numbers from the generator.
     """
     numel = math.prod(shape)
+    if local.is_meta:  # Without effect, unless the local tensor's type records what is written to it.
+        sampler.op(local, *sampler.args, *values)
     if not numel or local.is_meta or isinstance(local, FakeTensor):
         return
     way = None if values else way_of(sampler, local, numel)

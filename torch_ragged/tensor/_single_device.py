@@ -92,7 +92,8 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     cut = {position for position, argument in enumerate(args) if isinstance(argument, DTensor)}
     local_args = [tensor._local_tensor, *rest]
     if not draws:
-        return _wrap(op, tensor, local_args[0] if name in _SAMPLERS else op(*local_args, **options))
+        is_kept = name in _SAMPLERS and not tensor._local_tensor.is_meta
+        return _wrap(op, tensor, local_args[0] if is_kept else op(*local_args, **options))
 
     def drawn(local_args: list[Any], kwargs: dict[str, Any]) -> Any:
         holding, owns = Holding(spec), _part_of_partial(op, tensor)

@@ -365,7 +365,7 @@ class FSDPParamGroup:
                 missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
                 raise RuntimeError(
                     f"{', '.join(missing)} on the meta device: materialize all parameters before forward, with "
-                    "to_empty(device=...) and reset_parameters(), or with load_state_dict(..., assign=True)"
+                    "materialize(model) of deferred_init; to_empty(device=...) and init; or load_state_dict(..., assign=True)"
                 )
             # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = list(map(_version_of, self.params))

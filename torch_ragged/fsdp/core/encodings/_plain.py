@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FSDPParam
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FSDPParam, local_of
 from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -76,6 +76,11 @@ class Shards:
 
     def store(self, index: int, distribution: Distribution, value: torch.Tensor) -> None:
         """Copy this rank's interval of a whole parameter into the buffer."""
+        if value.is_meta:  # Nothing to copy. But the type of the values may record what is written to a shard later.
+            if index == 0:
+                self.buffer.flat = local_of(value).detach().new_empty(self.buffer.flat.numel())
+                self._storage = self.buffer.flat.untyped_storage()._cdata
+            return
         start, stop = self._layout.local_range(index, self._rank)
         self.buffer.tensor(index).copy_(distribution.flat(value)[start:stop])
 
