@@ -90,16 +90,16 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
         plan: see :class:`Plan`.
         mesh: all ranks of it call this. Its dimensions have names.
         mode: ``"eager"``: DTensors flow through the model. ``"static"``: local tensors flow through the modules in which only
-            local ops and boundaries of the plan happen, so that DTensor costs nothing there. The first call with gradients
-            finds these modules: it runs the model twice more, and a module is static only if it computes the same bits, its
-            gradients too. ``model.static_modules.report`` names them, and for other modules the op, and the rule to add.
+            local ops and boundaries of the plan happen, so that DTensor costs nothing there. The second call finds these
+            modules: a module is static if it computes the same on DTensors and on local tensors, op by op, its gradients too,
+            and only for calls with the same shapes, attributes, modes and hooks. ``model.static_modules.report`` names them,
+            and for other modules the op, and the rule to add.
         promote: whether a plain tensor that meets a DTensor counts as ``Replicate()``, for the whole process. If not, such an
             op is an error of DTensor.
 
     Collectives: one or two all-reduces of 24 bytes per mesh dimension; one broadcast per tensor and mesh dimension of a model
     that has values (none for a deferred one); those of ``fully_shard``, for units. It makes a process group of all ranks of
-    ``mesh``: an all-reduce of 24 bytes there comes before each read of a tensor that is not ``Replicate()``. In static
-    mode, the first call issues those of the further steps, too, and a few all-gathers of objects.
+    ``mesh``: an all-reduce of 24 bytes there comes before each read of a tensor that is not ``Replicate()``.
 
     Returns:
         ``model``. Its attribute ``plan_ir`` has the records that are carried out; ``print(model.plan_ir)`` shows a table.

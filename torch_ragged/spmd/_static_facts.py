@@ -14,7 +14,8 @@ import os
 import sysconfig
 import types
 from collections.abc import Callable, Iterator
-from operator import is_, itemgetter
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, Optional
 
 import torch
@@ -80,7 +81,8 @@ class Facts:
         self._listed: list[tuple[Any, list[Any], str]] = []
         self._named: list[tuple[Any, Callable[[Any], tuple[Any, ...]], tuple[str, ...], list[Any], str]] = []
         self._cells: list[tuple[Any, Any, str]] = []
-        self._tensors: list[tuple[torch.Tensor, Any, str]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._tensor_paths: list[str] = []
         self._seen: dict[int, Any] = {}  # Values are kept, so that no other one gets their address.
         self._names: dict[Any, tuple[str, Any, set[str]]] = {}
         self._code: set[str] = set()  # All names that the code uses.
@@ -94,10 +96,39 @@ class Facts:
             get = itemgetter(*chosen) if len(chosen) > 1 else functools.partial(_one, chosen[0])
             self._named.append((place, get, chosen, list(get(place)), path))
         del self._names, self._functions, self._classes
+        self._flatten()
+
+    def _flatten(self) -> None:
+        """Lists over which C loops run: most facts are entries of dicts, and most dicts are of hooks, without an entry."""
+        self._empty = [each[0] for each in (*self._whole, *self._listed) if not each[0]]
+        self._full = [each[0] for each in (*self._whole, *self._listed) if each[0]]
+        self._lengths = [*map(len, self._full)]
+        self._keys = [*chain.from_iterable(self._full)]
+        self._dicts = [each[0] for each in self._whole if each[0]]
+        self._values = [*chain.from_iterable(map(_values_of, self._dicts))]
+        self._metas = [*map(_changes_in_place, self._tensors)]
 
     def hold(self) -> bool:
         """Whether all facts are as they were."""
-        return self.changed() is None
+        same = (
+            not any(self._empty)
+            and [*map(len, self._full)] == self._lengths
+            and all(map(is_, chain.from_iterable(self._full), self._keys))
+            and all(map(is_, chain.from_iterable(map(_values_of, self._dicts)), self._values))
+            and [*map(_changes_in_place, self._tensors)] == self._metas
+            and all(cell.cell_contents is value for cell, value, _ in self._cells)
+        )
+        if same:
+            try:
+                same = all(all(map(is_, get(place), values)) for place, get, _, values, _ in self._named)
+            except KeyError:
+                return False
+        if same:
+            return True
+        if self.changed() is not None:
+            return False
+        self._flatten()  # Other objects, but as good ones.
+        return True
 
     def changed(self) -> Optional[str]:
         """The name of a fact that is another one now; None: all hold."""
@@ -124,8 +155,8 @@ class Facts:
         for cell, value, path in self._cells:
             if cell.cell_contents is not value:
                 return path
-        for tensor, meta, path in self._tensors:  # What can change in place.
-            if (tensor.requires_grad, tensor.dtype, tensor.shape) != meta:
+        for tensor, meta, path in zip(self._tensors, self._metas, self._tensor_paths):
+            if _changes_in_place(tensor) != meta:
                 return path
         return None
 
@@ -156,7 +187,8 @@ class Facts:
         if isinstance(value, nn.Module):
             self._visit_module(value, path)
         elif isinstance(value, torch.Tensor):
-            self._tensors.append((value, (value.requires_grad, value.dtype, value.shape), path))
+            self._tensors.append(value)
+            self._tensor_paths.append(path)
         elif isinstance(value, logging.Logger | torch.device | torch.Generator):
             pass
         elif isinstance(value, dict):
@@ -296,6 +328,10 @@ def _is_constant(value: Any) -> bool:
     """Whether an object that is not Python's has no state that its code may read."""
     home = type(value).__module__.split(".")[0]
     return home in _CONSTANT_TYPES and not isinstance(value, (bytearray, memoryview))
+
+
+_values_of = methodcaller("values")
+_changes_in_place = attrgetter("requires_grad", "dtype", "shape")
 
 
 def _one(name: str, place: Any) -> tuple[Any, ...]:
