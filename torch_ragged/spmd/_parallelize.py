@@ -21,6 +21,7 @@ from torch_ragged.random._deferred import is_deferred
 from torch_ragged.spmd._boundary import add_boundaries
 from torch_ragged.spmd._factories import add_factories
 from torch_ragged.spmd._gradients import PendingGradients
+from torch_ragged.spmd._inputs import compare_inputs
 from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import Resolved, TensorRecord, UnitRecord
@@ -51,7 +52,15 @@ class UnitDims:
         return self.replicate
 
 
-def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "eager", promote: bool = True) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    mode: str = "eager",
+    promote: bool = True,
+    compare_every: int = 16,
+) -> nn.Module:
     """Distribute an unchanged ``model`` over ``mesh`` as ``plan`` says. It computes what it computes on a single device::
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -66,8 +75,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
       ``deferred_init`` made gets its values here: those of a single device, to the bit, and each rank draws only its own.
     - Tensors that enter and leave modules are redistributed where the plan says so. Between these boundaries, DTensor finds the
       placements, and communicates where an op needs it.
-    - The inputs of the model are whole tensors, equal on all ranks. A rule such as ``shard("<in:ids>", Shard(0), "dp")`` takes
-      this rank's part; ``annotate`` says that the script passes parts already.
+    - The inputs of the model have one of two forms. Whole batch: all ranks pass equal tensors, and a rule such as
+      ``shard("<in:ids>", Shard(0), "dp")`` takes this rank's rows. Own rows: each rank passes its own, as a
+      ``DistributedSampler`` gives them, and the rule is ``own_rows("<in:ids>", "dp")``.
+    - Ranks compare their inputs and random generators. If they differ from what the plan says, all ranks raise.
     - ``torch_ragged.random.single_device`` is switched on, for the whole process: random ops draw the numbers of one device.
     - Gradients are sums over the whole batch, as on a single device. Those that no unit reduces are reduced when backward ends,
       in buckets.
@@ -83,12 +94,16 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
             local ops and boundaries of the plan happen, so that DTensor costs nothing there. The first call with gradients
             finds these modules: it runs the model twice more, and a module is static only if it computes the same bits, its
             gradients too. ``model.static_modules.report`` names them, and for other modules the op, and the rule to add.
+        compare_every: inputs and the states of the random generators are compared in the first 8 calls of ``model``, then in
+            every call of which the number is a multiple of this one (inputs of own rows in each call), and before each
+            checkpoint. All calls since the last comparison are compared, so a difference is found within so many calls.
         promote: whether a plain tensor that meets a DTensor counts as ``Replicate()``, for the whole process. If not, such an
             op is an error of DTensor.
 
     Collectives: one or two all-reduces of 24 bytes per mesh dimension; one broadcast per tensor and mesh dimension of a model
     that has values (none for a deferred one); those of ``fully_shard``, for units. In static
-    mode, the first call issues those of the further steps, too, and a few all-gathers of objects.
+    mode, the first call issues those of the further steps, too, and a few all-gathers of objects. Each comparison of inputs is
+    one all-gather of less than 100 bytes on meshes of up to three dimensions.
 
     Returns:
         ``model``. Its attribute ``plan_ir`` has the records that are carried out; ``print(model.plan_ir)`` shows a table.
@@ -96,8 +111,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     Raises:
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
             all that is wrong. If ``fully_shard`` refuses a unit, its error is raised, and the model is as before.
-        ValueError: ``mode`` is another word; a parameter is a DTensor already; ranks call it with different plans, models or
-            modes; or ``model`` is parallelized already.
+        ValueError: ``mode`` is another word; ``compare_every`` is no positive integer; a parameter is a DTensor already; ranks
+            call it with different plans, models or modes; or ``model`` is parallelized already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
@@ -107,14 +122,17 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
             raise ValueError(f"this {type(model).__name__} is parallelized already: build a new model for another plan")
         if mode not in ("eager", "static"):
             raise ValueError(f"parallelize: mode must be 'eager' or 'static', got {mode!r}")
+        if type(compare_every) is not int or compare_every < 1:
+            raise ValueError(f"parallelize: compare_every must be an integer of 1 or more, got {compare_every!r}")
         placed = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
         if placed is not None:
             raise ValueError(f"parallelize: {placed} is a DTensor already: give a model whose parameters are plain tensors")
         resolved = resolve(plan, model, mesh)
-        claim += [f"mode {mode}, promote {promote}", str(resolved)]
+        claim += [f"mode {mode}, promote {promote}, compare_every {compare_every}", str(resolved)]
     before = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     try:
         _carry_out(model, resolved, mesh, mode)
+        compare_inputs(model, resolved.boundaries, mesh, compare_every)
     except BaseException:  # A unit's options that fully_shard refuses, on all ranks.
         for module, kind, attributes in before:
             module.__class__ = kind
