@@ -21,8 +21,8 @@ __all__ = ["Comparison", "compare_before_checkpoint", "digest_of", "state_of_gen
 
 _FIRST = 8
 """The first calls are all compared: most differences are there from the start."""
-_WORDS = 2**20
-"""A digest is computed of so many words at once: its temporary memory is 8 MiB for a tensor of any size."""
+_WORDS = 2**18
+"""A digest is computed of so many words at once: its temporary memory is 2 MiB for a tensor of any size."""
 _weights: dict[torch.device, torch.Tensor] = {}
 
 

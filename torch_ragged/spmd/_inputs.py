@@ -118,6 +118,7 @@ class _InputComparison(Comparison):
         error = sys.exc_info()[1]
         if output is None and error is not None and self._uneven and "uneven" in str(error):
             error.args = (f"{self._uneven}Use drop_last=True, or pass own rows (plan.own_rows): {error}",)
+            self._uneven = ""  # Static mode calls the model within a call.
 
 
 def _positional_arguments(model: nn.Module) -> list[str]:

@@ -223,18 +223,20 @@ def _multinomial(
     gathers = draws_samples or any(isinstance(p, _StridedShard) for p in tensor.placements)
     rows = [Replicate() if gathers or p.is_partial() or p.is_shard(columns) else p for p in tensor.placements]
     tensor = tensor.redistribute(mesh, rows)
-    if mesh.get_coordinate() is not None:
-        check_weights(tensor)
+    local = tensor._local_tensor
     if draws_samples:
-        local = tensor._local_tensor
         check_states(mesh, local.device, generator)
-        if mesh.get_coordinate() is None:  # Each sample takes a number, whatever the weights are.
+    else:
+        check_weights(tensor)
+        noise = torch.empty_like(tensor).exponential_(1, generator=generator)
+    if mesh.get_coordinate() is None:
+        if draws_samples:  # Each sample takes a number, whatever the weights are.
             torch.multinomial(local.new_ones(tensor.shape), num_samples, True, generator=generator)
-            shape = torch.Size((*tensor.shape[:-1], num_samples))
-            return DTensor.from_local(local.long(), mesh, rows, run_check=False, shape=shape, stride=row_major(shape))
-        local = torch.multinomial(local, num_samples, True, generator=generator)
-        return DTensor.from_local(local, mesh, rows, run_check=False)
-    shares: Any = tensor / torch.empty_like(tensor).exponential_(1, generator=generator)
+        shape = torch.Size((*tensor.shape[:-1], num_samples))
+        return DTensor.from_local(local.long(), mesh, rows, run_check=False, shape=shape, stride=row_major(shape))
+    if draws_samples:
+        return DTensor.from_local(torch.multinomial(local, num_samples, True, generator=generator), mesh, rows, run_check=False)
+    shares: Any = tensor / noise
     return shares.argmax(-1, keepdim=True) if num_samples == 1 else shares.topk(num_samples)[1]
 
 
