@@ -16,7 +16,7 @@ from torch_ragged._ranks.comparison import Comparison, compare_before_checkpoint
 def made(every=4):
     """A comparison of 4 ranks as a mesh of 2 x 2."""
     places = {rank: divmod(rank, 2) for rank in range(4)}
-    return Comparison("the inputs of Net", lambda: dist.group.WORLD, places, ("dp", "tp"), "cpu", every)
+    return Comparison("the calls of Net", lambda: dist.group.WORLD, places, ("dp", "tp"), "cpu", every)
 
 
 class DigestTest(unittest.TestCase):
@@ -71,7 +71,7 @@ class ComparisonTest(unittest.TestCase):
             compared.note("size", str(5 + (number > 1 and dist.get_rank() == 3)), "Give equal sizes")
             compared.note("x", "given", "Give equal tensors", torch.ones(3))
         error = error_of(compared.compare)
-        assert "the inputs of Net differ between ranks in call 2 of the model" in error, error
+        assert "the calls of Net differ between ranks in call 2" in error, error
         assert "size is 5 on rank 0 and 6 on rank 3, along mesh dimension 'dp' and 'tp'. Give equal sizes" in error, error
         errors = [None] * 4
         dist.all_gather_object(errors, error)
@@ -79,7 +79,7 @@ class ComparisonTest(unittest.TestCase):
         compared.compare()  # What was compared is forgotten.
         if dist.get_rank() == 1:
             compared.begin_call()
-        assert "rank 0 made call 3 and rank 1 made call 4 of the model" in error_of(compared.compare)
+        assert "rank 0 made call 3 and rank 1 made call 4: call the model equally often" in error_of(compared.compare)
 
     @ranks(4)
     def test_the_first_calls_are_compared_and_then_every_so_many():
@@ -94,7 +94,7 @@ class ComparisonTest(unittest.TestCase):
 
         model = nn.Linear(2, 2)
         places = {rank: (rank,) for rank in range(4)}
-        model.register_forward_pre_hook(Hook("the inputs of Linear", lambda: dist.group.WORLD, places, ("dp",), "cpu", 16))
+        model.register_forward_pre_hook(Hook("the calls of Linear", lambda: dist.group.WORLD, places, ("dp",), "cpu", 16))
         compare_before_checkpoint(nn.Sequential(model))
         if dist.get_rank() == 2:
             torch.rand(1)

@@ -49,6 +49,11 @@ def made(plan, mesh, **options):
     return parallelize(Net(), plan if has_all else plan.default(Replicate()), mesh, **options)
 
 
+def made_alone():
+    torch.manual_seed(0)
+    return Net()
+
+
 def whole_batch():
     return Plan().shard("<in:ids>", Shard(0), "dp").shard("<in:labels>", Shard(0), "dp")
 
@@ -95,7 +100,13 @@ class FormsTest(unittest.TestCase):
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
     @ranks(2)
-    def test_own_rows_are_an_annotation():
+    def test_own_rows_go_with_the_rules_of_a_plan_that_exists():
+        mesh, ids = mesh_of(2), batch(0)
+        for extra in (Plan(), whole_batch()):
+            model = made(own_rows() + extra, mesh).eval()
+            torch.testing.assert_close(model(ids[2 * mesh.get_rank() :][:2]).full_tensor(), made_alone().eval()(ids))
+
+    def test_own_rows_are_an_annotation(self):
         assert own_rows() == Plan().annotate("<in:ids>", Shard(0), "dp").annotate("<in:labels>", Shard(0), "dp")
         assert "names neither an activation nor a gradient" in error_of(Plan().own_rows, "weight", "dp")
 
@@ -163,7 +174,7 @@ class DifferencesTest(unittest.TestCase):
         model = made(whole_batch(), mesh, compare_every=6)
         for number in range(1, 12):
             model(x if number != 9 or mesh.get_rank() else x.flip(0))
-        assert "in call 9 of the model: `<in:ids>` has other values" in error_on_all(model, x)
+        assert "in call 9: `<in:ids>` has other values" in error_on_all(model, x)
 
     @ranks(2)
     def test_a_comparison_is_one_message():
@@ -194,7 +205,7 @@ class DifferencesTest(unittest.TestCase):
         for _ in range(9 if mesh.get_rank() else 10):
             model.eval()(x)
         error = error_on_all(comparison.compare_before_checkpoint, model)
-        assert "rank 0 made call 10 and rank 1 made call 9 of the model" in error, error
+        assert "rank 0 made call 10 and rank 1 made call 9: call the model" in error, error
 
     def test_a_checkpoint_is_not_written_if_generators_have_come_apart(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -203,8 +214,8 @@ class DifferencesTest(unittest.TestCase):
     @ranks(2)
     def test_how_often_is_a_number_that_ranks_agree_on():
         mesh = mesh_of(2)
-        for wrong in (0, -1, 2.0, True, None):
-            assert "compare_every must be an integer of 1 or more" in error_of(made, Plan(), mesh, compare_every=wrong)
+        for wrong in (0, 1025, 2.0, True, None):
+            assert "compare_every must be an integer from 1 to 1024" in error_of(made, Plan(), mesh, compare_every=wrong)
         assert "compare_every 8" in error_on_all(made, Plan(), mesh, compare_every=8 + mesh.get_rank())
 
 
@@ -218,7 +229,7 @@ def check_save(folder):
     checkpoint.save(folder, state)
     model(x.flip(0) if mesh.get_rank() else x)
     state.step = 2
-    assert "in call 10 of the model: `<in:ids>` has other values" in error_on_all(checkpoint.save, folder, state)
+    assert "in call 10: `<in:ids>` has other values" in error_on_all(checkpoint.save, folder, state)
     if mesh.get_rank() == 0:
         torch.rand(1)
     assert "before a checkpoint, is in state" in error_on_all(checkpoint.save, folder, state)

@@ -52,7 +52,7 @@ class Comparison:
     differ, ranks gather them as objects, and every rank raises the same error.
 
     Args:
-        what: for errors, such as "the inputs of Llama".
+        what: for errors, such as "the calls of Llama".
         group: returns the process group of all ranks of the mesh.
         coordinates: the coordinate of each rank in the mesh, by global rank.
         dim_names: the names of the mesh dimensions.
@@ -125,11 +125,14 @@ class Comparison:
         pair = self._two_ranks({rank: row[0] for rank, row in table.items()}, 0)
         if pair is not None:
             told = " and ".join([f"rank {rank} made call {table[rank][0]}" for rank in pair])
-            raise ValueError(f"{self._what} were compared, and {told} of the model: call it equally often on all ranks")
+            raise ValueError(f"{self._what} were compared, and {told}: call the model equally often on all ranks")
         raise ValueError(self._difference(dict(zip(ranks, received))))
 
     def _two_ranks(self, values: Mapping[int, Any], dims: int) -> tuple[int, int] | None:
         """Two ranks with other values that are in one place of the mesh dimensions ``dims``; None: there are none."""
+        listed = list(values.values())
+        if listed.count(listed[0]) == len(listed):  # The usual case, also of thousands of ranks.
+            return None
         lowest: dict[tuple[int, ...], int] = {}
         for rank in sorted(values):
             place = tuple([at for dim, at in enumerate(self._coordinates[rank]) if dims >> dim & 1])
@@ -164,7 +167,7 @@ class Comparison:
             found.append(f"{told}, along mesh dimension {along}")
             advice.append(given[0].advice)
             first = call
-        return f"{self._what} differ between ranks in call {first} of the model: {'; '.join(found)}. {advice[0]}"
+        return f"{self._what} differ between ranks in call {first}: {'; '.join(found)}. {advice[0]}"
 
 
 def compare_before_checkpoint(model: nn.Module) -> None:

@@ -47,14 +47,15 @@ class _InputComparison(Comparison):
     def __init__(self, model: nn.Module, boundaries: Sequence[Boundary], mesh: DeviceMesh, every: int) -> None:
         names = mesh.mesh_dim_names or ()
         group = functools.partial(mesh_group, mesh, tuple(range(mesh.ndim)))
-        super().__init__(f"the inputs of {type(model).__name__}", group, coordinates_of(mesh), names, mesh.device_type, every)
+        super().__init__(f"the calls of {type(model).__name__}", group, coordinates_of(mesh), names, mesh.device_type, every)
         self._mesh, self._boundaries, self._uneven = mesh, boundaries, ""
         self._arguments = _positional_arguments(model)
-        self._dims: dict[Key, int] = {}
+        self._dims: dict[Key, int] = {}  # Along which mesh dimensions an input may differ.
         for each in boundaries:
             told = each.placements if each.action == "annotate" else each.src or ()
             dims = sum(1 << dim for dim, placement in enumerate(told) if placement not in (None, Replicate()))
-            self._dims[each.key] = self._dims.get(each.key, 0) | dims
+            if dims:
+                self._dims[each.key] = self._dims.get(each.key, 0) | dims
         self._known: dict[Key, tuple[str, str]] = {}
 
     @dynamo_disabled
@@ -70,13 +71,13 @@ class _InputComparison(Comparison):
             self.note_generator()
             mode = f"training={module.training}, gradients={torch.is_grad_enabled()}"
             self.note("the mode of the model", mode, "Set it equally on all ranks")
-            dims_of = {key: dims for key, dims in self._dims.items() if dims}
+            dims_of = dict(self._dims)
             for key, value in leaves:
                 # A rule of a container means the first tensor in it.
                 is_tensor = isinstance(value, torch.Tensor)
                 told = [each for each in dims_of if is_tensor and key[: len(each)] == each]
                 self._note_argument(key, value, sum(dims_of.pop(each) for each in told))
-            if is_due or any(self._dims.values()):
+            if is_due or self._dims:
                 self.compare()
 
     def _note_argument(self, key: Key, value: Any, dims: int) -> None:
@@ -97,14 +98,17 @@ class _InputComparison(Comparison):
         for each in self._boundaries:
             for dim, placement in enumerate(each.placements if each.key == key and each.action == "shard" else ()):
                 ranks = self._mesh.size(dim)
-                rows = value.shape[placement.dim] if isinstance(placement, Shard) and placement.dim < value.ndim else 0
+                is_dim = isinstance(placement, Shard) and -value.ndim <= placement.dim < value.ndim
+                rows = value.shape[placement.dim] if is_dim and not dims >> dim & 1 else 0  # type: ignore[union-attr]
                 if rows % ranks:
                     self._uneven += f"{name} has {rows} rows, {self._dim_names[dim]} has {ranks} ranks. "
 
     def _texts_of(self, key: Key) -> tuple[str, str]:
         """The path of an argument, and the two forms in which a plan takes it."""
         if key not in self._known:
-            path, dim = activation_text("", "in", key), f'"{self._dim_names[0]}"'
+            path, mentioned = activation_text("", "in", key), [each for each in self._boundaries if each.key == key]
+            cut = [dim for each in mentioned for dim, p in zip(self._dim_names, each.placements) if isinstance(p, Shard)]
+            dim = f'"{(cut or self._dim_names)[0]}"'
             advice = (
                 f'Pass the whole batch on every rank: plan.shard("{path}", Shard(0), {dim}) takes the rows of each rank. Or '
                 f'pass own rows, equally many on each rank (drop_last=True): plan.own_rows("{path}", {dim})'
@@ -112,6 +116,7 @@ class _InputComparison(Comparison):
             self._known[key] = f"`{path}`", advice
         return self._known[key]
 
+    @dynamo_disabled
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After forward. If it has raised because the parts of an input are uneven, its error begins with the input."""
         scope.is_compared = False

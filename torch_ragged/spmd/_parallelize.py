@@ -111,8 +111,8 @@ def parallelize(
     Raises:
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
             all that is wrong. If ``fully_shard`` refuses a unit, its error is raised, and the model is as before.
-        ValueError: ``mode`` is another word; ``compare_every`` is no positive integer; a parameter is a DTensor already; ranks
-            call it with different plans, models or modes; or ``model`` is parallelized already.
+        ValueError: ``mode`` is another word; ``compare_every`` is no integer from 1 to 1024; a parameter is a DTensor already;
+            ranks call it with different plans, models or modes; or ``model`` is parallelized already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
@@ -122,8 +122,8 @@ def parallelize(
             raise ValueError(f"this {type(model).__name__} is parallelized already: build a new model for another plan")
         if mode not in ("eager", "static"):
             raise ValueError(f"parallelize: mode must be 'eager' or 'static', got {mode!r}")
-        if type(compare_every) is not int or compare_every < 1:
-            raise ValueError(f"parallelize: compare_every must be an integer of 1 or more, got {compare_every!r}")
+        if type(compare_every) is not int or not 1 <= compare_every <= 1024:
+            raise ValueError(f"parallelize: compare_every must be an integer from 1 to 1024, got {compare_every!r}")
         placed = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
         if placed is not None:
             raise ValueError(f"parallelize: {placed} is a DTensor already: give a model whose parameters are plain tensors")
