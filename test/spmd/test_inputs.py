@@ -129,6 +129,12 @@ class FormsTest(unittest.TestCase):
         error = error_on_all(model, batch(rank, 6 if rank else 2))
         assert "`<in:ids>` is of shape (2, 6) and torch.int64 on rank 0 and of shape (6, 6)" in error and FORMS in error, error
 
+    @ranks(2)
+    def test_a_number_has_no_rows():
+        model = made(Plan().own_rows("<in:ids>", "dp").own_rows("<in:scale>", "dp"), mesh_of(2))
+        error = error_on_all(model, batch(0), scale=torch.tensor(2.0))
+        assert "<in:scale> has 0 dimensions, and the plan says that ranks have its parts along dimension 0" in error, error
+
     @ranks(4)
     def test_own_rows_are_equal_along_the_other_mesh_dimensions():
         mesh = mesh_of(2, 2)

@@ -188,6 +188,12 @@ class _Annotate:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
+            for placement in self._placements:
+                if isinstance(placement, Shard) and not -tensor.ndim <= placement.dim < tensor.ndim:
+                    raise ValueError(
+                        f"{self.boundary.path} has {tensor.ndim} dimensions, and the plan says that ranks have its parts along "
+                        f"dimension {placement.dim}: leave the rule out, and pass equal values on all ranks"
+                    )
             return as_dtensor(tensor, self._mesh, self._placements)
         wanted = [new or old for new, old in zip(self._placements, tensor.placements)]
         if wanted == list(tensor.placements):
