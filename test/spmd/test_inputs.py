@@ -146,7 +146,7 @@ class FormsTest(unittest.TestCase):
     def test_a_batch_that_the_mesh_does_not_divide_is_named_where_it_fails():
         mesh, ids = mesh_of(2), batch(0, 7)
         error = error_on_all(made(whole_batch(), mesh), ids, ids)
-        assert "`<in:ids>` has 7 rows, dp has 2 ranks." in error and "drop_last=True, or pass own rows" in error, error
+        assert "`<in:ids>` has 7 rows, dp has 2 ranks." in error and "use drop_last=True, or pass own rows" in error, error
         layer = parallelize(nn.Linear(6, 3), Plan().shard("<in>", Shard(0), "dp").default(Replicate()), mesh)
         x = torch.randn(7, 6)
         assert layer(x).full_tensor().shape == (7, 3)

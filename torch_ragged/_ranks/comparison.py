@@ -17,7 +17,7 @@ from torch import nn
 from torch_ragged._ranks.agreement import gather_numbers
 from torch_ragged._ranks.groups import device_of_messages
 
-__all__ = ["Comparison", "compare_before_checkpoint", "digest_of", "state_of_generator"]
+__all__ = ["Comparison", "compare_before_checkpoint", "digest_of"]
 
 _FIRST = 8
 """The first calls are all compared: most differences are there from the start."""
@@ -87,7 +87,8 @@ class Comparison:
 
     def note_generator(self, when: str = "") -> None:
         """Note the state of the default generator."""
-        state = state_of_generator(torch.device(self._device_type), None)[0]
+        is_cpu = self._device_type == "cpu"
+        state = torch.get_rng_state() if is_cpu else torch.get_device_module(self._device_type).get_rng_state()
         self.note(
             f"the default generator of {self._device_type!r}{when}",
             f"in state {hashlib.blake2b(state.numpy().tobytes(), digest_size=6).hexdigest()}",
@@ -212,13 +213,3 @@ def _weights_of(words: torch.Tensor) -> torch.Tensor:
             position = position ^ (position >> 29)
         known = _weights[words.device] = position
     return known[:count]
-
-
-def state_of_generator(device: torch.device, generator: torch.Generator | None) -> tuple[torch.Tensor, int]:
-    """The state of a generator, or of the device's default one, and its seed."""
-    if generator is not None:
-        return generator.get_state(), generator.initial_seed()
-    if device.type == "cpu":
-        return torch.get_rng_state(), torch.initial_seed()
-    module = torch.get_device_module(device)
-    return module.get_rng_state(device), module.initial_seed()

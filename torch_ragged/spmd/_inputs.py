@@ -122,7 +122,8 @@ class _InputComparison(Comparison):
         scope.is_compared = False
         error = sys.exc_info()[1]
         if output is None and error is not None and self._uneven and "uneven" in str(error):
-            error.args = (f"{self._uneven}Use drop_last=True, or pass own rows (plan.own_rows): {error}",)
+            advice = "The plan cuts the whole batch (plan.shard): use drop_last=True, or pass own rows (plan.own_rows)"
+            error.args = (f"{self._uneven}{advice}: {error}",)
             self._uneven = ""  # Static mode calls the model within a call.
 
 

@@ -34,8 +34,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _random as dtensor_random
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from torch_ragged._ranks.agreement import reduce_min
-from torch_ragged._ranks.comparison import state_of_generator
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.tensor._counter import draw_kept
 from torch_ragged.tensor._draw import draw_owned
@@ -192,7 +190,7 @@ def _raise_if_any(is_wrong: torch.Tensor, text: str, spec: Spec, op: Any) -> Non
     for dim in dims:
         group = spec.mesh.get_group(dim)
         found = found.to(device_of_messages(group))
-        reduce_min(found, group, str(op))
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
     if found.item():
         raise RuntimeError(f"{op} on a DTensor: {text}")
 
@@ -404,7 +402,7 @@ def check_states(mesh: DeviceMesh, device: torch.device, generator: torch.Genera
 
 
 def _compare_states(mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> None:
-    state, seed = state_of_generator(device, generator)
+    state, seed = _state_of(device, generator)
     digest = int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:7], "big")
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     # The minimum of the negatives gives the largest digest. One dimension after the other carries it to all ranks.
@@ -431,6 +429,16 @@ def _two_states(groups: Sequence[dist.ProcessGroup], digest: int, seed: int) -> 
     other = next(rank for rank in sorted(states) if states[rank] != states[first])
     seeds = ", ".join(f"rank {rank} has a generator of seed {states[rank][1]}" for rank in (first, other))
     return seeds if states[first][1] != states[other][1] else f"{seeds}, and one of them has drawn more numbers"
+
+
+def _state_of(device: torch.device, generator: torch.Generator | None) -> tuple[torch.Tensor, int]:
+    """The state of a generator, or of the device's default one, and its seed."""
+    if generator is not None:
+        return generator.get_state(), generator.initial_seed()
+    if device.type == "cpu":
+        return torch.get_rng_state(), torch.initial_seed()
+    module = torch.get_device_module(device)
+    return module.get_rng_state(device), module.initial_seed()
 
 
 _register_rules()
