@@ -59,7 +59,7 @@ def parallelize(
     *,
     mode: str = "eager",
     promote: bool = True,
-    compare_every: int = 16,
+    compare_every: int = 8,
 ) -> nn.Module:
     """Distribute an unchanged ``model`` over ``mesh`` as ``plan`` says. It computes what it computes on a single device::
 

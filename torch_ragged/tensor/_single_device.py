@@ -6,6 +6,7 @@ away. The rules of ragged DTensors (:mod:`_random`) give these numbers always.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,9 +55,10 @@ def random_ops() -> list[torch._ops.OpOverload]:
     return [op for op in ops if op._schema.name.removeprefix("aten::") in names or (_outs_of(op) and _is_of_self(op))]
 
 
-def _outs_of(op: torch._ops.OpOverload) -> list[str]:
+@functools.cache
+def _outs_of(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """The names of the arguments in which an ``out=`` form of an op writes its results."""
-    return [argument.name for argument in op._schema.arguments if argument.is_out]
+    return tuple([argument.name for argument in op._schema.arguments if argument.is_out])
 
 
 def _is_of_self(op: torch._ops.OpOverload) -> bool:
@@ -84,7 +86,7 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
         # torch gives each rank its own summand: nn.init.trunc_normal_ would draw another number of times on each rank.
         return op(_read(tensor))
     stop_graph(op)
-    if has_ragged_rows(tensor.placements):
+    if extension is not None and has_ragged_rows(tensor.placements):
         raise NotImplementedError(f"{op} on a strided view of a ragged DTensor: use the tensor that is viewed")
     if name == "multinomial":
         return _multinomial(tensor, *args[1:], **kwargs)
