@@ -128,8 +128,9 @@ def part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
 def random_rule(call: OpCall) -> Sharding:
     """Draw in chunks and keep this rank's shard.
 
-    Communicates only to redistribute a further tensor argument, such as a tensor of probabilities, with other placements, and
-    to tell all ranks whether these are probabilities.
+    Communicates only to redistribute a further tensor argument, such as a tensor of probabilities, with other placements. If a
+    tensor of probabilities has a value outside of [0, 1], all ranks raise while single_device is on, by one all-reduce more;
+    otherwise, only the rank that owns this value.
 
     Raises:
         NoLocalWay: the first argument is a Partial, is a strided view, or is not ragged.
@@ -151,7 +152,8 @@ def random_rule(call: OpCall) -> Sharding:
 
 
 def check_probabilities(op: torch._ops.OpOverload, spec: Spec, args: Sequence[Any], cut: set[int]) -> None:
-    """``bernoulli`` of probabilities that are cut: raise torch's error on all ranks, not on the rank alone that has the value.
+    """While single_device is on, ``bernoulli`` of probabilities that are cut: raise torch's error on all ranks, not on the rank
+    alone that has the value.
 
     If the tensor is cut, this costs one all-reduce of a number per mesh dimension that cuts it.
 
@@ -171,8 +173,6 @@ def check_weights(tensor: DTensor) -> None:
         RuntimeError: a weight is no finite number of 0 or more, or those of a row are all 0.
     """
     weights, op = tensor._local_tensor, _aten.multinomial.default
-    if weights.is_meta or isinstance(weights, FakeTensor):
-        return
     is_wrong = ~((weights >= 0) & (weights < math.inf))
     _raise_if_any(is_wrong, "probability tensor contains either `inf`, `nan` or element < 0", tensor._spec, op)
     is_empty = weights.sum(-1) == 0
@@ -181,7 +181,7 @@ def check_weights(tensor: DTensor) -> None:
 
 def _raise_if_any(is_wrong: torch.Tensor, text: str, spec: Spec, op: Any) -> None:
     """Raise on all ranks that hold a part of the tensor, before one of them draws."""
-    if spec.mesh.get_coordinate() is None:
+    if not scope.is_on or spec.mesh.get_coordinate() is None or is_wrong.is_meta or isinstance(is_wrong, FakeTensor):
         return
     dims = [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate() and not placement.is_partial()]
     if not dims and op is not _aten.multinomial.default:  # Each rank has all values: torch's op raises on all of them.
