@@ -14,7 +14,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "Ranks that were called differently": (
-        ("_ranks.agreement",),
+        ("_ranks.agreement", "_ranks.comparison"),
         """
         Ranks compare what they were asked for before they communicate. Either a rank passed other arguments (a seed,
         a config or a branch that depends on the rank), or a call failed on the named ranks only. Mend that rank; the

@@ -7,6 +7,7 @@ import unittest
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor as dtensor
 import torch.nn.functional as F
 from common import enter_fake_group, error_of, ranks, run_ranks
@@ -19,9 +20,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged import InterleavedShard, RaggedShard
+from torch_ragged import InterleavedShard, RaggedShard, StridedRaggedShard
 from torch_ragged.random import single_device
 from torch_ragged.tensor import _draw
+from torch_ragged.tensor._random import scope
 
 FLOATS, ALL = (torch.float32, torch.float64, torch.bfloat16, torch.float16), None
 OPS = {
@@ -242,15 +244,36 @@ class SingleDeviceTest(unittest.TestCase):
             assert torch.equal(got, function(x.to_local().clone())) and torch.equal(state, torch.get_rng_state())
 
     @ranks(2)
-    def test_it_draws_without_communication_after_one_check_per_mesh():
+    def test_the_first_draws_compare_states_then_every_16th_and_those_without_gradients():
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(1)])
-        with single_device(), CommDebugMode() as mode:
+
+        def compared(draws, grad=True):
+            with CommDebugMode() as mode, torch.set_grad_enabled(grad):
+                for _ in range(draws):
+                    F.dropout(x, 0.5)
+                    torch.rand_like(x)
+            return mode.get_total_counts()
+
+        torch.manual_seed(0)
+        with single_device():
+            assert compared(4) == 8 and compared(4) == 0 and compared(1) == 1 and compared(7) == 0
+            assert compared(3, grad=False) == 6
+
+    @ranks(2)
+    def test_states_that_come_apart_after_the_first_draw_raise_on_all_ranks():
+        mesh = init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(torch.empty(4, 4), mesh, [Shard(0)])
+        with single_device():
             torch.manual_seed(0)
-            x.normal_()
-            F.dropout(x, 0.5)
-            torch.rand_like(x)
-        assert mode.get_total_counts() <= 1, mode.get_comm_counts()
+            for number in (1, 3, 40):
+                for _ in range(number):
+                    nn.init.normal_(weight)
+                if mesh.get_rank() == 0:
+                    torch.rand(1)
+                error = error_of(nn.init.normal_, weight)
+                assert "and one of them has drawn more numbers" in error, error
+                torch.manual_seed(number)
 
     @ranks(4)
     def test_states_that_differ_raise_on_all_ranks():
@@ -396,17 +419,134 @@ class SingleDeviceTest(unittest.TestCase):
             error = error_of(lambda: dtensor.rand(4, device_mesh=mesh, placements=[Partial(), Shard(0)]))
         assert "Replicate in place of Partial" in error, error
 
-    @ranks(3)
-    def test_a_rank_outside_of_the_mesh_draws_nothing():
-        torch.manual_seed(1)
-        mesh = DeviceMesh("cpu", [0, 2])
-        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        before = torch.get_rng_state()
+    @ranks(4)
+    def test_a_rank_outside_of_the_mesh_moves_its_generator_as_one_device():
+        line, small = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [1, 2])
+        draws = (
+            lambda x: x.normal_(),
+            lambda x: F.dropout(torch.rand_like(x), 0.5),
+            torch.bernoulli,
+            lambda x: torch.multinomial(x, 2),
+            lambda x: torch.multinomial(x, 3, True),
+        )
+        full = torch.linspace(0.1, 0.9, 16).view(4, 4)
+        for placement in (Shard(0), Shard(1), Replicate(), RaggedShard((0,), (3, 1)), InterleavedShard(0, 2)):
+            for number, draw in enumerate(draws):
+                torch.manual_seed(number)
+                draw(full.clone())
+                want, state = torch.empty(8, 3).normal_(), torch.get_rng_state()
+                torch.manual_seed(number)
+                with single_device():
+                    found = draw(distribute_tensor(full.clone(), small, [placement]))
+                    got = distribute_tensor(torch.empty(8, 3), line, [Shard(0)]).normal_()
+                assert torch.equal(got.full_tensor(), want) and torch.equal(torch.get_rng_state(), state), (placement, number)
+                assert found.shape == draw(full.clone()).shape and (line.get_rank() in (1, 2) or not found.to_local().numel())
         with single_device():
-            x.normal_()
-            y = F.dropout(torch.rand_like(x), 0.5)
-        assert torch.equal(before, torch.get_rng_state()) == (mesh.get_coordinate() is None)
-        assert y.shape == (4, 4)
+            torch.manual_seed(1)
+            dtensor.randn(5, device_mesh=small, placements=[Shard(0)])
+            got = dtensor.rand(5, device_mesh=line, placements=[Shard(0)]).full_tensor()
+        torch.manual_seed(1)
+        assert torch.equal(got, (torch.randn(5), torch.rand(5))[1])
+
+    @ranks(2)
+    def test_forms_with_out_draw_the_numbers_of_one_device():
+        mesh, aten = init_device_mesh("cpu", (2,)), torch.ops.aten
+        forms = (
+            lambda x, out, g: torch.bernoulli(x, out=out, generator=g),
+            lambda x, out, g: aten.bernoulli.float_out(x, 0.3, out=out, generator=g),
+            lambda x, out, g: aten.bernoulli.Tensor_out(x, x, out=out, generator=g),
+            lambda x, out, g: aten.normal.out(x, 1.0, 2.0, out=out, generator=g),
+            lambda x, out, g: aten.uniform.out(x, 0, 1, out=out, generator=g),
+            lambda x, out, g: aten.exponential.out(x, out=out, generator=g),
+            lambda x, out, g: aten.log_normal.out(x, out=out, generator=g),
+            lambda x, out, g: aten.cauchy.out(x, out=out, generator=g),
+            lambda x, out, g: aten.geometric.out(x, 0.3, out=out, generator=g),
+            lambda x, out, g: aten.random.from_out(x, 0, 9, out=out, generator=g),
+            lambda x, out, g: aten.rand_like.out(x, out=out),
+            lambda x, out, g: aten.randint_like.low_dtype_out(x, 3, 10, out=out),
+            lambda x, out, g: aten.native_dropout.out(x, 0.5, True, out0=out, out1=torch.empty_like(out, dtype=torch.bool))[0],
+        )
+        full = torch.linspace(0.1, 0.9, 35).view(5, 7)
+        with single_device():
+            for placement in (Shard(0), Shard(1), Replicate(), RaggedShard((0,), (4, 1))):
+                for number, form in enumerate(forms):
+                    want, *states = of_one_device(lambda x, g, f=form: f(x, torch.empty_like(x), g), full, number, True)
+                    x = distribute_tensor(full, mesh, [placement])
+                    out = torch.zeros_like(x)
+                    got, *found = of_one_device(lambda x, g, f=form, o=out: f(x, o, g), x, number, True)
+                    assert got is out and torch.equal(got.full_tensor(), want), (placement, number)
+                    assert all(map(torch.equal, found, states)), (placement, number)
+            x = distribute_tensor(full, mesh, [Shard(0)])
+            out = distribute_tensor(torch.zeros(5, 2, dtype=torch.int64), mesh, [Replicate()])
+            torch.manual_seed(0)
+            want = torch.multinomial(full, 2)
+            torch.manual_seed(0)
+            assert torch.equal(torch.multinomial(x, 2, out=out).full_tensor(), want)
+            for wrong in (torch.empty(5, 7), torch.empty_like(x)[:, :3]):
+                assert "give a DTensor of shape (5, 7)" in error_of(torch.bernoulli, x, out=wrong)
+
+    @ranks(4)
+    def test_what_is_no_probability_raises_on_every_rank_as_on_one_device():
+        mesh, meshes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        good = torch.full((8, 12), 0.5)
+        values = {name: good.clone() for name in ("above", "nan", "negative", "inf", "zeros", "good")}
+        values["above"][7, 11], values["nan"][0, 0], values["negative"][3, 3] = 1.5, math.nan, -1.0
+        values["inf"][2, 2], values["zeros"][6] = math.inf, 0.0
+        ops = {
+            "bernoulli": torch.bernoulli,
+            "bernoulli_": lambda x: torch.zeros_like(x).bernoulli_(x),
+            "multinomial": lambda x: torch.multinomial(x, 2),
+            "one sample": lambda x: torch.multinomial(x, 1),
+            "with replacement": lambda x: torch.multinomial(x, 3, True),
+        }
+        layouts = [(mesh, [placement]) for placement in (Shard(0), Shard(1), Replicate(), RaggedShard((0,), (3, 1, 0, 4)))]
+        layouts += [
+            (mesh, [InterleavedShard(1, 3)]),
+            (meshes, [Replicate(), Shard(0)]),
+            (meshes, [RaggedShard((0,), (1, 3)), Replicate()]),
+        ]
+        refused = 0
+        with single_device():
+            for (where, placements), (kind, full), (name, op) in itertools.product(layouts, values.items(), ops.items()):
+                wanted = error_of(op, full.clone()).partition(":")[0]
+                errors = [""] * 4
+                torch.manual_seed(0)
+                dist.all_gather_object(errors, error_of(op, distribute_tensor(full, where, placements)).partition(":")[0])
+                assert errors == [wanted] * 4, (placements, kind, name, wanted, errors)
+                refused += wanted != ""
+        assert refused == len(layouts) * 5 * 4, refused
+
+    @ranks(4)
+    def test_one_rank_gets_the_numbers_under_partial_beside_a_placement_with_own_rules():
+        mesh, full = init_device_mesh("cpu", (2, 2)), torch.arange(32.0).view(8, 4) / 64
+        functions = (
+            lambda x: x.normal_(),
+            torch.rand_like,
+            lambda x: F.dropout(x, 0.5),
+            lambda x: x.bernoulli_(0.3),
+            torch.bernoulli,
+            lambda x: torch.multinomial(x + 1, 2),
+        )
+        for cut in (
+            RaggedShard((0,), (3, 1)),
+            RaggedShard((0, 1), (5, 3)),
+            StridedRaggedShard((0,), (1, 1), 2),
+            InterleavedShard(0, 2),
+        ):
+            for placements in ([Partial(), cut], [cut, Partial()]):
+                for number, function in enumerate(functions):
+                    results = []
+                    with single_device():
+                        for x in (full.clone(), distributed(full.clone(), mesh, placements)):
+                            torch.manual_seed(number)
+                            results += [function(x), torch.get_rng_state()]
+                    want, state, got, got_state = results
+                    assert torch.equal(got.full_tensor(), want) and torch.equal(state, got_state), (placements, number)
+
+    def test_the_switch_takes_a_bool(self):
+        for wrong in ("off", "on", 0, None):
+            self.assertIn("takes True (on) or False (off)", error_of(single_device, wrong))
+        self.assertFalse(scope.is_on)
 
 
 class LocalTensorTest(unittest.TestCase):

@@ -23,7 +23,7 @@ from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import default_store
 
-__all__ = ["agree", "agree_on_group", "agreement", "problems_of_ranks", "reduce_min"]
+__all__ = ["agree", "agree_on_group", "agreement", "gather_numbers", "problems_of_ranks", "reduce_min"]
 
 _SLICE = 2.0  # Seconds.
 """After so long a wait, a rank looks whether the processes of the other ranks live."""
@@ -127,6 +127,23 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
             wait_for(work)
         elif work is not None:  # Of a simulated group.
             work.wait()
+
+
+def gather_numbers(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> list[list[int]]:
+    """The ``numbers`` of all ranks of ``group``, in the order of the group: one all-gather, for which the host waits.
+
+    Raises:
+        PeerError: a rank died, or did not take part; the error names ``call``.
+    """
+    received = numbers.new_empty(group.size() * len(numbers))
+    ticket = issued_on(group).issue("all-gather", call)
+    with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group), [ticket]):
+        work = dist.all_gather_into_tensor(received, numbers, group=group, async_op=is_gloo(group, numbers.device))
+        if isinstance(work, dist.Work):
+            wait_for(work)
+        elif work is not None:  # Of a simulated group.
+            work.wait()
+        return received.view(group.size(), -1).tolist()  # type: ignore[no-any-return]
 
 
 def _difference(answers: dict[int, tuple[str, str]], claim: str) -> str:

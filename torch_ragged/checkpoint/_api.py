@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from torch_ragged._ranks.comparison import compare_before_checkpoint
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
 from torch_ragged.checkpoint._folder import folder_of, refuse_other_folders, resolve
@@ -311,6 +312,7 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     """
     what, rank = f"saving to {path}", _rank_of(group)
     refuse_other_folders(gather(lambda: _check_save(path, state), what, group, own=_REFUSED), what)
+    compare_before_checkpoint(state.model)
     steps = sum(map(_steps_of, state.optimizers))  # Before the states are taken: DCP may make them by a step.
     collected: list[Contents] = []
 

@@ -51,14 +51,20 @@ class single_device(contextlib.ContextDecorator):
         mode: whether to switch on.
 
     Raises:
-        ValueError: at the first draw on a mesh, if the generators of its ranks have different states. Every rank of the mesh
-            raises. This check is one all-reduce of 24 bytes per mesh dimension; nothing else communicates, except that an
-            argument with other placements than the tensor that is drawn is redistributed.
+        TypeError: ``mode`` is no bool.
+        ValueError: the generators of a mesh's ranks have different states. Every rank of the mesh raises. The first 8 draws on
+            a mesh compare them, then every 16th, and each one in ``no_grad``, by one all-reduce of 16 bytes per mesh dimension.
+            In the forward of a plan's model, the model's calls do.
+
+    Otherwise it communicates only to redistribute an argument with other placements than the tensor that is drawn, and to tell
+    ranks whether a tensor of probabilities that is cut has other values than probabilities.
 
     Source: veScale's eager-mode SPMD, "single-device semantics" of random ops.
     """
 
     def __init__(self, mode: bool = True) -> None:
+        if not isinstance(mode, bool):
+            raise TypeError(f"single_device takes True (on) or False (off), got {mode!r}")
         self._mode, self._before = mode, scope.is_on
         _switch(mode)
 

@@ -22,7 +22,16 @@ from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
 from torch_ragged.spmd._text import placement_text
 
-__all__ = ["Redistribution", "add_boundaries", "as_dtensor", "from_front", "local_moves", "wrap_changes"]
+__all__ = [
+    "Redistribution",
+    "add_boundaries",
+    "as_dtensor",
+    "entries_of",
+    "entry_of",
+    "from_front",
+    "local_moves",
+    "wrap_changes",
+]
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -121,16 +130,17 @@ def replaced(value: Any, key: Key, change: _Change) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if key:
-        return _with_entry(value, key[0], replaced(_entry(value, key[0]), key[1:], change))
-    for each in _entries(value):
-        entry = _entry(value, each)
+        return _with_entry(value, key[0], replaced(entry_of(value, key[0]), key[1:], change))
+    for each in entries_of(value):
+        entry = entry_of(value, each)
         found = replaced(entry, (), change)
         if found is not entry:
             return _with_entry(value, each, found)
     return value
 
 
-def _entries(value: Any) -> list[Any]:
+def entries_of(value: Any) -> list[Any]:
+    """The keys of what is in a container; none for another value."""
     if isinstance(value, Mapping):
         return list(value)
     if isinstance(value, (list, tuple)):
@@ -140,7 +150,12 @@ def _entries(value: Any) -> list[Any]:
     return []
 
 
-def _entry(value: Any, key: Any) -> Any:
+def entry_of(value: Any, key: Any) -> Any:
+    """What ``value`` has at ``key``.
+
+    Raises:
+        KeyError: it has no such entry.
+    """
     if isinstance(value, Mapping) and key in value:
         return value[key]
     if isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value):
@@ -149,7 +164,7 @@ def _entry(value: Any, key: Any) -> Any:
         return getattr(value, key)
     if isinstance(key, int) and isinstance(value, Mapping) and key < len(value):  # transformers' outputs are both.
         return value[list(value)[key]]
-    raise KeyError(f"{type(value).__name__} has no {key!r}, which a plan names: it has {_entries(value)}")
+    raise KeyError(f"{type(value).__name__} has no {key!r}, which a plan names: it has {entries_of(value)}")
 
 
 def _with_entry(value: Any, key: Any, entry: Any) -> Any:
@@ -193,6 +208,12 @@ class _Annotate:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         placements = self._of_ndim[tensor.ndim].placements
         if not isinstance(tensor, DTensor):
+            for placement in placements:
+                if isinstance(placement, Shard) and not -tensor.ndim <= placement.dim < tensor.ndim:
+                    raise ValueError(
+                        f"{self.boundary.path} has {tensor.ndim} dimensions, and the plan says that ranks have its parts along "
+                        f"dimension {placement.dim}: leave the rule out, and pass equal values on all ranks"
+                    )
             return as_dtensor(tensor, self._mesh, placements)
         wanted = [new or old for new, old in zip(placements, tensor.placements)]
         if wanted == list(tensor.placements):

@@ -76,8 +76,8 @@ def explain(plan: Plan, model: nn.Module, mesh: Union[DeviceMesh, MeshShape], *i
     Args:
         model: any module, on any device, meta included. It is not changed.
         mesh: a ``MeshShape``.
-        inputs, kwargs: the arguments of forward, as on a single device: whole tensors. Floating-point ones need no memory
-            (meta). Integers on the meta device count as zeros.
+        inputs, kwargs: the arguments of forward, as on a single device: whole tensors; of own rows, those of one rank.
+            Floating-point ones need no memory (meta). Integers on the meta device count as zeros.
 
     Raises:
         PlanError: the plan does not fit the model or the mesh.

@@ -26,6 +26,7 @@ from torch_ragged.spmd._added import add_later
 from torch_ragged.spmd._boundary import add_boundaries
 from torch_ragged.spmd._factories import add_factories
 from torch_ragged.spmd._gradients import PendingGradients
+from torch_ragged.spmd._inputs import compare_inputs
 from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import Resolved, TensorRecord, UnitRecord
@@ -57,7 +58,15 @@ class UnitDims:
         return self.replicate
 
 
-def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "eager", promote: bool = True) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    mode: str = "eager",
+    promote: bool = True,
+    compare_every: int = 8,
+) -> nn.Module:
     """Distribute an unchanged ``model`` over ``mesh`` as ``plan`` says. It computes what it computes on a single device::
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -72,8 +81,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
       ``deferred_init`` made gets its values here: those of a single device, to the bit, and each rank draws only its own.
     - Tensors that enter and leave modules are redistributed where the plan says so. Between these boundaries, DTensor finds the
       placements, and communicates where an op needs it.
-    - The inputs of the model are whole tensors, equal on all ranks. A rule such as ``shard("<in:ids>", Shard(0), "dp")`` takes
-      this rank's part; ``annotate`` says that the script passes parts already.
+    - The inputs of the model have one of two forms. Whole batch: all ranks pass equal tensors, and a rule such as
+      ``shard("<in:ids>", Shard(0), "dp")`` takes this rank's rows. Own rows: each rank passes its own, as a
+      ``DistributedSampler`` gives them, and the rule is ``own_rows("<in:ids>", "dp")``.
+    - Ranks compare their inputs and random generators. If they differ from what the plan says, all ranks raise.
     - ``torch_ragged.random.single_device`` is switched on, for the whole process: random ops draw the numbers of one device.
     - What the script reads, as by ``loss.item()``, ``ids.tolist()`` or ``f"{loss:.3f}"``, is the value of the whole tensor. All
       ranks must read it. If one rank reads alone, all ranks raise.
@@ -94,12 +105,16 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
             modules: a module is static if it computes the same on DTensors and on local tensors, op by op, its gradients too,
             and only for calls with the same shapes, attributes, modes and hooks. ``model.static_modules.report`` names them,
             and for other modules the op, and the rule to add.
+        compare_every: inputs and the states of the random generators are compared in the first 8 calls of ``model``, then in
+            every call of which the number is a multiple of this one (inputs of own rows in each call), and before each
+            checkpoint. All calls since the last comparison are compared, so a difference is found within so many calls.
         promote: whether a plain tensor that meets a DTensor counts as ``Replicate()``, for the whole process. If not, such an
             op is an error of DTensor.
 
     Collectives: one or two all-reduces of 24 bytes per mesh dimension; one broadcast per tensor and mesh dimension of a model
     that has values (none for a deferred one); those of ``fully_shard``, for units. It makes a process group of all ranks of
-    ``mesh``: an all-reduce of 24 bytes there comes before each read of a tensor that is not ``Replicate()``.
+    ``mesh``: an all-reduce of 24 bytes there comes before each read of a tensor that is not ``Replicate()``. Each
+    comparison of inputs is one all-gather of less than 100 bytes on meshes of up to three dimensions.
 
     Returns:
         ``model``. Its attribute ``plan_ir`` has the records that are carried out; ``print(model.plan_ir)`` shows a table.
@@ -108,8 +123,9 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
             all that is wrong. If ``fully_shard`` refuses a unit, its error is raised, and the model is as before.
         TypeError: ``model``, ``plan``, ``mesh`` or ``promote`` is of another type.
-        ValueError: this rank is not in ``mesh``; ``mode`` is another word; a parameter is a DTensor already; ranks call it
-            with different plans, models or options, of which the text has both; or ``model`` is parallelized already.
+        ValueError: this rank is not in ``mesh``; ``mode`` is another word; ``compare_every`` is no
+            integer from 1 to 1024; a parameter is a DTensor already; ranks
+            call it with different plans, models or options, of which the text has both; or ``model`` is parallelized already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
@@ -127,16 +143,25 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
             raise ValueError(f"parallelize: mode must be 'eager' or 'static', got {mode!r}")
         if not isinstance(promote, bool):
             raise TypeError(f"parallelize: promote must be True or False, got {promote!r}")
+        if type(compare_every) is not int or not 1 <= compare_every <= 1024:
+            raise ValueError(f"parallelize: compare_every must be an integer from 1 to 1024, got {compare_every!r}")
         resolved = resolve(plan, model, mesh)
         placed = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
         if placed is not None:
             raise ValueError(f"parallelize: {placed} is a DTensor already: give a model whose parameters are plain tensors")
-        claim += [f"mode={mode!r}", f"promote={promote}", *map(repr, plan.rules), *_lines_of(model)]
+        claim += [
+            f"mode={mode!r}",
+            f"promote={promote}",
+            f"compare_every={compare_every}",
+            *map(repr, plan.rules),
+            *_lines_of(model),
+        ]
         # Blanks of a table depend on its other lines, and the first line that differs is in the error.
         claim += [" ".join(line.split()) for line in str(resolved).splitlines()]
     before = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     try:
         pending = _carry_out(model, resolved, mesh, mode)
+        compare_inputs(model, resolved.boundaries, mesh, compare_every)
     except BaseException:  # A unit's options that fully_shard refuses, on all ranks.
         for module, kind, attributes in before:
             module.__class__ = kind

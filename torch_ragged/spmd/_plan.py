@@ -431,6 +431,24 @@ class Plan:
         names = _names(dims)
         return self._add(AnnotateRule(path, _each(placement, names), names))
 
+    def own_rows(self, path: str, dims: Dims) -> Plan:
+        """Say that each rank passes rows of its own, as a ``DistributedSampler`` gives them::
+
+            plan.own_rows("<in:ids>", "dp")                               # in place of shard("<in:ids>", Shard(0), "dp")
+
+        The whole batch has the rows of all ranks, in the order of ranks, and a mean is one over all of them. Ranks along other
+        mesh dimensions pass equal rows. It is ``annotate(path, Shard(0), dims)``; if another dimension of a tensor counts the
+        rows, write that.
+
+        Args:
+            path: inputs of the model. Each rank passes equally many rows.
+            dims: the mesh dimensions along which ranks have different rows.
+
+        Raises:
+            TypeError, ValueError: as :meth:`annotate`.
+        """
+        return self.annotate(path, Shard(0), dims)
+
     def factory(
         self, path: str, placement: Placements, dims: Dims, *, functions: Union[str, Sequence[str]] = FACTORY_FUNCTIONS
     ) -> Plan:

@@ -50,7 +50,9 @@ __all__ = [
     "Holding",
     "agree_on_state",
     "before_draw",
+    "check_probabilities",
     "check_states",
+    "check_weights",
     "draw",
     "draw_factory",
     "like_of_generator",
@@ -68,6 +70,7 @@ _aten = torch.ops.aten
 _SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_ normal_functional".split()
 _FACTORIES = "rand_like randn_like randint_like".split()
 _OF_VALUES = "bernoulli native_dropout".split()
+_OF_PROBABILITIES = (_aten.bernoulli.default, _aten.bernoulli.Tensor, _aten.bernoulli_.Tensor)  # In the last argument.
 ROW_MAJOR = (_aten.bernoulli.default, _aten.bernoulli.p)
 """Ops whose result is always contiguous. Other ops keep the strides of their argument."""
 
@@ -90,10 +93,11 @@ class Holding:
 
     def __init__(self, spec: Spec) -> None:
         self.shape, mesh = tuple(spec.shape), spec.mesh
-        here = coordinate_of(mesh)  # None on a rank outside of the mesh: it computes a spec, but runs no op.
+        here = coordinate_of(mesh)  # None on a rank outside of the mesh: it computes a spec, and holds nothing.
         coordinate = (0,) * mesh.ndim if here is None else here
         held = owned(self.shape, tuple(mesh.shape), cuts_of(spec.placements), coordinate)
-        self.local_shape, self.boxes = held.local_shape, tuple(box for box in held.boxes if box.numel)
+        self.local_shape = held.local_shape
+        self.boxes = () if here is None else tuple(box for box in held.boxes if box.numel)
 
     def keep(self, whole: torch.Tensor) -> torch.Tensor:
         """A new tensor: this rank's shard of ``whole``."""
@@ -125,7 +129,8 @@ def random_rule(call: OpCall) -> Sharding:
     """Draw in chunks and keep this rank's shard.
 
     Communicates only to redistribute a further tensor argument, such as a tensor of probabilities, with other placements. If a
-    tensor of probabilities has a value outside of [0, 1], only the rank that owns this value raises.
+    tensor of probabilities has a value outside of [0, 1], all ranks raise while single_device is on, by one all-reduce more;
+    otherwise, only the rank that owns this value.
 
     Raises:
         NoLocalWay: the first argument is a Partial, is a strided view, or is not ragged.
@@ -140,9 +145,54 @@ def random_rule(call: OpCall) -> Sharding:
             stride = stride_of_like(leader, kwargs)
             local = torch.empty_like(args[0], **{**kwargs, "memory_format": torch.contiguous_format})
             return draw_factory(call.name, holding, stride, local, args[1:])
+        check_probabilities(call.op, leader, args, cut)
         return draw(call.op, holding, tuple(leader.tensor_meta.stride), args, kwargs, cut)
 
     return Sharding(sharding.inputs, sharding.outputs, run)
+
+
+def check_probabilities(op: torch._ops.OpOverload, spec: Spec, args: Sequence[Any], cut: set[int]) -> None:
+    """While single_device is on, ``bernoulli`` of probabilities that are cut: raise torch's error on all ranks, not on the rank
+    alone that has the value.
+
+    If the tensor is cut, this costs one all-reduce of a number per mesh dimension that cuts it.
+
+    Raises:
+        RuntimeError: a probability is not in [0, 1].
+    """
+    last = len(args) - 1
+    if op in _OF_PROBABILITIES and (last in cut or not last):
+        p = args[last]
+        _raise_if_any(~((p >= 0) & (p <= 1)), "Expected p_in >= 0 && p_in <= 1 to be true, but got false", spec, op)
+
+
+def check_weights(tensor: DTensor) -> None:
+    """``multinomial`` without replacement, of rows that may be cut: raise torch's errors on all ranks. Costs as above.
+
+    Raises:
+        RuntimeError: a weight is no finite number of 0 or more, or those of a row are all 0.
+    """
+    weights, op = tensor._local_tensor, _aten.multinomial.default
+    is_wrong = ~((weights >= 0) & (weights < math.inf))
+    _raise_if_any(is_wrong, "probability tensor contains either `inf`, `nan` or element < 0", tensor._spec, op)
+    is_empty = weights.sum(-1) == 0
+    _raise_if_any(is_empty, "invalid multinomial distribution (sum of probabilities <= 0)", tensor._spec, op)
+
+
+def _raise_if_any(is_wrong: torch.Tensor, text: str, spec: Spec, op: Any) -> None:
+    """Raise on all ranks that hold a part of the tensor, before one of them draws."""
+    if not scope.is_on or spec.mesh.get_coordinate() is None or is_wrong.is_meta or isinstance(is_wrong, FakeTensor):
+        return
+    dims = [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate() and not placement.is_partial()]
+    if not dims and op is not _aten.multinomial.default:  # Each rank has all values: torch's op raises on all of them.
+        return
+    found = -is_wrong.any().to(torch.int64).reshape(1)
+    for dim in dims:
+        group = spec.mesh.get_group(dim)
+        found = found.to(device_of_messages(group))
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    if found.item():
+        raise RuntimeError(f"{op} on a DTensor: {text}")
 
 
 def draw(
@@ -298,20 +348,23 @@ def agree_on_state(mesh: DeviceMesh, device_type: str) -> None:
 
 
 class Scope:
-    """Whether :class:`torch_ragged.random.single_device` is on, and the meshes and generators that were compared since then.
+    """Whether :class:`torch_ragged.random.single_device` is on, and how many draws were made since then.
 
     ``default`` has meshes with device types, ``given`` has the meshes of each generator of a user. A generator is not known by
     its address: another one may get it, on some ranks only.
+
+    Attributes:
+        is_compared: a model of a plan runs forward: ranks compare the generators at its calls.
     """
 
     def __init__(self) -> None:
-        self.is_on = False
-        self.default: set[tuple[DeviceMesh, str]] = set()
-        self.given: MutableMapping[torch.Generator, set[DeviceMesh]] = {}
+        self.is_on = self.is_compared = False
+        self.default: dict[tuple[DeviceMesh, str], int] = {}
+        self.given: MutableMapping[torch.Generator, dict[DeviceMesh, int]] = {}
         self.clear()
 
     def clear(self) -> None:
-        self.default, self.given = set(), weakref.WeakKeyDictionary() if _HAS_WEAK_GENERATORS else {}
+        self.default, self.given = {}, weakref.WeakKeyDictionary() if _HAS_WEAK_GENERATORS else {}
 
 
 def _has_weak_generators() -> bool:
@@ -324,20 +377,33 @@ def _has_weak_generators() -> bool:
 
 _HAS_WEAK_GENERATORS = _has_weak_generators()
 scope = Scope()
+_FIRST, _EVERY = 8, 16
 
 
 def check_states(mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> None:
-    """While single_device is on: raise on all ranks of ``mesh`` if their generators differ. Once per mesh and generator.
+    """While single_device is on: raise on all ranks of ``mesh`` if their generators differ.
+
+    The first 8 draws of a generator on a mesh compare its states, then every 16th one, and each one without gradients, as those
+    of ``nn.init``. In a call of a plan's model, the first one is enough: the calls compare default generators themselves.
 
     Raises:
         ValueError: generators have different states; the error names two ranks and their seeds.
     """
     if not scope.is_on or mesh.get_coordinate() is None:
         return
-    if (mesh, device.type) in scope.default if generator is None else mesh in scope.given.get(generator, ()):
+    draws: Any = scope.default if generator is None else scope.given.setdefault(generator, {})
+    key = (mesh, device.type) if generator is None else mesh
+    count = draws.get(key, 0)
+    if count and scope.is_compared and generator is None:
         return
+    if count < _FIRST or count % _EVERY == 0 or not torch.is_grad_enabled():
+        _compare_states(mesh, device, generator)
+    draws[key] = count + 1
+
+
+def _compare_states(mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> None:
     state, seed = _state_of(device, generator)
-    digest = int.from_bytes(hashlib.sha256(bytes(state.tolist())).digest()[:7], "big")
+    digest = int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:7], "big")
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     # The minimum of the negatives gives the largest digest. One dimension after the other carries it to all ranks.
     bounds = torch.tensor([digest, -digest], device=device_of_messages(groups[0]))
@@ -346,13 +412,10 @@ def check_states(mesh: DeviceMesh, device: torch.device, generator: torch.Genera
     lowest, negative = bounds.tolist()
     if lowest != -negative:
         raise ValueError(
-            f"the first random op on a mesh under torch_ragged.random.single_device: {_two_states(groups, digest, seed)}: call "
-            "torch.manual_seed with one seed on all ranks, and draw equally on all of them"
+            "a random op under torch_ragged.random.single_device needs the same generator on all ranks of the mesh: "
+            f"{_two_states(groups, digest, seed)}: call torch.manual_seed with one seed on all ranks, and draw equally on all "
+            "of them"
         )
-    if generator is None:
-        scope.default.add((mesh, device.type))
-    else:
-        scope.given.setdefault(generator, set()).add(mesh)
 
 
 def _two_states(groups: Sequence[dist.ProcessGroup], digest: int, seed: int) -> str:
@@ -364,7 +427,8 @@ def _two_states(groups: Sequence[dist.ProcessGroup], digest: int, seed: int) -> 
         states = {rank: state for part in received for rank, state in part.items()}
     first = min(states)
     other = next(rank for rank in sorted(states) if states[rank] != states[first])
-    return ", ".join(f"rank {rank} has a generator of seed {states[rank][1]}" for rank in (first, other))
+    seeds = ", ".join(f"rank {rank} has a generator of seed {states[rank][1]}" for rank in (first, other))
+    return seeds if states[first][1] != states[other][1] else f"{seeds}, and one of them has drawn more numbers"
 
 
 def _state_of(device: torch.device, generator: torch.Generator | None) -> tuple[torch.Tensor, int]:

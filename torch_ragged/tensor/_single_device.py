@@ -6,7 +6,7 @@ away. The rules of ragged DTensors (:mod:`_random`) give these numbers always.
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,13 +20,16 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
 from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
+from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._random import (
     ROW_MAJOR,
     Holding,
     agree_on_state,
+    check_probabilities,
     check_states,
+    check_weights,
     draw,
     draw_factory,
     stop_graph,
@@ -46,36 +49,53 @@ _NOTHING = {"sum": -0.0, "product": 1.0}
 def random_ops() -> list[torch._ops.OpOverload]:
     """The ops that have a handler while single_device is on."""
     names = (*_SAMPLERS, *_LIKE, *_OF_VALUES, "multinomial", "_local_scalar_dense")
-    ops = itertools.chain(*([getattr(packet, o) for o in packet.overloads()] for packet in (getattr(_aten, n) for n in names)))
-    return [op for op in ops if not any(argument.is_out for argument in op._schema.arguments)]
+    packets = [getattr(_aten, name) for name in dict.fromkeys((*names, *(name.removesuffix("_") for name in _SAMPLERS)))]
+    ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    # normal(mean, std) has tensors of means: torch knows no rule for it, with out= or without.
+    return [op for op in ops if op._schema.name.removeprefix("aten::") in names or (_outs_of(op) and _is_of_self(op))]
+
+
+@functools.cache
+def _outs_of(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The names of the arguments in which an ``out=`` form of an op writes its results."""
+    return tuple([argument.name for argument in op._schema.arguments if argument.is_out])
+
+
+def _is_of_self(op: torch._ops.OpOverload) -> bool:
+    return op._schema.arguments[0].name == "self"
 
 
 def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a random op on DTensors, for the dispatcher."""
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-    extension = next((found for leaf in leaves if (found := extension_of(leaf.placements)) is not None), None)
-    if extension is not None and op is _aten.multinomial.default:  # It needs whole rows, in their order.
-        args = (args[0].redistribute(placements=[Replicate()] * args[0].device_mesh.ndim), *args[1:])
-    elif extension is not None:  # Ragged: its rules draw so, too, or raise.
-        return extension.op_extension(op).dispatch(op, args, kwargs)
     tensor = args[0]
     if not isinstance(tensor, DTensor):
         raise NotImplementedError(
             f"{op} on a plain tensor with a DTensor argument: give it a DTensor first, by distribute_tensor"
         )
+    if _outs_of(op):
+        return _draw_into(op, args, kwargs)
     name, mesh, generator = op._schema.name.removeprefix("aten::"), tensor.device_mesh, kwargs.get("generator")
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    extension = next((found for leaf in leaves if (found := extension_of(leaf.placements)) is not None), None)
+    is_pending = any(placement.is_partial() for placement in tensor.placements)
+    if extension is not None and name == "multinomial":  # It needs whole rows, in their order.
+        tensor = tensor.redistribute(placements=[Replicate()] * mesh.ndim)
+    elif extension is not None and mesh.get_coordinate() is not None and (not is_pending or name == "_local_scalar_dense"):
+        return extension.op_extension(op).dispatch(op, args, kwargs)  # Ragged: its rules draw so, too, or raise.
     if name == "_local_scalar_dense":
         # torch gives each rank its own summand: nn.init.trunc_normal_ would draw another number of times on each rank.
         return op(_read(tensor))
     stop_graph(op)
+    if extension is not None and has_ragged_rows(tensor.placements):
+        raise NotImplementedError(f"{op} on a strided view of a ragged DTensor: use the tensor that is viewed")
     if name == "multinomial":
         return _multinomial(tensor, *args[1:], **kwargs)
-    if name in _OF_VALUES and any(p.is_partial() for p in tensor.placements):  # The values of all summands are read.
+    if name in _OF_VALUES and is_pending:  # The values of all summands are read.
         tensor = tensor.redistribute(mesh, _whole(tensor.placements))
     spec, options = tensor._spec, {key: value for key, value in kwargs.items() if key != "generator"}
-    has_values = not tensor._local_tensor.is_meta and not isinstance(tensor._local_tensor, FakeTensor)
-    draws = has_values and mesh.get_coordinate() is not None
-    if draws:
+    # A rank outside of the mesh draws, too, and keeps nothing: one device draws all that the program draws.
+    draws = not tensor._local_tensor.is_meta and not isinstance(tensor._local_tensor, FakeTensor)
+    if draws and mesh.get_coordinate() is not None:
         agree_on_state(mesh, tensor._local_tensor.device.type)
         check_states(mesh, tensor._local_tensor.device, generator)
     if name in _LIKE:
@@ -94,6 +114,7 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     if not draws:
         is_kept = name in _SAMPLERS and not tensor._local_tensor.is_meta
         return _wrap(op, tensor, local_args[0] if is_kept else op(*local_args, **options))
+    check_probabilities(op, spec, local_args, cut)
 
     def drawn(local_args: list[Any], kwargs: dict[str, Any]) -> Any:
         holding, owns = Holding(spec), _part_of_partial(op, tensor)
@@ -108,6 +129,27 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
 
     found = on_each_rank(drawn, local_args, kwargs)
     return tensor if name in _SAMPLERS else _wrap(op, tensor, found)
+
+
+def _draw_into(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An ``out=`` form, as torch defines it: the op without ``out``, and a copy.
+
+    Raises:
+        ValueError: ``out`` is no DTensor of the shape of the result: DTensors are not resized.
+    """
+    names = _outs_of(op)
+    outs, rest = [kwargs[name] for name in names], {name: value for name, value in kwargs.items() if name not in names}
+    name = op._schema.name.removeprefix("aten::")
+    if f"{name}_" in _SAMPLERS and (name != "bernoulli" or len(args) > 1):
+        found = getattr(_aten, f"{name}_")(args[0].clone(), *args[1:], **rest)
+    else:
+        found = getattr(_aten, name)(*args, **rest)
+    for out, result in zip(outs, found if isinstance(found, tuple) else (found,)):
+        if not isinstance(out, DTensor) or out.shape != result.shape:
+            what = f"a {type(out).__name__} of shape {tuple(out.shape)}"
+            raise ValueError(f"{op}: out is {what}: give a DTensor of shape {tuple(result.shape)}, as DTensors are not resized")
+        out.copy_(result)
+    return tuple(outs) if len(outs) > 1 else outs[0]
 
 
 def _read(tensor: DTensor) -> torch.Tensor:
@@ -177,17 +219,27 @@ def _multinomial(
     As torch does, it draws one number per probability; with replacement, one per sample, for which all rows are gathered.
     """
     mesh = tensor.device_mesh
+    torch.multinomial(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), num_samples, replacement)  # Its errors.
     draws_samples = replacement and num_samples > 1
     columns = tensor.ndim - 1
     # torch's argmax knows no strided shard: then all rows are gathered, too.
     gathers = draws_samples or any(isinstance(p, _StridedShard) for p in tensor.placements)
     rows = [Replicate() if gathers or p.is_partial() or p.is_shard(columns) else p for p in tensor.placements]
     tensor = tensor.redistribute(mesh, rows)
+    local = tensor._local_tensor
     if draws_samples:
-        check_states(mesh, tensor._local_tensor.device, generator)
-        local = torch.multinomial(tensor._local_tensor, num_samples, True, generator=generator)
-        return DTensor.from_local(local, mesh, rows, run_check=False)
-    shares: Any = tensor / torch.empty_like(tensor).exponential_(1, generator=generator)
+        check_states(mesh, local.device, generator)
+    else:
+        check_weights(tensor)
+        noise = torch.empty_like(tensor).exponential_(1, generator=generator)
+    if mesh.get_coordinate() is None:
+        if draws_samples:  # Each sample takes a number, whatever the weights are.
+            torch.multinomial(local.new_ones(tensor.shape), num_samples, True, generator=generator)
+        shape = torch.Size((*tensor.shape[:-1], num_samples))
+        return DTensor.from_local(local.long(), mesh, rows, run_check=False, shape=shape, stride=row_major(shape))
+    if draws_samples:
+        return DTensor.from_local(torch.multinomial(local, num_samples, True, generator=generator), mesh, rows, run_check=False)
+    shares: Any = tensor / noise
     return shares.argmax(-1, keepdim=True) if num_samples == 1 else shares.topk(num_samples)[1]
 
 
@@ -214,16 +266,13 @@ def draw_new(
     dtype = options.get("dtype") or torch.get_default_dtype()
     spec = DTensorSpec(mesh, normalized(placements, len(size)), tensor_meta=TensorMeta(size, row_major(size), dtype))
     options |= {"dtype": dtype, "device": mesh.device_type}
-    if mesh.get_coordinate() is None:
-        local = torch.empty((0,), **options)
-    else:
-        local = on_each_rank(lambda: torch.empty(Holding(spec).local_shape, **options))
-        if not local.is_meta and not isinstance(local, FakeTensor):
+    is_outside = mesh.get_coordinate() is None
+    local = on_each_rank(lambda: torch.empty((0,) if is_outside else Holding(spec).local_shape, **options))
+    if not local.is_meta and not isinstance(local, FakeTensor):
+        if not is_outside:
             agree_on_state(mesh, mesh.device_type)
             check_states(mesh, local.device, None)
-            on_each_rank(
-                lambda local: draw_factory(f"{function.__name__}_like", Holding(spec), row_major(size), local, ()), local
-            )
+        on_each_rank(lambda local: draw_factory(f"{function.__name__}_like", Holding(spec), row_major(size), local, ()), local)
     return DTensor(local.requires_grad_(requires_grad), spec, requires_grad=requires_grad)  # type: ignore[call-arg]
 
 
