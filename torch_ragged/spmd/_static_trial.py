@@ -26,6 +26,7 @@ from torch_ragged.random._tape import read_state, write_state
 from torch_ragged.spmd._boundary import Redistribution
 from torch_ragged.spmd._move import Move, Placed, can_move, clean, is_even, make_dtensor, on_trial
 from torch_ragged.tensor._api import ragged_extension
+from torch_ragged.tensor._random import scope
 from torch_ragged.tensor.placement_types import has_ragged
 
 __all__ = ["Found", "Island", "Refused", "first_line", "is_even_dtensor", "tell", "try_module"]
@@ -117,6 +118,7 @@ def try_module(
     devices = {"cpu", mesh.device_type}
     states = {device: read_state(device) for device in devices}
     reference = _Reference(name, module, changes, mesh)
+    is_compared, scope.is_compared = scope.is_compared, True  # Draws on trial send nothing, either.
     try:
         # Of an activation checkpoint around the module: it must not count what is saved here.
         with _disable_current_modes(), saved_tensors_hooks(lambda x: x, lambda x: x):
@@ -128,6 +130,7 @@ def try_module(
             local = _Given(args, params, buffers, ledger, is_local=True)
             _run_locally(name, module, ledger, local, found, run_local)
     finally:
+        scope.is_compared = is_compared
         for device, state in states.items():
             write_state(device, state)
     eager, static = reference.ledger.expressions, ledger.expressions
