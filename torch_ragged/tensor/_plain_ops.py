@@ -210,6 +210,8 @@ class _AllOps:
             return op(tensors, *args[1:], **kwargs)
         if op is _aten.empty_like.default and _is_pending(args[0]):
             return op(_as_replicated(args[0]), *args[1:], **kwargs)
+        if op is _aten.bmm.default and (given := _with_equal_batches(args)) is not None:
+            return op(*given)
         if op.overloadpacket in _EXTREMES and (given := _without_empty_parts(args)) is not None:
             return op(*given, **kwargs)
         if op.overloadpacket in _WRONG_RULES and _WRONG_RULES[op.overloadpacket](*args):
@@ -307,6 +309,21 @@ def _view_in_place(op: torch._ops.OpOverload, view: Callable[..., Any], args: tu
     tensor, found = args[0], view(*args, **kwargs)
     tensor._local_tensor, tensor._spec = found._local_tensor, found._spec
     return return_and_correct_aliasing(op, args, kwargs, tensor)
+
+
+def _with_equal_batches(args: Sequence[Any]) -> list[Any] | None:
+    """Factors of a batch of products, cut alike. None: they are, or torch can tell.
+
+    Of (batch, heads) that two mesh dimensions cut and a view has joined, torch compares the cuts of one mesh dimension at a time.
+    """
+    tensors = [each for each in args if isinstance(each, DTensor)]
+    if len(tensors) < 2 or not any(isinstance(p, _StridedShard) and p.dim == 0 for each in tensors for p in each.placements):
+        return None
+    batches = [tuple([p if getattr(p, "dim", None) == 0 else Replicate() for p in each.placements]) for each in tensors]
+    if batches[0] == batches[1]:
+        return None
+    target = max(batches, key=lambda batch: sum(not placement.is_replicate() for placement in batch))
+    return [_placed(each, target) for each in tensors]
 
 
 def _is_pending(tensor: Any) -> bool:
