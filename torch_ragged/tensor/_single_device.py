@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import extension_of
+from torch_ragged.tensor._plain_ops import on_whole_tensors
 from torch_ragged.tensor._random import (
     ROW_MAJOR,
     Holding,
@@ -39,13 +40,15 @@ _aten = torch.ops.aten
 _SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
 _LIKE = "rand_like randn_like randint_like".split()
 _OF_VALUES = "bernoulli native_dropout normal_functional".split()
+_ON_WHOLE_TENSORS = "rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional normal poisson binomial".split()
+"""Ops that draw numbers for values that they read. Every rank draws for the whole tensors, as one device does."""
 _NOTHING = {"sum": -0.0, "product": 1.0}
 """For each reduction of Partial: what a rank holds that has no part of the value. ``x + -0.0`` is x, also if x is -0.0."""
 
 
 def random_ops() -> list[torch._ops.OpOverload]:
     """The ops that have a handler while single_device is on."""
-    names = (*_SAMPLERS, *_LIKE, *_OF_VALUES, "multinomial", "_local_scalar_dense")
+    names = (*_SAMPLERS, *_LIKE, *_OF_VALUES, *_ON_WHOLE_TENSORS, "multinomial", "_local_scalar_dense")
     ops = itertools.chain(*([getattr(packet, o) for o in packet.overloads()] for packet in (getattr(_aten, n) for n in names)))
     return [op for op in ops if not any(argument.is_out for argument in op._schema.arguments)]
 
@@ -58,6 +61,10 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
         args = (args[0].redistribute(placements=[Replicate()] * args[0].device_mesh.ndim), *args[1:])
     elif extension is not None:  # Ragged: its rules draw so, too, or raise.
         return extension.op_extension(op).dispatch(op, args, kwargs)
+    if op._schema.name.removeprefix("aten::") in _ON_WHOLE_TENSORS:
+        stop_graph(op)
+        check_states(leaves[0].device_mesh, leaves[0]._local_tensor.device, kwargs.get("generator"))
+        return on_whole_tensors(op, args, kwargs)
     tensor = args[0]
     if not isinstance(tensor, DTensor):
         raise NotImplementedError(
