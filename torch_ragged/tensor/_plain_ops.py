@@ -216,8 +216,6 @@ class _AllOps:
             return op(*given, **kwargs)
         if op.overloadpacket in _WRONG_RULES and _WRONG_RULES[op.overloadpacket](*args):
             return on_whole_tensors(op, args, kwargs)
-        if torch.Tag.inplace_view in op.tags and (view := _view_of(op)) is not None:
-            return _view_in_place(op, view, args, kwargs)
         _count_from_the_front(op_info)
         numbers = _numbers(op_info.schema)
         if numbers:
@@ -241,6 +239,8 @@ class _AllOps:
                 return sharding
             if result.placements == written.placements and result.shape == written.shape:
                 return sharding
+        if (view := _view_of(op)) is not None:
+            return _view_in_place(op, view, args, kwargs)
         _log(op)
         return on_whole_tensors(op, args, kwargs)
 
@@ -280,7 +280,7 @@ def _numbers(schema: OpSchema) -> dict[int, DTensorSpec]:
         return {}
     found, mesh = {}, specs[0].mesh
     for i, (argument, value) in enumerate(zip(schema.op._schema.arguments, schema.args_schema)):
-        if not isinstance(argument.type, torch.TensorType):
+        if i == 0 or not isinstance(argument.type, torch.TensorType):
             continue
         dtype = _TYPES_OF_NUMBERS.get(type(value))
         if isinstance(value, DTensorSpec) and not value.shape and all(each.is_replicate() for each in value.placements):
@@ -299,9 +299,16 @@ def _exchanged(schema: OpSchema, values: dict[int, Any]) -> OpSchema:
 
 @functools.cache
 def _view_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """``transpose`` for ``transpose_``; None if there is none, as for ``resize_``."""
-    view = getattr(getattr(_aten, op._schema.name.removeprefix("aten::").rstrip("_"), None), op._overloadname, None)
-    return view if view is not None and returns_alias(view) else None
+    """``transpose.int`` for ``transpose_``: the op with the same arguments. None for other ops, ``resize_`` among them."""
+    if torch.Tag.inplace_view not in op.tags:
+        return None
+
+    def arguments(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+
+    packet = getattr(_aten, op._schema.name.removeprefix("aten::").rstrip("_"), None)
+    views = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return next((view for view in views if returns_alias(view) and arguments(view) == arguments(op)), None)
 
 
 def _view_in_place(op: torch._ops.OpOverload, view: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -661,6 +668,7 @@ def _of_extension(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 def _sharding_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the dispatcher knows of a call, after torch's rule was asked."""
     op_info = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs)
+    _count_from_the_front(op_info)
     DTensor._op_dispatcher.sharding_propagator.propagate(op_info)
     return op_info
 
