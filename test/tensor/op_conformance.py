@@ -52,6 +52,9 @@ TRACE = False
 CLEAR = (
     "is not supported on a DTensor with",  # ours: names the op, the tensors and the way out
     "in-place operations that require placement changes are not supported",  # torch's: and how to write it instead
+    "would change the shape of a DTensor that it writes",  # ours: addbmm_ of a smaller tensor
+    "cut the tensor over fewer of them in the plan",  # ours: a view that two mesh dimensions cut too finely
+    "tensor, which no DTensor can be",  # ours: of sparse tensors
     "got mixed torch.Tensor and DTensor",  # torch's: the op makes plain tensors inside, so no DTensor can take it
 )
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}

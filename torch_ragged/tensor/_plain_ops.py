@@ -42,7 +42,11 @@ _LOSSES = """
 _WRONG_RULES: dict[Any, Callable[..., bool]] = {
     _aten._adaptive_avg_pool2d_backward: lambda *args: True,  # Of rows that are cut, it takes the gradient of all.
     _aten._adaptive_avg_pool3d_backward: lambda *args: True,
+    **{  # The random numbers of all images and channels are an argument.
+        getattr(_aten, f"fractional_max_pool{name}"): lambda *args: True for name in ("2d", "2d_backward", "3d", "3d_backward")
+    },
     _aten.embedding_dense_backward: lambda *args: args[4],  # scale_grad_by_freq: a rank counts its own indices.
+    _aten.addmv: lambda *args: not args[0].is_floating_point(),  # Of whole numbers, it cuts one argument only.
     _aten.fill_: lambda *args: _is_pending(args[0]),  # Each rank would have the value, and the sum many times the value.
 }
 # The number of rows of the result depends on values, which no rank knows alone.
@@ -109,8 +113,8 @@ def _as_strided(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     if same:
         return _aten.alias.default(tensor)
     raise NotImplementedError(
-        f"{op} is not supported on a DTensor (got size {tuple(size)} and stride {tuple(stride)}): no rank has the storage of the "
-        "whole tensor. Use narrow, select, view, permute or unfold, or call full_tensor() first"
+        f"{op} is not supported on a DTensor with another size or stride (got {tuple(size)} and {tuple(stride)}): no rank has all "
+        "the storage. Use narrow, select, view, permute or unfold, or call full_tensor() first"
     )
 
 
@@ -208,6 +212,8 @@ class _AllOps:
         """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""
         if op is _aten.cat.default and (tensors := _without_empty(args[0])) is not None:
             return op(tensors, *args[1:], **kwargs)
+        if op._schema.is_mutable and args and type(args[0]) is torch.Tensor:
+            return on_whole_tensors(op, args, kwargs)  # A plain tensor, which counts as replicated, gets all values.
         if op is _aten.empty_like.default and _is_pending(args[0]):
             return op(_as_replicated(args[0]), *args[1:], **kwargs)
         if op is _aten.bmm.default and (given := _with_equal_batches(args)) is not None:
@@ -375,7 +381,7 @@ def _check_view(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None
     The rule looks at one mesh dimension at a time: 2 heads may be cut over 2 ranks, twice.
     """
     for dim, size in enumerate(result.shape):
-        cuts = [i for i, placement in enumerate(result.placements) if type(placement) is Shard and placement.dim == dim]
+        cuts = [i for i, p in enumerate(result.placements) if p == Shard(dim) and tensor.device_mesh.size(i) > 1]
         ranks = math.prod(tensor.device_mesh.size(i) for i in cuts)
         if len(cuts) < 2 or size % ranks == 0:
             continue
@@ -407,6 +413,8 @@ def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     whole = {id(tensor): tensor.redistribute(placements=everywhere)._local_tensor for tensor in tensors}
 
     def placed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise NotImplementedError(f"{op} gives a {leaf.layout} tensor, which no DTensor can be: call full_tensor() first")
         return DTensor.from_local(leaf, mesh, everywhere, run_check=False) if isinstance(leaf, torch.Tensor) else leaf
 
     result = op(*_replaced(args, whole), **_replaced(kwargs, whole))
@@ -423,7 +431,8 @@ def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
                 mine = _placed(placed(whole[id(tensor)]), tensor.placements)._local_tensor
                 if mine is not tensor._local_tensor:
                     tensor._local_tensor.copy_(mine)
-    originals = {id(whole[id(tensor)]): tensor for tensor in tensors}
+    originals = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    originals |= {id(whole[id(tensor)]): tensor for tensor in tensors}
     return pytree.tree_map(lambda leaf: originals[id(leaf)] if id(leaf) in originals else placed(leaf), result)
 
 
