@@ -23,8 +23,8 @@ import re
 import sys
 import warnings
 import zlib
-from dataclasses import dataclass, field
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import SampleInput
 from torch.testing._internal.common_modules import ModuleInfo, module_db
+from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,7 +48,6 @@ from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor.placement_types import has_own_rules
 
 RANKS = 4
-TRACE = False
 CLEAR = (
     "is not supported on a DTensor with",  # ours: names the op, the tensors and the way out
     "in-place operations that require placement changes are not supported",  # torch's: and how to write it instead
@@ -61,7 +60,16 @@ UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 DTYPES = {torch.float32: 1, torch.bfloat16: 4, torch.int64: 4}
 """For each type of the samples: of the cases, one in so many is run."""
 PLAN_DTYPES = {torch.float64: 1, torch.int64: 3}
-TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+LEFT_OUT = {
+    ("linalg_matrix_rank", "out"): "torch writes to out= by no op that a DTensor sees",
+    ("linalg_matrix_rank_hermitian", "out"): "the same",
+    ("kron", "out"): "torch writes to a view of out=, which is a copy if out= is cut",
+    ("expand_copy", "out"): "torch's rule gives the op the size of all ranks; expand_copy itself is right",
+}
+"""What is wrong under a plan, by name of the op and variant, and why."""
+ROUNDS = {"bfloat16": torch.bfloat16, "half": torch.float16}
+"""Ops that round to a type of fewer digits. If a sum is pending, they round its summands."""
+TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2), torch.float16: (3e-3, 3e-3)}
 
 
 def interleaved_patterns(shape: tuple[int, ...]) -> list[Placement]:
@@ -288,6 +296,7 @@ def cases_of(op: Any, dtype: torch.dtype, samples: int, family: str) -> list[Cas
         for variant, fits in {**variants, "gradient": op.supports_autograd}.items():
             some = variant in ("out", "gradient")  # Their work is that of the function: fewer patterns will do.
             step = FAMILIES[family].step + some  # Samples take turns.
+            fits = fits and not (FAMILIES[family].as_one_device and (op.formatted_name, variant) in LEFT_OUT)
             for ragged in choices[: (1 if some else None) if fits else 0]:
                 for which in range(number % step, len(FAMILIES[family].patterns(tuple(given[ragged[0]].shape))), step):
                     found.append(Case(op, sample, variant, which, ragged, family))
@@ -352,7 +361,7 @@ def difference(got: Any, expected: Any, case: Case) -> str:
             one = one.full_tensor()
             if one.shape != declared:
                 return f"a DTensor of shape {tuple(declared)} that gathers to {tuple(one.shape)}"
-        rtol, atol = TOLERANCE.get(other.dtype, (1e-7, 1e-7))
+        rtol, atol = TOLERANCE.get(ROUNDS.get(case.op.name, other.dtype), (1e-7, 1e-7))
         if one.shape != other.shape or one.dtype != other.dtype:
             return f"{one.dtype} {tuple(one.shape)} in place of {other.dtype} {tuple(other.shape)}"
         if case.op.name in UNINITIALIZED:
@@ -443,7 +452,10 @@ def _sweep(names: str, samples: int, one: bool, count: bool, share_of_ops: int, 
     warnings.simplefilter("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # It reports bad samples that torch skips itself.
     tallies: dict[str, Tally] = {}
-    for op in [*op_db, *(ModuleAsOp(info, mode) for info in module_db for mode in (True, False) if is_plan and not info.is_lazy)]:
+    for op in [
+        *op_db,
+        *(ModuleAsOp(info, mode) for info in module_db for mode in (True, False) if is_plan and not info.is_lazy),
+    ]:
         choice = zlib.crc32(op.formatted_name.encode())
         if not re.fullmatch(names, op.name) or choice % 97 % share_of_ops:
             continue
@@ -452,8 +464,6 @@ def _sweep(names: str, samples: int, one: bool, count: bool, share_of_ops: int, 
         for dtype, share in [dtypes[choice % len(dtypes)]] if one and dtypes else dtypes:
             cases = cases_of(op, dtype, samples, family)[::share]
             for case in [cases[choice % len(cases)]] if one and cases else cases:
-                if TRACE:
-                    print(case, flush=True)
                 run_case(case, mesh, tally, count)
         if count and dist.get_rank() == 0:
             print(f"{op.formatted_name}: {tally.equal} equal, {tally.error} errors, {len(tally.wrong)} wrong", flush=True)

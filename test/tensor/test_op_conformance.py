@@ -1,4 +1,4 @@
-"""A sample of torch's OpInfo database on ragged and interleaved DTensors; the slow tests run all of it."""
+"""A sample of torch's OpInfo database on ragged and interleaved DTensors, and under a plan; the slow tests run all of it."""
 
 import math
 import unittest
@@ -19,6 +19,14 @@ class OpConformanceTest(unittest.TestCase):
 
     def test_sampled_ops_on_interleaved_tensors_do_too(self):
         self.check(samples=4, one=True, share=5, least=60, timeout=400, family="interleaved")
+
+    def test_sampled_ops_under_a_plan_do_too(self):
+        self.check(samples=2, one=True, share=7, least=60, timeout=400, family="plan")
+
+    @pytest.mark.slow
+    def test_all_ops_under_a_plan_do_too(self):
+        for family in ("plan", "plan of one rank", "plan of three"):
+            self.check(samples=2, one=False, share=1, least=10000, timeout=3 * 3600, family=family)
 
     @pytest.mark.slow
     def test_all_ops_on_interleaved_tensors_do_too(self):

@@ -249,13 +249,16 @@ class WrongRuleTest(unittest.TestCase):
 
     @ranks(2)
     def test_a_number_beside_a_pending_sum_is_no_summand():
-        """The dispatcher has one key for a number and for a tensor without dimensions of its type: the order is of no matter."""
+        """The dispatcher has one key for a number and for a tensor of its type without dimensions: both orders are right."""
         for dtype, shape in itertools.product((torch.float64, torch.int64), ((), (3,))):
             for first in (False, True):
                 with as_one_device():
                     torch.distributed.tensor.debug._clear_sharding_prop_cache()
                     pending = DTensor.from_local(torch.ones(shape, dtype=dtype), mesh_of(2), [Partial()])
-                    tensor, number = distribute_tensor(torch.tensor(2, dtype=dtype), mesh_of(2), [R]), 2.0 if dtype.is_floating_point else 2
+                    tensor, number = (
+                        distribute_tensor(torch.tensor(2, dtype=dtype), mesh_of(2), [R]),
+                        2.0 if dtype.is_floating_point else 2,
+                    )
                     for other in (tensor, number) if first else (number, tensor):
                         assert (pending + other).full_tensor().eq(4).all() and (pending - other).full_tensor().eq(0).all()
 

@@ -113,8 +113,8 @@ def _as_strided(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     if same:
         return _aten.alias.default(tensor)
     raise NotImplementedError(
-        f"{op} is not supported on a DTensor with another size or stride (got {tuple(size)} and {tuple(stride)}): no rank has all "
-        "the storage. Use narrow, select, view, permute or unfold, or call full_tensor() first"
+        f"{op} is not supported on a DTensor with another size or stride (got {tuple(size)} and {tuple(stride)}): no rank has "
+        "all of its storage. Use narrow, select, view, permute or unfold, or call full_tensor() first"
     )
 
 
@@ -194,15 +194,15 @@ class _AllOps:
         """Whether a redistribution between two specs of plain DTensors is one that torch gets wrong, so that it is done here.
 
         In it, a strided shard shares its dimension with another cut. If torch undoes one of these cuts only, it takes the whole
-        dimension for what the other cuts leave. The result has other elements, or another shape. Or a tensor that is cut becomes
-        one of summands, which torch cannot do, or whole numbers do, which it divides by the number of ranks.
+        dimension for what the other cuts leave. The result has other elements, or another shape. Or a tensor becomes a sum that
+        is pending: torch cannot do this to a tensor that is cut, and it divides whole numbers by the number of ranks.
         """
         if not self.run or current.mesh != target.mesh:
             return False
         for now, then in zip(current.placements, target.placements):
             if type(then) is Partial and now != then:
-                meta = current.tensor_meta
-                if not now.is_replicate() or not (meta.dtype.is_floating_point or meta.dtype.is_complex):
+                dtype = _dtype(current)
+                if not now.is_replicate() or not (dtype.is_floating_point or dtype.is_complex):
                     return True
         if current.mesh.ndim < 2:
             return False
@@ -225,7 +225,7 @@ class _AllOps:
         _count_from_the_front(op_info)
         numbers = _numbers(op_info.schema)
         if numbers:
-            op_info.schema = _exchanged(op_info.schema, {i: _NUMBERS[spec.tensor_meta.dtype] for i, spec in numbers.items()})
+            op_info.schema = _exchanged(op_info.schema, {i: _NUMBERS[_dtype(spec)] for i, spec in numbers.items()})
         try:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
             if numbers and getattr(sharding, "redistribute_schema", None) is not None:
@@ -290,12 +290,17 @@ def _numbers(schema: OpSchema) -> dict[int, DTensorSpec]:
             continue
         dtype = _TYPES_OF_NUMBERS.get(type(value))
         if isinstance(value, DTensorSpec) and not value.shape and all(each.is_replicate() for each in value.placements):
-            alike = [each for each in specs if each is not value and each.tensor_meta.dtype == value.tensor_meta.dtype]  # type: ignore[union-attr]
-            dtype = value.tensor_meta.dtype if alike else None  # type: ignore[union-attr]
-        if dtype in _NUMBERS:
+            others = [_dtype(spec) for spec in specs if spec is not value]
+            dtype = _dtype(value) if _dtype(value) in others else None
+        if dtype is not None and dtype in _NUMBERS:
             meta = TensorMeta(torch.Size(()), (), dtype)
             found[i] = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
     return found
+
+
+def _dtype(spec: DTensorSpec) -> torch.dtype:
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta.dtype
 
 
 def _exchanged(schema: OpSchema, values: dict[int, Any]) -> OpSchema:
@@ -327,7 +332,7 @@ def _view_in_place(op: torch._ops.OpOverload, view: Callable[..., Any], args: tu
 def _with_equal_batches(args: Sequence[Any]) -> list[Any] | None:
     """Factors of a batch of products, cut alike. None: they are, or torch can tell.
 
-    Of (batch, heads) that two mesh dimensions cut and a view has joined, torch compares the cuts of one mesh dimension at a time.
+    If two mesh dimensions cut (batch, heads), and a view has joined these, torch compares one mesh dimension at a time.
     """
     tensors = [each for each in args if isinstance(each, DTensor)]
     if len(tensors) < 2 or not any(isinstance(p, _StridedShard) and p.dim == 0 for each in tensors for p in each.placements):

@@ -214,7 +214,9 @@ def interleaved_view_rule(call: OpCall) -> Sharding:
         try:
             return _reshaped(call, spec, spec.placements, metas[0].shape)  # type: ignore[union-attr]
         except NoLocalWay:
-            plain = tuple([Shard(p.dim) if isinstance(p, InterleavedShard) and len(p.ratios) == 1 else p for p in spec.placements])
+            plain = tuple(
+                [Shard(p.dim) if isinstance(p, InterleavedShard) and len(p.ratios) == 1 else p for p in spec.placements]
+            )
             if plain == spec.placements:
                 raise
             # One segment, as each of q, k and v has: Shard and torch's strided one may share a dimension, as (batch, heads) do.

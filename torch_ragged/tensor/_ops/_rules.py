@@ -231,8 +231,14 @@ def dims_from_the_front(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> tup
     ``args`` itself, if there is nothing to change.
     """
     schema = op._schema
-    places = [i for i, (argument, value) in enumerate(zip(schema.arguments, args)) if argument.name in _DIMS and value is not None]
-    if not places or schema.name in _OTHER_NDIM or any(argument.name in ("input_sizes", "sizes") for argument in schema.arguments):
+    places = [
+        i for i, (argument, value) in enumerate(zip(schema.arguments, args)) if argument.name in _DIMS and value is not None
+    ]
+    if (
+        not places
+        or schema.name in _OTHER_NDIM
+        or any(argument.name in ("input_sizes", "sizes") for argument in schema.arguments)
+    ):
         return args
     ndim = next((len(leaf.shape) for leaf in pytree.tree_leaves(args) if hasattr(leaf, "shape")), 0)
     new = list(args)
