@@ -173,6 +173,18 @@ class NoRuleTest(unittest.TestCase):
                 found = extreme(distribute_tensor(whole, mesh, [Shard(0)]))
                 assert [each.full_tensor().tolist() for each in found] == [each.tolist() for each in extreme(whole)]
 
+    @ranks(3)
+    def test_kernels_of_images_of_which_a_rank_has_nothing():
+        images = (torch.arange(96.0) * 7 % 11).view(2, 4, 12)
+        for function in (
+            lambda x: F.adaptive_max_pool1d(x, 3),
+            lambda x: F.max_pool1d(x, 2),
+            lambda x: F.interpolate(x, scale_factor=2),
+            lambda x: F.pad(x, (1, 2), "reflect"),
+        ):
+            for cut in (Shard(0), Shard(1)):
+                check_on_ranks(function, images, mesh_of(3), [cut])
+
     @ranks(4)
     def test_strategies_for_strided_shards_are_compared_without_a_search():
         mesh, whole, weight = mesh_of(2, 2), torch.arange(24.0).view(8, 3), torch.arange(6.0).view(3, 2)

@@ -64,6 +64,8 @@ _GPU_ATTENTION = """
 _EXTREMES = frozenset(
     getattr(_aten, name) for name in ("amax", "amin", "max", "min", "linalg_vector_norm", "_foreach_norm", "_foreach_max")
 )
+_IMAGE_KERNELS = ("pool", "_pad", "upsample", "im2col", "col2im", "grid_sampler")
+"""In the names of ops whose kernels raise for no elements, too."""
 _VIEWS = frozenset((_aten.view, _aten._unsafe_view))
 _torchs_handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
 """Those of a torch that :func:`plain_handlers` has not changed yet."""
@@ -176,6 +178,11 @@ def _without_empty_parts(args: Sequence[Any]) -> list[Any] | None:
 
 
 @functools.cache
+def _needs_elements(op: torch._ops.OpOverload) -> bool:
+    return op.overloadpacket in _EXTREMES or any(part in op._schema.name for part in _IMAGE_KERNELS)
+
+
+@functools.cache
 def _leaves_a_rank_empty(size: int, ranks: tuple[int, ...]) -> bool:
     """Whether ``size`` rows, cut for the first number of ranks, then each part for the next one, leave a rank none."""
     sizes = {size}
@@ -218,7 +225,7 @@ class _AllOps:
             return op(_as_replicated(args[0]), *args[1:], **kwargs)
         if op is _aten.bmm.default and (given := _with_equal_batches(args)) is not None:
             return op(*given)
-        if op.overloadpacket in _EXTREMES and (given := _without_empty_parts(args)) is not None:
+        if _needs_elements(op) and (given := _without_empty_parts(args)) is not None:
             return op(*given, **kwargs)
         if op.overloadpacket in _WRONG_RULES and _WRONG_RULES[op.overloadpacket](*args):
             return on_whole_tensors(op, args, kwargs)
