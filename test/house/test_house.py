@@ -21,8 +21,8 @@ EVERYWHERE = None
 PRIVATE = {
     "torch.utils._python_dispatch": (
         ("random._deferred", "spmd._recorder", "spmd._static", "tensor._plain_ops", "tensor._redistribute"),
-        "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces; a view "
-        "in place changes the shape of a DTensor",
+        "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces; a "
+        "view in place changes the shape of a DTensor",
     ),
     "torch.utils._debug_mode": (("spmd._static",), "hears of every redistribution, also of those that no plan asks for"),
     "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),
