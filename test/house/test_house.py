@@ -20,19 +20,20 @@ EVERYWHERE = None
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
     "torch.utils._python_dispatch": (
-        ("random._recording", "spmd._recorder", "spmd._static", "tensor._redistribute"),
-        "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces",
+        ("random._recording", "spmd._recorder", "spmd._static_trial", "tensor._plain_ops", "tensor._redistribute"),
+        "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces; a "
+        "view in place changes the shape of a DTensor",
     ),
-    "torch.utils._debug_mode": (("spmd._static",), "hears of every redistribution, also of those that no plan asks for"),
+    "torch.utils._debug_mode": (("spmd._static_trial",), "hears of every redistribution, also of those that no plan asks for"),
     "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),
     "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
     # What the patches of upstream/ have in common with this package: these modules are written to be torch's.
     "torch.distributed.tensor._dtensor_spec": (
-        ("tensor._api", "tensor._dispatch", "tensor._placement_extension", "tensor._single_device"),
+        ("tensor._api", "tensor._dispatch", "tensor._placement_extension", "tensor._plain_ops", "tensor._single_device"),
         "a DTensor's spec",
     ),
     "torch.distributed.tensor._op_schema": (
-        ("tensor._dispatch", "tensor._ops._attention_ops", "tensor._placement_extension"),
+        ("tensor._dispatch", "tensor._ops._attention_ops", "tensor._placement_extension", "tensor._plain_ops"),
         "what the dispatcher asks with",
     ),
     "torch.distributed.tensor._dispatch": (("tensor._dispatch",), "runs an op on local tensors"),

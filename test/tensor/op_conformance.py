@@ -1,7 +1,9 @@
-"""Torch's own OpInfo database on ragged and interleaved DTensors: does an op give the single-device result, or a clear error?
+"""Torch's own OpInfo database on DTensors: does an op give the single-device result, or a clear error?
 
-``python test/tensor/op_conformance.py --write docs/op_coverage.md`` sweeps everything on 4 ranks; the test takes a sample.
-``--family interleaved`` sweeps InterleavedShard on 2 ranks.
+``python test/tensor/op_conformance.py --write docs/op_coverage.md`` sweeps ragged DTensors on 4 ranks; the test takes a sample.
+``--family interleaved`` sweeps InterleavedShard on 2 ranks. ``--family plan`` sweeps what flows through a model under a plan:
+Replicate, Partial and Shard over two mesh dimensions, with the handlers of ``parallelize``, torch's modules too, and dimensions
+counted from the back in every second case.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import re
 import sys
 import warnings
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,24 +32,44 @@ import torch
 import torch.distributed as dist
 from common import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import ModuleInfo, module_db
+from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged import InterleavedShard, RaggedShard
+from torch_ragged._register._spmd import compute_as_before, compute_as_one_device
+from torch_ragged.random import single_device
+from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor.placement_types import has_own_rules
 
 RANKS = 4
 CLEAR = (
     "is not supported on a DTensor with",  # ours: names the op, the tensors and the way out
     "in-place operations that require placement changes are not supported",  # torch's: and how to write it instead
+    "would change the shape of a DTensor that it writes",  # ours: addbmm_ of a smaller tensor
+    "cut the tensor over fewer of them in the plan",  # ours: a view that two mesh dimensions cut too finely
+    "tensor, which no DTensor can be",  # ours: of sparse tensors
     "got mixed torch.Tensor and DTensor",  # torch's: the op makes plain tensors inside, so no DTensor can take it
 )
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 DTYPES = {torch.float32: 1, torch.bfloat16: 4, torch.int64: 4}
-TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+"""For each type of the samples: of the cases, one in so many is run."""
+PLAN_DTYPES = {torch.float64: 1, torch.int64: 3}
+LEFT_OUT = {
+    ("linalg_matrix_rank", "out"): "torch writes to out= by no op that a DTensor sees",
+    ("linalg_matrix_rank_hermitian", "out"): "the same",
+    ("kron", "out"): "torch writes to a view of out=, which is a copy if out= is cut",
+    ("expand_copy", "out"): "torch's rule gives the op the size of all ranks; expand_copy itself is right",
+}
+"""What is wrong under a plan, by name of the op and variant, and why."""
+ROUNDS = {"bfloat16": torch.bfloat16, "half": torch.float16}
+"""Ops that round to a type of fewer digits. If a sum is pending, they round its summands."""
+TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2), torch.float16: (3e-3, 3e-3)}
 
 
 def interleaved_patterns(shape: tuple[int, ...]) -> list[Placement]:
@@ -72,8 +95,40 @@ def ragged_patterns(shape: tuple[int, ...]) -> list[Placement]:
     return list(found)
 
 
-FAMILIES = {"ragged": (RANKS, ragged_patterns), "interleaved": (2, interleaved_patterns)}
-"""For each family of placements: the number of ranks, and its placements of a shape."""
+def plain_patterns(shape: tuple[int, ...], mesh_dims: int) -> list[tuple[Placement, ...]]:
+    """All of Replicate, Partial and Shard on each mesh dimension, without Replicate on all."""
+    each = (Replicate(), *map(Shard, range(len(shape))), Partial())
+    return list(itertools.product(each, repeat=mesh_dims))[1:]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Placements to sweep.
+
+    Attributes:
+        mesh: the sizes of the mesh dimensions.
+        patterns: its placements of a shape.
+        step: of the patterns, each sample takes one in so many.
+        as_one_device: whether ``parallelize`` has given the dispatcher its handlers. Then torch's own faults count, too.
+    """
+
+    mesh: tuple[int, ...]
+    patterns: Callable[[tuple[int, ...]], list[tuple[Placement, ...]]]
+    step: int = 2
+    as_one_device: bool = False
+
+
+def _plan(*mesh: int) -> Family:
+    return Family(mesh, functools.partial(plain_patterns, mesh_dims=len(mesh)), 7, True)
+
+
+FAMILIES = {
+    "ragged": Family((RANKS,), lambda shape: [(each,) for each in ragged_patterns(shape)]),
+    "interleaved": Family((2,), lambda shape: [(each,) for each in interleaved_patterns(shape)]),
+    "plan": _plan(2, 2),
+    "plan of one rank": _plan(2, 1),
+    "plan of three": _plan(3),
+}
 
 
 @dataclass
@@ -98,9 +153,21 @@ class Case:
     which: int
     ragged: tuple[int, ...]
     family: str = "ragged"
+    shift: int = 0
 
-    def patterns(self, shape: Any) -> list[Placement]:
-        return FAMILIES[self.family][1](tuple(shape))
+    def pattern(self, shape: Any, position: int = 0) -> tuple[Placement, ...]:
+        """The placements of a tensor. If there is a ``shift``, each tensor of the case has another pattern."""
+        found = FAMILIES[self.family].patterns(tuple(shape))
+        return found[(self.which + self.shift * position) % len(found)]
+
+    @property
+    def counts_from_the_back(self) -> bool:
+        return FAMILIES[self.family].as_one_device and self.which % 2 == 1
+
+    def run(self, tensors: list[Any]) -> Any:
+        torch.manual_seed(1)
+        with DimsFromTheBack() if self.counts_from_the_back else contextlib.nullcontext():
+            return self.call(tensors)
 
     def call(self, tensors: list[Any]) -> Any:
         leaves, tree = pytree.tree_flatten((self.sample.input, self.sample.args, self.sample.kwargs))
@@ -135,19 +202,75 @@ class Case:
             raise TypeError("several outputs")
         if not isinstance(tensors[0], DTensor):
             return torch.empty_like(result)
-        found = self.patterns(result.shape)
-        meta = {"dtype": result.dtype, "placements": [found[self.which % len(found)]]}
+        placements = [Replicate() if placement.is_partial() else placement for placement in self.pattern(result.shape)]
+        meta = {"dtype": result.dtype, "placements": placements}
         return torch.distributed.tensor.zeros(result.shape, device_mesh=tensors[0].device_mesh, **meta)
 
     def __str__(self) -> str:
         given = tensors_of(self.sample)
-        pattern = self.patterns(given[self.ragged[0]].shape)[self.which]
+        pattern = [self.pattern(given[i].shape, i) for i in (self.ragged if self.shift else self.ragged[:1])]
+        shown = [each if len(each) > 1 else each[0] for each in pattern]
 
         def brief(leaf: Any) -> Any:
             return f"{str(leaf.dtype)[6:]}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
 
         arguments = pytree.tree_map(brief, (self.sample.input, *self.sample.args, self.sample.kwargs))
-        return f"{self.op.formatted_name} {self.variant} {arguments}, tensors {self.ragged} as {pattern}"
+        where = ", dims from the back" if self.counts_from_the_back else ""
+        cut = shown if self.shift else shown[0]
+        return f"{self.op.formatted_name} {self.variant} {arguments}, tensors {self.ragged} as {cut}{where}"
+
+
+class DimsFromTheBack(TorchDispatchMode):
+    """Each dimension that an op gets is counted from the back: -1 is the last one. Both sides of a comparison get them so."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next((leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)), None)
+        name = op._schema.name
+        # The result of the former has one dimension more. The latter would read memory that is not theirs.
+        if first is None or name in ("aten::unsqueeze", "aten::stack") or name.startswith("aten::_fft"):
+            return op(*args, **(kwargs or {}))
+        ndim = len(args[1]) if op._schema.name in ("aten::select_backward", "aten::slice_backward") else first.ndim
+
+        def back(name: str, value: Any) -> Any:
+            if name not in ("dim", "dims", "dim0", "dim1", "axis1", "axis2") or not ndim:
+                return value
+            return pytree.tree_map(lambda each: each - ndim if type(each) is int and 0 <= each < ndim else each, value)
+
+        flipped = [back(argument.name, value) for argument, value in zip(op._schema.arguments, args)]
+        return op(*flipped, **(kwargs or {}))
+
+
+class ModuleAsOp:
+    """A module of torch's database with the part of an OpInfo that the sweep reads: its parameters are arguments, too."""
+
+    supports_out, supports_autograd = False, True
+
+    def __init__(self, info: ModuleInfo, training: bool) -> None:
+        self.info, self.training = info, training
+        self.name = self.formatted_name = f"{info.name}{'' if training else ' in eval()'}"
+
+    def supported_dtypes(self, device: str) -> Any:
+        return self.info.supported_dtypes(device)
+
+    def get_inplace(self) -> None:
+        return None
+
+    def sample_inputs_func(self, op: Any, device: str, dtype: torch.dtype, requires_grad: bool) -> Iterator[SampleInput]:
+        for given in self.info.module_inputs_func(self.info, device, dtype, requires_grad, self.training):
+            if given.forward_input is None:
+                continue
+            arguments, options = given.constructor_input, {"device": device, "dtype": dtype}
+            try:
+                module = self.info.module_cls(*arguments.args, **arguments.kwargs, **options)
+            except TypeError:  # A module without parameters.
+                module = self.info.module_cls(*arguments.args, **arguments.kwargs)
+            module.train(self.training)
+            state = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+            forward = given.forward_input
+            yield SampleInput((forward.args, forward.kwargs), args=(state, module))
+
+    def __call__(self, inputs: Any, state: dict[str, torch.Tensor], module: torch.nn.Module) -> Any:
+        return torch.func.functional_call(module, state, *inputs)
 
 
 def tensors_of(sample: Any) -> list[torch.Tensor]:
@@ -172,10 +295,13 @@ def cases_of(op: Any, dtype: torch.dtype, samples: int, family: str) -> list[Cas
         variants = {"function": 1, "in-place": op.get_inplace() and first == 0, "out": op.supports_out}
         for variant, fits in {**variants, "gradient": op.supports_autograd}.items():
             some = variant in ("out", "gradient")  # Their work is that of the function: fewer patterns will do.
-            step = 3 if some else 2  # Samples take turns.
+            step = FAMILIES[family].step + some  # Samples take turns.
+            fits = fits and not (FAMILIES[family].as_one_device and (op.formatted_name, variant) in LEFT_OUT)
             for ragged in choices[: (1 if some else None) if fits else 0]:
-                for which in range(number % step, len(FAMILIES[family][1](tuple(given[ragged[0]].shape))), step):
+                for which in range(number % step, len(FAMILIES[family].patterns(tuple(given[ragged[0]].shape))), step):
                     found.append(Case(op, sample, variant, which, ragged, family))
+            if FAMILIES[family].as_one_device and fits:  # And all tensors, each cut in its own way.
+                found += [Case(op, sample, variant, number + each, tuple(usable), family, 1 + 5 * each) for each in range(3)]
     return found
 
 
@@ -183,12 +309,31 @@ def to_dtensors(case: Case, mesh: DeviceMesh, placement: Placement | None = None
     """The tensors of the case: those to be ragged as its pattern says, or under ``placement``; the others replicated."""
     results = []
     for position, tensor in enumerate(tensors_of(case.sample)):
-        result = DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()], run_check=False)
+        result = DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         if position in case.ragged and (tensor.dim() or placement is None):
-            found = case.patterns(tensor.shape)
-            result = result.redistribute(placements=[placement or found[case.which % len(found)]])
+            result = placed(result, (placement,) if placement else case.pattern(tensor.shape, position))
         results.append(result)
     return results
+
+
+def placed(whole: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """``whole`` under these placements. The summands of a pending sum are no zeros; a tensor of indices is not pending."""
+    mesh, is_pending = whole.device_mesh, [placement.is_partial() for placement in placements]
+    if whole.is_floating_point():
+        cut = [Replicate() if placement.is_partial() else placement for placement in placements]
+    else:
+        cut = placements = [Replicate() if placement.is_partial() else placement for placement in placements]
+    result = whole.redistribute(placements=cut)
+    if not any(placement.is_partial() for placement in placements):
+        return result
+    summands = math.prod(mesh.size(dim) for dim, pending in enumerate(is_pending) if pending)
+
+    def part(local: torch.Tensor) -> torch.Tensor:
+        has_rest = not any(at for at, pending in zip(coordinate_of(mesh), is_pending) if pending)
+        return local - 1.5 * (summands - 1) if has_rest else torch.full_like(local, 1.5)
+
+    local = on_each_rank(part, result._local_tensor)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def difference(got: Any, expected: Any, case: Case) -> str:
@@ -216,7 +361,7 @@ def difference(got: Any, expected: Any, case: Case) -> str:
             one = one.full_tensor()
             if one.shape != declared:
                 return f"a DTensor of shape {tuple(declared)} that gathers to {tuple(one.shape)}"
-        rtol, atol = TOLERANCE.get(other.dtype, (1e-7, 1e-7))
+        rtol, atol = TOLERANCE.get(ROUNDS.get(case.op.name, other.dtype), (1e-7, 1e-7))
         if one.shape != other.shape or one.dtype != other.dtype:
             return f"{one.dtype} {tuple(one.shape)} in place of {other.dtype} {tuple(other.shape)}"
         if case.op.name in UNINITIALIZED:
@@ -237,8 +382,7 @@ def agree(mesh: DeviceMesh, state: int) -> bool:
 
 def run_case(case: Case, mesh: DeviceMesh, tally: Tally, count: bool) -> None:
     try:
-        torch.manual_seed(1)
-        expected = case.call([t.detach().clone() for t in tensors_of(case.sample)])
+        expected = case.run([t.detach().clone() for t in tensors_of(case.sample)])
         if case.variant == "out" and not case.is_filled(expected):
             return  # torch itself leaves out= as it was: ihfftn.
     except Exception:
@@ -246,9 +390,8 @@ def run_case(case: Case, mesh: DeviceMesh, tally: Tally, count: bool) -> None:
     error, got = None, None
     try:
         arguments = to_dtensors(case, mesh)
-        torch.manual_seed(1)
         with CommDebugMode() if count else contextlib.nullcontext() as comm:
-            got = case.call(arguments)
+            got = case.run(arguments)
     except Exception as exception:
         error = exception
     if not agree(mesh, error is None):
@@ -277,6 +420,8 @@ def run_case(case: Case, mesh: DeviceMesh, tally: Tally, count: bool) -> None:
 
 def same_in_torch(case: Case, mesh: DeviceMesh, expected: Any, failure: str | None) -> bool:
     """Whether DTensor itself, with Replicate or Shard(0) in place of the ragged placements, fails alike (None: raises)."""
+    if FAMILIES[case.family].as_one_device:
+        return False
     for placement in (Replicate(), Shard(0)):
         try:
             found: str | None = difference(case.call(to_dtensors(case, mesh, placement)), expected, case)
@@ -295,16 +440,27 @@ def sweep(
     float32 in full, bfloat16 and int64 in every fourth case. ``one`` takes one case of each op, ``count`` tells which cases
     communicate, one op of each ``share_of_ops`` is run.
     """
-    mesh = init_device_mesh("cpu", (FAMILIES[family][0],))
+    with compute_as_before() if FAMILIES[family].as_one_device else contextlib.nullcontext():
+        if FAMILIES[family].as_one_device:
+            compute_as_one_device(True)
+            single_device()
+        return _sweep(names, samples, one, count, share_of_ops, family)
+
+
+def _sweep(names: str, samples: int, one: bool, count: bool, share_of_ops: int, family: str) -> dict[str, Tally]:
+    mesh, is_plan = init_device_mesh("cpu", FAMILIES[family].mesh), FAMILIES[family].as_one_device
     warnings.simplefilter("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # It reports bad samples that torch skips itself.
     tallies: dict[str, Tally] = {}
-    for op in op_db:
+    for op in [
+        *op_db,
+        *(ModuleAsOp(info, mode) for info in module_db for mode in (True, False) if is_plan and not info.is_lazy),
+    ]:
         choice = zlib.crc32(op.formatted_name.encode())
         if not re.fullmatch(names, op.name) or choice % 97 % share_of_ops:
             continue
         tally = tallies.setdefault(op.formatted_name, Tally())
-        dtypes = [(d, share) for d, share in DTYPES.items() if d in op.supported_dtypes("cpu")]
+        dtypes = [(d, share) for d, share in (PLAN_DTYPES if is_plan else DTYPES).items() if d in op.supported_dtypes("cpu")]
         for dtype, share in [dtypes[choice % len(dtypes)]] if one and dtypes else dtypes:
             cases = cases_of(op, dtype, samples, family)[::share]
             for case in [cases[choice % len(cases)]] if one and cases else cases:
@@ -371,7 +527,7 @@ def main() -> None:
     parser.add_argument("--family", default="ragged", choices=FAMILIES, help="the placements")
     parser.add_argument("--write", type=pathlib.Path, help="the table to write")
     options = parser.parse_args()
-    ranks, family = FAMILIES[options.family][0], options.family
+    ranks, family = math.prod(FAMILIES[options.family].mesh), options.family
     answers = run_ranks(ranks, sweep, options.names, options.samples, False, True, 1, family, timeout=3 * 3600)
     for text in wrong_of(answers):
         print("WRONG", text)

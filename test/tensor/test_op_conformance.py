@@ -1,5 +1,6 @@
-"""A sample of torch's OpInfo database on ragged and interleaved DTensors; the slow tests run all of it."""
+"""A sample of torch's OpInfo database on ragged and interleaved DTensors, and under a plan; the slow tests run all of it."""
 
+import math
 import unittest
 
 import pytest
@@ -9,7 +10,7 @@ from op_conformance import FAMILIES, sweep, wrong_of
 
 class OpConformanceTest(unittest.TestCase):
     def check(self, samples, one, share, least, timeout, family="ragged"):
-        answers = run_ranks(FAMILIES[family][0], sweep, ".*", samples, one, False, share, family, timeout=timeout)
+        answers = run_ranks(math.prod(FAMILIES[family].mesh), sweep, ".*", samples, one, False, share, family, timeout=timeout)
         self.assertEqual(wrong_of(answers), [])
         self.assertGreater(sum(tally.equal for tally in answers[0].values()), least)
 
@@ -18,6 +19,14 @@ class OpConformanceTest(unittest.TestCase):
 
     def test_sampled_ops_on_interleaved_tensors_do_too(self):
         self.check(samples=4, one=True, share=5, least=60, timeout=400, family="interleaved")
+
+    def test_sampled_ops_under_a_plan_do_too(self):
+        self.check(samples=2, one=True, share=7, least=60, timeout=400, family="plan")
+
+    @pytest.mark.slow
+    def test_all_ops_under_a_plan_do_too(self):
+        for family in ("plan", "plan of one rank", "plan of three"):
+            self.check(samples=2, one=False, share=1, least=10000, timeout=3 * 3600, family=family)
 
     @pytest.mark.slow
     def test_all_ops_on_interleaved_tensors_do_too(self):

@@ -1,6 +1,8 @@
 """Ops on plain DTensors, after ``parallelize`` has given the dispatcher its handlers: results are those of one device."""
 
 import contextlib
+import copy
+import functools
 import itertools
 import math
 import unittest
@@ -9,8 +11,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from common import error_of, ranks
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -31,6 +34,20 @@ def as_one_device():
 
 def mesh_of(*sizes):
     return init_device_mesh("cpu", sizes)
+
+
+def check_on_ranks(function, whole, mesh, placements):
+    """Values and the gradient of ``function`` on a DTensor are those of one device."""
+    single = whole.clone().requires_grad_()
+    expected = function(single)
+    expected.square().sum().backward()
+    with as_one_device():
+        tensor = distribute_tensor(whole, mesh, placements).requires_grad_()
+        found = function(tensor)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.full_tensor(), expected.detach(), msg=lambda text: f"{placements}: {text}")
+        found.square().sum().backward()
+        torch.testing.assert_close(tensor.grad.full_tensor(), single.grad, msg=lambda text: f"{placements}: {text}")
 
 
 def assert_same(found, expected, placements):
@@ -88,10 +105,32 @@ class NoRuleTest(unittest.TestCase):
             assert_same(tensor, whole, [Shard(0)])
 
     @ranks(2)
-    def test_views_without_a_rule_stay_errors():
+    def test_views_without_a_rule_run_on_whole_tensors():
+        for view in (
+            lambda x: x.unfold(0, 2, 1),
+            lambda x: torch.stack([row * (i + 1) for i, row in enumerate(x)]),
+            lambda x: torch.stack(x.unbind(1)),
+            lambda x: x[torch.tensor([True, False, True, True, False])],
+            lambda x: x[x > 5],
+            lambda x: x.clone().transpose_(0, 1),
+            lambda x: (x * 1).unsqueeze(1).squeeze_(1),
+        ):
+            for cut in (Shard(0), Shard(1), R):
+                check_on_ranks(view, torch.arange(15.0).view(5, 3), mesh_of(2), [cut])
+
+    @ranks(2)
+    def test_a_view_of_other_strides_is_refused_by_name():
         with as_one_device():
             tensor = distribute_tensor(torch.arange(12.0), mesh_of(2), [Shard(0)])
-            assert "aten.unfold.default does not have a sharding strategy" in error_of(tensor.unfold, 0, 2, 2)
+            assert "aten.as_strided.default is not supported on a DTensor" in error_of(tensor.as_strided, (3,), (2,))
+            assert tensor.as_strided((12,), (1,)).full_tensor().equal(torch.arange(12.0))
+
+    @ranks(2)
+    def test_a_write_that_would_change_the_shape_is_an_error():
+        with as_one_device():
+            tensor, mesh = distribute_tensor(torch.ones(1), mesh_of(2), [R]), mesh_of(2)
+            a, b = (distribute_tensor(torch.ones(shape), mesh, [R]) for shape in ((2, 3, 4), (2, 4, 5)))
+            assert "aten.addbmm_.default would change the shape" in error_of(tensor.addbmm_, a, b)
 
     @unittest.skipIf(torch.__version__ < "2.13", "torch 2.11 flattens no dimension that is cut behind another")
     @ranks(2)
@@ -134,6 +173,18 @@ class NoRuleTest(unittest.TestCase):
                 found = extreme(distribute_tensor(whole, mesh, [Shard(0)]))
                 assert [each.full_tensor().tolist() for each in found] == [each.tolist() for each in extreme(whole)]
 
+    @ranks(3)
+    def test_kernels_of_images_of_which_a_rank_has_nothing():
+        images = (torch.arange(96.0) * 7 % 11).view(2, 4, 12)
+        for function in (
+            lambda x: F.adaptive_max_pool1d(x, 3),
+            lambda x: F.max_pool1d(x, 2),
+            lambda x: F.interpolate(x, scale_factor=2),
+            lambda x: F.pad(x, (1, 2), "reflect"),
+        ):
+            for cut in (Shard(0), Shard(1)):
+                check_on_ranks(function, images, mesh_of(3), [cut])
+
     @ranks(4)
     def test_strategies_for_strided_shards_are_compared_without_a_search():
         mesh, whole, weight = mesh_of(2, 2), torch.arange(24.0).view(8, 3), torch.arange(6.0).view(3, 2)
@@ -170,6 +221,96 @@ class NoRuleTest(unittest.TestCase):
                 "replicated tensors"
             ],
         )
+
+
+class WrongRuleTest(unittest.TestCase):
+    """Ops that torch alone computes wrong, in silence or with an error of a kernel."""
+
+    @ranks(2)
+    def test_dimensions_count_from_the_back_too():
+        for scan in (torch.cumsum, torch.cumprod, torch.logcumsumexp, lambda x, dim: x.cummax(dim)[0], torch.softmax):
+            for cut, dim in itertools.product((Shard(0), Shard(1)), (-1, -2)):
+                check_on_ranks(functools.partial(scan, dim=dim), torch.linspace(-1, 1, 20).view(4, 5), mesh_of(2), [cut])
+
+    @ranks(2)
+    def test_no_dimensions_are_all_of_a_reduction():
+        for cut in (Shard(0), Shard(1)):
+            for function in (lambda x: x.norm(math.inf), lambda x: x.sum((), True), lambda x: torch.mean(x, ())):
+                check_on_ranks(function, torch.arange(15.0).view(5, 3), mesh_of(2), [cut])
+
+    @ranks(2)
+    def test_gradients_of_kernels_that_are_told_sizes():
+        weight = torch.arange(1.0, 5.0)
+        for function in (
+            lambda x: F.group_norm(x, 2, weight.clone().requires_grad_(), weight),
+            lambda x: F.adaptive_avg_pool2d(x, 3),
+            lambda x: F.embedding((x[:, :, 0].detach() % 4).long(), x[0], scale_grad_by_freq=True),
+            lambda x: F.cosine_embedding_loss(x[:, 0], x[:, 1], torch.tensor([1, -1, 1])),
+        ):
+            for cut in (Shard(0), Shard(1), Shard(2)):
+                check_on_ranks(function, (torch.arange(72.0) * 7 % 11).view(3, 4, 6), mesh_of(2), [cut])
+
+    @ranks(2)
+    def test_gradients_of_a_group_norm_of_cut_rows_are_pending_and_move_no_rows():
+        with as_one_device(), CommDebugMode() as comms:
+            rows = distribute_tensor(torch.randn(4, 6, 5), mesh_of(2), [Shard(0)]).requires_grad_()
+            weight = distribute_tensor(torch.ones(6), mesh_of(2), [R]).requires_grad_()
+            before = comms.get_total_counts()
+            F.group_norm(rows, 2, weight, weight).sum().backward()
+        assert comms.get_total_counts() == before and weight.grad.placements == (Partial(),)
+
+    @ranks(2)
+    def test_a_number_beside_a_pending_sum_is_no_summand():
+        """The dispatcher has one key for a number and for a tensor of its type without dimensions: both orders are right."""
+        for dtype, shape in itertools.product((torch.float64, torch.int64), ((), (3,))):
+            for first in (False, True):
+                with as_one_device():
+                    torch.distributed.tensor.debug._clear_sharding_prop_cache()
+                    pending = DTensor.from_local(torch.ones(shape, dtype=dtype), mesh_of(2), [Partial()])
+                    tensor, number = (
+                        distribute_tensor(torch.tensor(2, dtype=dtype), mesh_of(2), [R]),
+                        2.0 if dtype.is_floating_point else 2,
+                    )
+                    for other in (tensor, number) if first else (number, tensor):
+                        assert (pending + other).full_tensor().eq(4).all() and (pending - other).full_tensor().eq(0).all()
+
+    @ranks(2)
+    def test_values_are_written_to_a_pending_sum_once():
+        with as_one_device():
+            for write, expected in (
+                (lambda x: x.fill_(3), 3.0),
+                (lambda x: 1 - x, -3.0),
+                (lambda x: x.reciprocal(), 0.25),
+                (lambda x: x.sqrt_(), 2.0),
+                (lambda x: x.clamp_(max=3), 3.0),
+            ):
+                pending = DTensor.from_local(torch.full((2, 3), 2.0), mesh_of(2), [Partial()])
+                assert write(pending).full_tensor().eq(expected).all()
+
+    @ranks(2)
+    def test_recurrent_layers_under_all_placements():
+        for kind in (nn.GRU, nn.RNN, nn.LSTM):
+            plain = kind(4, 4, batch_first=True)
+            layers = {torch.Tensor: plain, DTensor: distribute_module(copy.deepcopy(plain), mesh_of(2))}
+            for cut in (R, Shard(0), Shard(1), Shard(2)):
+                check_on_ranks(lambda x: layers[type(x)](x)[0], torch.linspace(-1, 1, 48).view(3, 4, 4), mesh_of(2), [cut])
+
+    @ranks(2)
+    def test_a_plain_tensor_gets_all_values_that_are_written_to_it():
+        with as_one_device():
+            plain, tensor = torch.ones(4, 3), distribute_tensor(torch.arange(12.0).view(4, 3), mesh_of(2), [Shard(0)])
+            assert plain.add_(tensor) is plain and plain.equal(torch.arange(12.0).view(4, 3) + 1)
+
+    @ranks(4)
+    def test_a_product_of_batch_and_heads_that_two_mesh_dimensions_cut():
+        """q, k and v of one projection: each is one segment, and a view joins batch and heads."""
+
+        def attention(y):
+            q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in y.split(8, -1))
+            return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+        for cuts in ([Shard(0), InterleavedShard(2, 3)], [R, InterleavedShard(2, 3)], [Shard(0), R]):
+            check_on_ranks(attention, torch.linspace(-1, 1, 4 * 3 * 24).view(4, 3, 24), mesh_of(2, 2), cuts)
 
 
 class SortTest(unittest.TestCase):

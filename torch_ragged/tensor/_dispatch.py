@@ -36,6 +36,7 @@ from torch_ragged.tensor._ops import (
     Sharding,
     call_per_mesh,
     decomposition_of,
+    dims_from_the_front,
     fits_out,
     has_ragged_rows,
     is_random,
@@ -181,15 +182,8 @@ class _Propagation:
 
     @functools.cached_property
     def _from_the_left(self) -> OpSchema:
-        """The schema with a non-negative ``dim``: some of torch's rules do not recognize -1 as a sharded dimension."""
-        specs = _specs(self._schema.args_schema)
-        args = list(self._schema.args_schema)
-        for position, argument in enumerate(self._schema.op._schema.arguments[: len(args)]):
-            value, ndim = args[position], len(specs[0].shape)
-            same = all(meta is None or len(meta.shape) == ndim for meta in self.output_meta())
-            if argument.name == "dim" and isinstance(value, int) and value < 0 and ndim and same:
-                args[position] = value + ndim
-        return OpSchema(self._schema.op, tuple(args), self._schema.kwargs_schema, schema_info=self._schema.schema_info)
+        args = dims_from_the_front(self._schema.op, self._schema.args_schema)
+        return OpSchema(self._schema.op, args, self._schema.kwargs_schema, schema_info=self._schema.schema_info)
 
     def output_meta(self) -> list[Any]:
         if self.metas is None:

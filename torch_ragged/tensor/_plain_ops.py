@@ -18,18 +18,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torch_ragged._ranks.peers import peers_named
-from torch_ragged.tensor._ops import decomposition_of, is_random, returns_alias
+from torch_ragged.tensor._ops import decomposition_of, dims_from_the_front, returns_alias
 from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._read import read_item
 from torch_ragged.tensor._redistribute import redistribute_local
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
-__all__ = ["all_ops", "needs_whole_tensors", "on_whole_tensors", "plain_handlers"]
+__all__ = ["all_ops", "on_whole_tensors", "plain_handlers"]
 
 _logger = logging.getLogger("torch_ragged.spmd")
 _aten = torch.ops.aten
@@ -39,6 +42,17 @@ _LOSSES = """
     mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward
     nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward
 """.split()
+# Ops of which torch's rule is wrong for some arguments: they run on whole tensors.
+_WRONG_RULES: dict[Any, Callable[..., bool]] = {
+    _aten._adaptive_avg_pool2d_backward: lambda *args: True,  # Of rows that are cut, it takes the gradient of all.
+    _aten._adaptive_avg_pool3d_backward: lambda *args: True,
+    **{  # The random numbers of all images and channels are an argument.
+        getattr(_aten, f"fractional_max_pool{name}"): lambda *args: True for name in ("2d", "2d_backward", "3d", "3d_backward")
+    },
+    _aten.embedding_dense_backward: lambda *args: args[4],  # scale_grad_by_freq: a rank counts its own indices.
+    _aten.addmv: lambda *args: not args[0].is_floating_point(),  # Of whole numbers, it cuts one argument only.
+    _aten.fill_: lambda *args: _is_pending(args[0]),  # Each rank would have the value, and the sum many times the value.
+}
 # The number of rows of the result depends on values, which no rank knows alone.
 _OF_VALUES = "nonzero masked_select _unique2 unique_consecutive unique_dim bincount".split()
 _CPU_ATTENTION = """
@@ -56,6 +70,8 @@ _EXTREMES = frozenset(
 )
 # Seconds of planning after which a line is logged: then a first step seems to hang.
 _LONG = 10.0
+_IMAGE_KERNELS = ("pool", "_pad", "upsample", "im2col", "col2im", "grid_sampler")
+"""In the names of ops whose kernels raise for no elements, too."""
 _VIEWS = frozenset((_aten.view, _aten._unsafe_view))
 _torchs_handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
 """Those of a torch that :func:`plain_handlers` has not changed yet."""
@@ -67,6 +83,8 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         **{getattr(_aten, name).default: _loss for name in _LOSSES},
         **{getattr(_aten, name).default: _gathered for name in _OF_VALUES},
         _aten._local_scalar_dense.default: read_item,
+        _aten.as_strided.default: _as_strided,
+        _aten.native_group_norm_backward.default: _group_norm_backward,
         _aten.embedding.default: _rows_of_a_cut,
         _aten.gather.default: _rows_of_a_cut,
         _aten.sort.default: _sort,
@@ -96,6 +114,17 @@ def _gathered(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
         return found
     return on_whole_tensors(op, args, kwargs)
+
+
+def _as_strided(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, size, stride, *rest = args
+    same = tensor.shape == tuple(size) and tensor.stride() == tuple(stride) and (rest or [None])[0] in (None, 0)
+    if same:
+        return _aten.alias.default(tensor)
+    raise NotImplementedError(
+        f"{op} is not supported on a DTensor with another size or stride (got {tuple(size)} and {tuple(stride)}): no rank has "
+        "all of its storage. Use narrow, select, view, permute or unfold, or call full_tensor() first"
+    )
 
 
 def _rows_of_a_cut(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,6 +185,11 @@ def _without_empty_parts(args: Sequence[Any]) -> list[Any] | None:
 
 
 @functools.cache
+def _needs_elements(op: torch._ops.OpOverload) -> bool:
+    return op.overloadpacket in _EXTREMES or any(part in op._schema.name for part in _IMAGE_KERNELS)
+
+
+@functools.cache
 def _leaves_a_rank_empty(size: int, ranks: tuple[int, ...]) -> bool:
     """Whether ``size`` rows, cut for the first number of ranks, then each part for the next one, leave a rank none."""
     sizes = {size}
@@ -179,9 +213,17 @@ class _AllOps:
         """Whether a redistribution between two specs of plain DTensors is one that torch gets wrong, so that it is done here.
 
         In it, a strided shard shares its dimension with another cut. If torch undoes one of these cuts only, it takes the whole
-        dimension for what the other cuts leave. The result has other elements, or another shape.
+        dimension for what the other cuts leave. The result has other elements, or another shape. Or a tensor becomes a sum that
+        is pending: torch cannot do this to a tensor that is cut, and it divides whole numbers by the number of ranks.
         """
-        if not self.run or current.mesh.ndim < 2 or current.mesh != target.mesh:
+        if not self.run or current.mesh != target.mesh:
+            return False
+        for now, then in zip(current.placements, target.placements):
+            if type(then) is Partial and now != then:
+                dtype = _dtype(current)
+                if not now.is_replicate() or not (dtype.is_floating_point or dtype.is_complex):
+                    return True
+        if current.mesh.ndim < 2:
             return False
         return any(_shares_dim(spec.placements) for spec in (current, target))
 
@@ -204,26 +246,48 @@ class _AllOps:
         """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""
         if op is _aten.cat.default and (tensors := _without_empty(args[0])) is not None:
             return op(tensors, *args[1:], **kwargs)
-        if op.overloadpacket in _EXTREMES and (given := _without_empty_parts(args)) is not None:
+        if op._schema.is_mutable and args and type(args[0]) is torch.Tensor:
+            return on_whole_tensors(op, args, kwargs)  # A plain tensor, which counts as replicated, gets all values.
+        if op is _aten.empty_like.default and _is_pending(args[0]):
+            return op(_as_replicated(args[0]), *args[1:], **kwargs)
+        if op is _aten.bmm.default and (given := _with_equal_batches(args)) is not None:
+            return op(*given)
+        if _needs_elements(op) and (given := _without_empty_parts(args)) is not None:
             return op(*given, **kwargs)
+        if op.overloadpacket in _WRONG_RULES and _WRONG_RULES[op.overloadpacket](*args):
+            return on_whole_tensors(op, args, kwargs)
+        _count_from_the_front(op_info)
+        numbers = _numbers(op_info.schema)
+        if numbers:
+            op_info.schema = _exchanged(op_info.schema, {i: _NUMBERS[_dtype(spec)] for i, spec in numbers.items()})
         start = time.perf_counter()
         try:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
             self._took(time.perf_counter() - start)
-        except Exception as error:
+            if numbers and getattr(sharding, "redistribute_schema", None) is not None:
+                redistributed = _exchanged(sharding.redistribute_schema, numbers)
+                sharding = dataclasses.replace(sharding, redistribute_schema=redistributed)
+        except Exception:
             # Under inference mode, composite ops come here as they are, such as item(). Of those that read values, torch finds
             # no shape of the result.
             if (found := op.decompose(*args, **kwargs)) is not NotImplemented:
                 return found
             if (given := _without_idle_cuts(args)) is not None and not op._schema.is_mutable:
                 return op(*given, **kwargs)
-            if not needs_whole_tensors(op, args, error):
-                raise
         else:
             if op.overloadpacket in _VIEWS and isinstance(args[0], DTensor):
                 _check_view(op, args[0], sharding.output_spec)
-            if not needs_whole_tensors(op, args, sharding):
+            # Torch refuses to place a tensor anew that an op writes, but for ops with a rule that follows from others:
+            # index_add_ would make a DTensor whose local tensor does not fit.
+            result = getattr(sharding, "output_spec", None)
+            written = args[0]._spec if op._schema.is_mutable and args and isinstance(args[0], DTensor) else None
+            if written is None or not isinstance(result, DTensorSpec):
                 return sharding
+            if result.placements == written.placements and result.shape == written.shape:
+                return sharding
+        if (view := _view_of(op)) is not None:
+            return _view_in_place(op, view, args, kwargs)
+        _log(op)
         return on_whole_tensors(op, args, kwargs)
 
     def _took(self, seconds: float) -> None:
@@ -246,27 +310,98 @@ all_ops = _AllOps()
 # -- ops without a rule --------------------------------------------------------------------------------------------------
 
 
-def needs_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], sharding: Any) -> bool:
-    """Whether an op must run by :func:`on_whole_tensors`, as a single device's result needs. It logs a line, once per op.
+def _count_from_the_front(op_info: Any) -> None:
+    """Give torch's rule the dimensions of a call as positive numbers."""
+    schema = op_info.schema
+    args = dims_from_the_front(schema.op, schema.args_schema)
+    if args is not schema.args_schema:
+        op_info.schema = OpSchema(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
 
-    Torch's rule of such an op is missing, or has other placements for a tensor that the op writes. (Torch refuses this, but for
-    ops with a rule that follows from others: ``index_add_`` would make a DTensor whose local tensor does not fit.)
 
-    Args:
-        sharding: torch's answer, or the error that it raised instead.
+# The dispatcher's key of a call is the same for a number and for a replicated tensor of this type without dimensions.
+_NUMBERS: dict[Any, Any] = {torch.float64: 1.0, torch.int64: 1, torch.bool: True, torch.complex128: 1j}
+_TYPES_OF_NUMBERS = {type(number): dtype for dtype, number in _NUMBERS.items()}
+
+
+def _numbers(schema: OpSchema) -> dict[int, DTensorSpec]:
+    """The positions of numbers in place of a tensor beside a pending tensor, and what they would be as tensors.
+
+    torch caches its answer for a number, and gives it to a call with a tensor, and the reverse. For a sum that is pending they
+    differ: a tensor is added as a summand of its own, a number is not. So a tensor without dimensions counts as a number here.
     """
-    is_view = returns_alias(op) or torch.Tag.inplace_view in op.tags
-    written = args[0] if op._schema.is_mutable and args and isinstance(args[0], DTensor) else None
-    if isinstance(sharding, Exception):
-        refused = written is not None and "in-place operations that require placement changes" in str(sharding)
-        needs = (isinstance(sharding, NotImplementedError) or refused) and not is_random(op) and not is_view
-    else:
-        placements = getattr(getattr(sharding, "output_spec", None), "placements", None)
-        needs = written is not None and placements not in (None, written.placements)
-    is_pending = written is not None and any(placement.is_partial() for placement in written.placements)
-    if needs and not is_pending:
-        _log(op)
-    return needs and not is_pending
+    specs = [leaf for leaf in schema.args_schema if isinstance(leaf, DTensorSpec)]
+    if not any(placement.is_partial() for spec in specs for placement in spec.placements):
+        return {}
+    found, mesh = {}, specs[0].mesh
+    for i, (argument, value) in enumerate(zip(schema.op._schema.arguments, schema.args_schema)):
+        if i == 0 or not isinstance(argument.type, torch.TensorType):
+            continue
+        dtype = _TYPES_OF_NUMBERS.get(type(value))
+        if isinstance(value, DTensorSpec) and not value.shape and all(each.is_replicate() for each in value.placements):
+            others = [_dtype(spec) for spec in specs if spec is not value]
+            dtype = _dtype(value) if _dtype(value) in others else None
+        if dtype is not None and dtype in _NUMBERS:
+            meta = TensorMeta(torch.Size(()), (), dtype)
+            found[i] = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return found
+
+
+def _dtype(spec: DTensorSpec) -> torch.dtype:
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta.dtype
+
+
+def _exchanged(schema: OpSchema, values: dict[int, Any]) -> OpSchema:
+    args = tuple([values.get(i, value) for i, value in enumerate(schema.args_schema)])
+    return OpSchema(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
+
+
+@functools.cache
+def _view_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """``transpose.int`` for ``transpose_``: the op with the same arguments. None for other ops, ``resize_`` among them."""
+    if torch.Tag.inplace_view not in op.tags:
+        return None
+
+    def arguments(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+
+    packet = getattr(_aten, op._schema.name.removeprefix("aten::").rstrip("_"), None)
+    views = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return next((view for view in views if returns_alias(view) and arguments(view) == arguments(op)), None)
+
+
+def _view_in_place(op: torch._ops.OpOverload, view: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``transpose_`` and the like: the tensor becomes its view. Torch has no rule, or leaves the tensor its old shape."""
+    tensor, found = args[0], view(*args, **kwargs)
+    tensor._local_tensor, tensor._spec = found._local_tensor, found._spec
+    return return_and_correct_aliasing(op, args, kwargs, tensor)
+
+
+def _with_equal_batches(args: Sequence[Any]) -> list[Any] | None:
+    """Factors of a batch of products, cut alike. None: they are, or torch can tell.
+
+    If two mesh dimensions cut (batch, heads), and a view has joined these, torch compares one mesh dimension at a time.
+    """
+    tensors = [each for each in args if isinstance(each, DTensor)]
+    if len(tensors) < 2 or not any(isinstance(p, _StridedShard) and p.dim == 0 for each in tensors for p in each.placements):
+        return None
+    batches = [tuple([p if getattr(p, "dim", None) == 0 else Replicate() for p in each.placements]) for each in tensors]
+    if batches[0] == batches[1]:
+        return None
+    target = max(batches, key=lambda batch: sum(not placement.is_replicate() for placement in batch))
+    return [_placed(each, target) for each in tensors]
+
+
+def _is_pending(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
+def _as_replicated(tensor: DTensor) -> DTensor:
+    """A tensor of which only shape and placements count, replicated where it is pending: an empty one is filled with a value,
+    as torch does for ``1 - x`` and ``1 / x``.
+    """
+    placements = tuple([Replicate() if placement.is_partial() else placement for placement in tensor.placements])
+    return DTensor(tensor._local_tensor, dataclasses.replace(tensor._spec, placements=placements), requires_grad=False)  # type: ignore[call-arg]
 
 
 def _without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -299,7 +434,7 @@ def _check_view(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None
     The rule looks at one mesh dimension at a time: 2 heads may be cut over 2 ranks, twice.
     """
     for dim, size in enumerate(result.shape):
-        cuts = [i for i, placement in enumerate(result.placements) if type(placement) is Shard and placement.dim == dim]
+        cuts = [i for i, p in enumerate(result.placements) if p == Shard(dim) and tensor.device_mesh.size(i) > 1]
         ranks = math.prod(tensor.device_mesh.size(i) for i in cuts)
         if len(cuts) < 2 or size % ranks == 0:
             continue
@@ -322,7 +457,8 @@ def _log(op: torch._ops.OpOverload) -> None:
 def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op on whole tensors, which every rank computes. One all-gather per tensor that is not replicated.
 
-    A tensor that the op writes keeps its placements: each rank takes its part of the result.
+    A tensor that the op writes keeps its placements: each rank takes its part of the result. If the tensor is pending a sum,
+    one rank takes the result, and the others zeros.
     """
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     mesh = tensors[0].device_mesh
@@ -330,6 +466,8 @@ def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     whole = {id(tensor): tensor.redistribute(placements=everywhere)._local_tensor for tensor in tensors}
 
     def placed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise NotImplementedError(f"{op} gives a {leaf.layout} tensor, which no DTensor can be: call full_tensor() first")
         return DTensor.from_local(leaf, mesh, everywhere, run_check=False) if isinstance(leaf, torch.Tensor) else leaf
 
     result = op(*_replaced(args, whole), **_replaced(kwargs, whole))
@@ -338,10 +476,16 @@ def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     for argument, value in named:
         if argument.alias_info is not None and argument.alias_info.is_write:
             for tensor in [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, DTensor)]:
-                mine = placed(whole[id(tensor)]).redistribute(placements=tensor.placements)._local_tensor
+                if whole[id(tensor)].shape != tensor.shape:
+                    raise RuntimeError(
+                        f"{op} would change the shape of a DTensor that it writes, from {tuple(tensor.shape)} to "
+                        f"{tuple(whole[id(tensor)].shape)}: use the result of the op that writes no argument"
+                    )
+                mine = _placed(placed(whole[id(tensor)]), tensor.placements)._local_tensor
                 if mine is not tensor._local_tensor:
                     tensor._local_tensor.copy_(mine)
-    originals = {id(whole[id(tensor)]): tensor for tensor in tensors}
+    originals = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    originals |= {id(whole[id(tensor)]): tensor for tensor in tensors}
     return pytree.tree_map(lambda leaf: originals[id(leaf)] if id(leaf) in originals else placed(leaf), result)
 
 
@@ -449,9 +593,25 @@ def _convolution_backward(op: torch._ops.OpOverload, args: tuple[Any, ...], kwar
     mesh, rows = _rows_of(images, (gradient, *others))
     locals_ = [_local_under(each, mesh, rows if index < 2 else None) for index, each in enumerate((gradient, images, *others))]
     of_images, *of_params = op(*locals_)
-    pending = [Partial() if placement.is_shard() else Replicate() for placement in rows]
-    results = [None if each is None else DTensor.from_local(each, mesh, pending, run_check=False) for each in of_params]
-    return (None if of_images is None else _with_rows(of_images, mesh, rows, images.shape[0]), *results)
+    return (None if of_images is None else _with_rows(of_images, mesh, rows, images.shape[0]), *_pending(of_params, mesh, rows))
+
+
+def _group_norm_backward(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows may be cut; all else is made whole. torch would tell the kernel of each rank the number of all rows."""
+    if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
+        return found
+    gradient, images, mean, rstd, weight, _, channels, *others = args
+    mesh, rows = _rows_of(images, (gradient, mean, rstd, weight))
+    gradient, cut, mean, rstd = (_local_under(each, mesh, rows) for each in (gradient, images, mean, rstd))
+    weight = _local_under(weight, mesh, None)
+    of_images, *of_params = op(gradient.contiguous(), cut.contiguous(), mean, rstd, weight, cut.shape[0], channels, *others)
+    return (None if of_images is None else _with_rows(of_images, mesh, rows, images.shape[0]), *_pending(of_params, mesh, rows))
+
+
+def _pending(locals_: Sequence[torch.Tensor | None], mesh: Any, rows: Sequence[Placement]) -> list[DTensor | None]:
+    """Gradients of parameters: each rank has the sum over its rows."""
+    placements = [Partial() if placement.is_shard() else Replicate() for placement in rows]
+    return [None if each is None else DTensor.from_local(each, mesh, placements, run_check=False) for each in locals_]
 
 
 def _rows_of(images: torch.Tensor, others: Sequence[Any]) -> tuple[Any, list[Placement]]:
@@ -570,6 +730,7 @@ def _of_extension(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 def _sharding_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the dispatcher knows of a call, after torch's rule was asked."""
     op_info = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs)
+    _count_from_the_front(op_info)
     DTensor._op_dispatcher.sharding_propagator.propagate(op_info)
     return op_info
 

@@ -23,6 +23,7 @@ from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import extension_of
+from torch_ragged.tensor._plain_ops import on_whole_tensors
 from torch_ragged.tensor._random import (
     ROW_MAJOR,
     Holding,
@@ -42,16 +43,17 @@ _aten = torch.ops.aten
 _SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
 _LIKE = "rand_like randn_like randint_like".split()
 _OF_VALUES = "bernoulli native_dropout normal_functional".split()
+_ON_WHOLE_TENSORS = "rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional normal poisson binomial".split()
+"""Ops that draw numbers for values that they read. Every rank draws for the whole tensors, as one device does."""
 _NOTHING = {"sum": -0.0, "product": 1.0}
 """For each reduction of Partial: what a rank holds that has no part of the value. ``x + -0.0`` is x, also if x is -0.0."""
 
 
 def random_ops() -> list[torch._ops.OpOverload]:
     """The ops that have a handler while single_device is on."""
-    names = (*_SAMPLERS, *_LIKE, *_OF_VALUES, "multinomial", "_local_scalar_dense")
+    names = (*_SAMPLERS, *_LIKE, *_OF_VALUES, *_ON_WHOLE_TENSORS, "multinomial", "_local_scalar_dense")
     packets = [getattr(_aten, name) for name in dict.fromkeys((*names, *(name.removesuffix("_") for name in _SAMPLERS)))]
     ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    # normal(mean, std) has tensors of means: torch knows no rule for it, with out= or without.
     return [op for op in ops if op._schema.name.removeprefix("aten::") in names or (_outs_of(op) and _is_of_self(op))]
 
 
@@ -67,6 +69,13 @@ def _is_of_self(op: torch._ops.OpOverload) -> bool:
 
 def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a random op on DTensors, for the dispatcher."""
+    name, generator = op._schema.name.removeprefix("aten::"), kwargs.get("generator")
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    extension = next((found for leaf in leaves if (found := extension_of(leaf.placements)) is not None), None)
+    if name in _ON_WHOLE_TENSORS and extension is None:
+        stop_graph(op)
+        check_states(leaves[0].device_mesh, leaves[0]._local_tensor.device, generator)
+        return on_whole_tensors(op, args, kwargs)
     tensor = args[0]
     if not isinstance(tensor, DTensor):
         raise NotImplementedError(
@@ -74,9 +83,7 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
         )
     if _outs_of(op):
         return _draw_into(op, args, kwargs)
-    name, mesh, generator = op._schema.name.removeprefix("aten::"), tensor.device_mesh, kwargs.get("generator")
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-    extension = next((found for leaf in leaves if (found := extension_of(leaf.placements)) is not None), None)
+    mesh = tensor.device_mesh
     is_pending = any(placement.is_partial() for placement in tensor.placements)
     if extension is not None and name == "multinomial":  # It needs whole rows, in their order.
         tensor = tensor.redistribute(placements=[Replicate()] * mesh.ndim)

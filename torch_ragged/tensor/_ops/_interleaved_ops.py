@@ -211,7 +211,16 @@ def interleaved_view_rule(call: OpCall) -> Sharding:
     (spec,) = specs
     packet, metas = call.op.overloadpacket, call.torch.output_meta()
     if packet in _RESHAPES:
-        return _reshaped(call, spec, metas[0].shape)  # type: ignore[union-attr]
+        try:
+            return _reshaped(call, spec, spec.placements, metas[0].shape)  # type: ignore[union-attr]
+        except NoLocalWay:
+            plain = tuple(
+                [Shard(p.dim) if isinstance(p, InterleavedShard) and len(p.ratios) == 1 else p for p in spec.placements]
+            )
+            if plain == spec.placements:
+                raise
+            # One segment, as each of q, k and v has: Shard and torch's strided one may share a dimension, as (batch, heads) do.
+            return _reshaped(call, spec, plain, metas[0].shape)  # type: ignore[union-attr]
     if packet in (aten.split, aten.split_with_sizes, aten.slice):
         dim = call.argument("dim", 0) % len(spec.shape)
         mesh_dims = [i for i, p in enumerate(spec.placements) if _cuts(p, dim)]
@@ -249,19 +258,19 @@ def _split(call: OpCall, spec: Spec, dim: int, mesh_dims: list[int], sizes: Sequ
     return Sharding([(spec.placements, None)], outputs[0] if is_slice else outputs, run)  # type: ignore[arg-type]
 
 
-def _reshaped(call: OpCall, spec: Spec, shape: Sequence[int]) -> Sharding:
+def _reshaped(call: OpCall, spec: Spec, given: tuple[Placement, ...], shape: Sequence[int]) -> Sharding:
     """``view`` and its like: each cut moves to the dimension of the new shape that has the same segments of the storage."""
     sizes, placements = list(shape), []
     if call.op.overloadpacket is aten.expand:
         shift = len(shape) - len(spec.shape)
-        if any(_cuts(p, d) and shape[d + shift] != spec.shape[d] for p in spec.placements for d in range(len(spec.shape))):
+        if any(_cuts(p, d) and shape[d + shift] != spec.shape[d] for p in given for d in range(len(spec.shape))):
             raise NoLocalWay("expansion of a dimension that is cut")
-        placements = [_moved(p, p.dim + shift) if _is_cut(p) else p for p in spec.placements]  # type: ignore[attr-defined]
+        placements = [_moved(p, p.dim + shift) if _is_cut(p) else p for p in given]  # type: ignore[attr-defined]
         make: Callable[..., Any] = torch.Tensor.expand
         sizes = _local_sizes(placements, shape, spec)
     else:
         left = list(spec.shape)  # Sizes on a rank, after the mesh dimensions so far: each one cuts what those before it leave.
-        for placement, ranks in zip(spec.placements, tuple(spec.mesh.shape)):
+        for placement, ranks in zip(given, tuple(spec.mesh.shape)):
             placements.append(_follow(placement, left, sizes, ranks))
             if _is_cut(placement):
                 left[placement.dim] //= ranks  # type: ignore[attr-defined]
@@ -269,12 +278,12 @@ def _reshaped(call: OpCall, spec: Spec, shape: Sequence[int]) -> Sharding:
         make = torch.Tensor.view
         # Beside another cut of its dimension, a shard that became segments is torch's strided one.
         dims = [p.dim for p in placements if _is_cut(p)]  # type: ignore[attr-defined]
-        for i, (old, new) in enumerate(zip(spec.placements, placements)):
+        for i, (old, new) in enumerate(zip(given, placements)):
             if isinstance(new, InterleavedShard) and not isinstance(old, InterleavedShard) and dims.count(new.dim) > 1:
                 placements[i] = _StridedShard(new.dim, split_factor=len(new.ratios))
-    for each in (spec.placements, placements):
+    for each in (given, placements):
         dims = [p.dim for p in each if _is_cut(p)]  # type: ignore[attr-defined]
-        is_same = each is spec.placements and tuple(shape) == tuple(spec.shape)
+        is_same = each is given and tuple(shape) == tuple(spec.shape)
         if any(dims.count(p.dim) > 1 for p in each if isinstance(p, InterleavedShard)) and not is_same:
             raise NoLocalWay(f"a view as {tuple(shape)} would put the cuts of two mesh dimensions into one dimension")
 

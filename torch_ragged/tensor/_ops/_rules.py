@@ -26,6 +26,7 @@ __all__ = [
     "averages",
     "decomposition",
     "decomposition_of",
+    "dims_from_the_front",
     "fits_out",
     "is_random",
     "is_row_major",
@@ -216,6 +217,38 @@ def returns_alias(op: torch._ops.OpOverload) -> bool:
     if op.overloadpacket is torch.ops.aten._unsafe_view:  # Its schema does not declare the alias.
         return True
     return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
+
+
+_DIMS = frozenset(("dim", "dims", "dim0", "dim1", "dim2"))
+# They count in a tensor of another number of dimensions than their first one: that of the result, or of the forward's input.
+_OTHER_NDIM = frozenset(("aten::unsqueeze", "aten::unsqueeze_", "aten::stack", "aten::diag_embed"))
+
+
+def dims_from_the_front(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Positional arguments of an op, in which -1 as a dimension is the number of the last one: the same call.
+
+    Some of torch's rules do not recognize -1 as a dimension that is cut, nor that no dimensions are all, for a reduction.
+    ``args`` itself, if there is nothing to change.
+    """
+    schema = op._schema
+    places = [
+        i for i, (argument, value) in enumerate(zip(schema.arguments, args)) if argument.name in _DIMS and value is not None
+    ]
+    if (
+        not places
+        or schema.name in _OTHER_NDIM
+        or any(argument.name in ("input_sizes", "sizes") for argument in schema.arguments)
+    ):
+        return args
+    ndim = next((len(leaf.shape) for leaf in pytree.tree_leaves(args) if hasattr(leaf, "shape")), 0)
+    new = list(args)
+    reduces = any(argument.name == "keepdim" for argument in schema.arguments) and schema.name not in ("aten::any", "aten::all")
+    for i in places:
+        if reduces and isinstance(args[i], (list, tuple)) and not args[i]:
+            new[i] = list(range(ndim))
+            continue
+        new[i] = pytree.tree_map(lambda dim: dim + ndim if type(dim) is int and -ndim <= dim < 0 else dim, args[i])
+    return args if all(new[i] == args[i] for i in places) else tuple(new)
 
 
 def fits_out(call: OpCall, placements: Sequence[Optional[OutputPlacements]]) -> bool:
