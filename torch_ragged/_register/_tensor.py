@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
 
 from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, Hook, extend_in_place, has, hook, hooks
+from torch_ragged.tensor._copied_view import reaches_the_tensor, with_writes
 from torch_ragged.tensor._dispatch import complete_keys
 from torch_ragged.tensor._ops import RaggedRows, register_cpu_attention
 from torch_ragged.tensor._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
@@ -244,11 +245,14 @@ def _install_dispatch() -> None:
 
     def propagate(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
         extension = extension_of_op(op_info)
-        if extension is None and all_ops.run:
-            return all_ops.propagate(propagate_original, op_call, args, kwargs, op_info, try_cache)
-        if extension is None:
+        if extension is None and not all_ops.run:
             return propagate_original(op_call, args, kwargs, op_info, try_cache)
-        return extension.op_extension(op_call).propagate(op_call, args, kwargs, op_info, try_cache)
+        try_cache = try_cache or reaches_the_tensor(op_call)  # Copied views come here at each call.
+        if extension is None:
+            answer = all_ops.propagate(propagate_original, op_call, args, kwargs, op_info, try_cache)
+        else:
+            answer = extension.op_extension(op_call).propagate(op_call, args, kwargs, op_info, try_cache)
+        return with_writes(op_call, args, kwargs, op_info, answer) if reaches_the_tensor(op_call) else answer
 
     def local_results(op_call, args, op_info):  # type: ignore[no-untyped-def]
         run = getattr(op_info.output_sharding, "local_results", None)

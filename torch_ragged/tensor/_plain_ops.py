@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
-from torch_ragged.tensor._ops import decomposition_of, is_random, returns_alias
+from torch_ragged.tensor._ops import decomposition_of, is_random, is_written, returns_alias
 from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._redistribute import redistribute_local
@@ -295,7 +295,7 @@ def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     arguments = op._schema.arguments
     named = [*zip(arguments, args), *[(each, kwargs[each.name]) for each in arguments if each.name in kwargs]]
     for argument, value in named:
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if is_written(argument):
             for tensor in [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, DTensor)]:
                 mine = placed(whole[id(tensor)]).redistribute(placements=tensor.placements)._local_tensor
                 if mine is not tensor._local_tensor:
