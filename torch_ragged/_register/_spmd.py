@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import _collective_utils as costs
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -30,6 +31,7 @@ hooks.append(
             and has(DTensor._op_dispatcher.sharding_propagator.propagate, "op_info")
             and hasattr(loss, "_disable_custom_loss_ops")
             and has(op_utils.redistribute_cost, "current_spec", "target_spec")
+            and callable(torch._C._clear_DTensor_sharding_propagator_cache)
             and has(costs._compute_placement_transition_cost, "mesh_topo", "mesh_dim", "comm_bytes_gb")
         ),
         install=None,  # ``compute_as_one_device`` does it.
@@ -55,6 +57,7 @@ def compute_as_one_device(promote: bool) -> None:
         _original.extend((kept, dispatcher._allow_implicit_replication, loss._disable_custom_loss_ops))
         _original.append(op_utils.redistribute_cost)
         loss._disable_custom_loss_ops, op_utils.redistribute_cost = _end_loss_parallel, _redistribute_cost
+        torch._C._clear_DTensor_sharding_propagator_cache()  # Views that it knows would copy, and lose what is written to them.
     all_ops.run = True
     handlers.update(plain_handlers())
     dispatcher._allow_implicit_replication = promote

@@ -86,6 +86,8 @@ class CopiedView(DTensor):
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
+        if _is_composite(op):  # In inference mode, as in with_writes.
+            return op.decompose(*args, **kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, CopiedView)]
         copies = {id(leaf): DTensor(leaf._local_tensor, leaf._spec, requires_grad=False) for leaf in leaves}  # type: ignore[call-arg]
 
@@ -119,10 +121,13 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     op writes, as running statistics for features that are cut, the new values are redistributed back.
     """
     if not isinstance(answer, OutputSharding):
-        return _as_views(op, args, kwargs, answer, args[0]) if _is_view(op) and isinstance(args[0], DTensor) else answer
+        is_view = _is_view(op) and not _is_composite(op) and isinstance(args[0], DTensor)
+        return _as_views(op, args, kwargs, answer, args[0]) if is_view else answer
     moved = _moved(op_info, answer)
     if not moved:
         return answer
+    if _is_composite(op):  # Only in inference mode. ``reshape`` is a view or a copy: the ops that it is made of know.
+        return op.decompose(*args, **kwargs)
     dispatcher = DTensor._op_dispatcher
     given, leaves = op_info.flat_args_schema, args if op_info.args_tree_spec is None else pytree.tree_leaves(args)
     written = {id(leaf) for leaf in _written(op, args, kwargs)}
@@ -197,9 +202,13 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 
 @functools.cache
 def _is_view(op: torch._ops.OpOverload) -> bool:
-    """Whether the op's outputs are views on one device. Ops that are made of others are what these are."""
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
-    return returns_alias(op) and op.overloadpacket is not _aten._unsafe_view and not is_composite
+    return returns_alias(op) and op.overloadpacket is not _aten._unsafe_view
+
+
+@functools.cache
+def _is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether the op is made of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 @functools.cache
