@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch_ragged.tensor._ops import is_written, returns_alias
 from torch_ragged.tensor._redistribute import redistribute_local
 
-__all__ = ["CopiedView", "reaches_the_tensor", "with_writes"]
+__all__ = ["CopiedView", "count_writes", "reaches_the_tensor", "with_writes"]
 
 _aten = torch.ops.aten
 _View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
@@ -34,16 +34,16 @@ class CopiedView(DTensor):
 
     An op that writes to it gathers the tensor, and each rank keeps its part of the result. It is read as other DTensors are.
     It issues the view's redistribution again if the tensor was written since: autograd counts the writes to a tensor and all
-    of its views. In inference mode nothing counts them, so that each read redistributes.
+    of its views. In inference mode nothing does, and all writes to DTensors are counted together.
     """
 
     _source: DTensor
     _views: tuple[_View, ...]
     _copy: torch.Tensor
-    _version_of_copy: int | None
+    _version_of_copy: Any
 
     @classmethod
-    def of(cls, copy: DTensor, source: DTensor, views: tuple[_View, ...], version: int | None) -> CopiedView:
+    def of(cls, copy: DTensor, source: DTensor, views: tuple[_View, ...], version: Any) -> CopiedView:
         """The view of ``source`` by ``views``, of which ``copy`` holds the elements at ``version``."""
         self = cls(copy._local_tensor, copy._spec, requires_grad=False)  # type: ignore[call-arg]
         self._source, self._views, self._version_of_copy = source, views, version
@@ -51,8 +51,7 @@ class CopiedView(DTensor):
 
     @property  # type: ignore[override]
     def _local_tensor(self) -> torch.Tensor:
-        version = _version(self)
-        if version is None or version != self._version_of_copy:
+        if (version := _version(self)) != self._version_of_copy:
             with torch.no_grad():
                 self._copy = self._viewed(self._source)._local_tensor
             self._version_of_copy = version
@@ -105,6 +104,8 @@ class CopiedView(DTensor):
             return _as_views(op, args, kwargs, result, args[0])
         for leaf in written:
             leaf._write(copies[id(leaf)])
+        if written:
+            count_writes(op, args, kwargs)
         originals = {id(copies[id(leaf)]): leaf for leaf in leaves}
         return pytree.tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
 
@@ -121,6 +122,8 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     op writes, as running statistics for features that are cut, the new values are redistributed back.
     """
     if not isinstance(answer, OutputSharding):
+        if op._schema.is_mutable:
+            count_writes(op, args, kwargs)
         is_view = _is_view(op) and not _is_composite(op) and isinstance(args[0], DTensor)
         return _as_views(op, args, kwargs, answer, args[0]) if is_view else answer
     moved = _moved(op_info, answer)
@@ -188,9 +191,21 @@ def _shares_memory(a: DTensor, b: DTensor) -> bool:
     return a._local_tensor.untyped_storage()._cdata == b._local_tensor.untyped_storage()._cdata
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    """How often the tensor or a view of it was written; None if autograd does not count it."""
-    return None if torch.is_inference_mode_enabled() or tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor) -> Any:
+    """How often the tensor or a view of it was written; of a tensor of the inference mode, how often any was."""
+    return (_in_inference[0],) if torch.is_inference_mode_enabled() or tensor.is_inference() else tensor._version
+
+
+def count_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count a call of an op that autograd does not count: in inference mode, and of a list of DTensors."""
+    if torch.is_inference_mode_enabled():
+        _in_inference[0] += 1
+        return
+    tensors = [each for each in _written(op, args, kwargs) if isinstance(each, torch.Tensor) and not each.is_inference()]
+    torch.autograd.graph.increment_version(tensors)
+
+
+_in_inference = [0]
 
 
 def _whole(tensor: DTensor) -> torch.Tensor:

@@ -163,6 +163,9 @@ class _AllOps:
 
     run = False
 
+    def runs(self) -> bool:
+        return self.run
+
     def redistributes(self, current: Any, target: Any) -> bool:
         """Whether a redistribution between two specs of plain DTensors is one that torch gets wrong, so that it is done here.
 
