@@ -27,7 +27,7 @@ import torch.distributed as dist
 from common import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal import common_methods_invocations as samples
 from torch.utils import _pytree as pytree
@@ -256,14 +256,18 @@ class Case:
     views: tuple[str, ...]
     which: int  # Which of the tensors that the op writes is the view.
 
-    def run(self, place: Callable[[torch.Tensor], Any]) -> list[Any]:
-        """The base, its view and the results after the call, where ``place`` puts the base."""
+    def run(self, place: Callable[[torch.Tensor], Any], replicate: Callable[[torch.Tensor], Any]) -> list[Any]:
+        """The base, its view and the results after the call, where these functions place the base and the other tensors."""
         args, kwargs = self.call.copy()
         target = written(self.call.op, args, kwargs)[self.which]
         base = place(base_of(target, self.views))
         view = view_of(base, self.views)
         other = view_of(base, self.views)  # Made before the write, read after it.
-        args, kwargs = pytree.tree_map(lambda leaf: view if leaf is target else leaf, (args, kwargs))
+
+        def given(leaf: Any) -> Any:
+            return view if leaf is target else replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = pytree.tree_map(given, (args, kwargs))
         torch.manual_seed(3)
         result = self.call.op(*args, **kwargs)
         kept = result if torch.Tag.inplace_view not in self.call.op.tags else None
@@ -303,11 +307,12 @@ def walk(share: float, all_pairs: bool, pattern: str = "") -> list[tuple[str, st
 
 def outcome(case: Case, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> str:
     try:
-        wanted = case.run(lambda base: base)
+        wanted = case.run(lambda base: base, lambda tensor: tensor)
     except Exception:  # As on one device, where the op may not write to such a view.
         wanted = None
     try:
-        found = case.run(lambda base: distribute_tensor(base, mesh, placements))
+        everywhere = (Replicate(),) * mesh.ndim
+        found = case.run(lambda base: placed(base, mesh, placements), lambda tensor: placed(tensor, mesh, everywhere))
         found = [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
     except Exception as error:
         return f"refused: {type(error).__name__}: {error}"
@@ -317,6 +322,14 @@ def outcome(case: Case, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> 
         if isinstance(b, torch.Tensor) and (a.shape != b.shape or not torch.allclose(a, b, 1e-4, 1e-4, equal_nan=True)):
             return f"WRONG: the {part} differs"
     return "equal"
+
+
+def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """The DTensor of a tensor that all ranks have, without communication. Of a sum, the first ranks have all."""
+    sums = [each if each.is_partial() else Replicate() for each in placements]
+    is_first = not any(each.is_partial() and mesh.get_local_rank(dim) for dim, each in enumerate(placements))
+    local = tensor if is_first else torch.zeros_like(tensor)
+    return DTensor.from_local(local, mesh, sums, run_check=False).redistribute(placements=placements)
 
 
 def report(answers: list[list[tuple[str, str]]]) -> list[str]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils import _pytree as pytree
 
 from torch_ragged.tensor._ops import is_written, returns_alias
+from torch_ragged.tensor._plain_ops import on_whole_tensors
 from torch_ragged.tensor._redistribute import redistribute_local
 
 __all__ = ["CopiedView", "count_writes", "reaches_the_tensor", "with_writes"]
@@ -127,6 +128,13 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         is_view = _is_view(op) and not _is_composite(op) and isinstance(args[0], DTensor)
         return _as_views(op, args, kwargs, answer, args[0]) if is_view else answer
     moved = _moved(op_info, answer)
+    if (outs := _outs_of_others(op, kwargs, answer)) is not None:
+        if any(placement.is_partial() for out in outs for placement in out.placements):
+            raise NotImplementedError(
+                f"{op} with an out= that is placed as {[out.placements for out in outs]}, pending a reduction: give it another "
+                "placement, as in out=torch.empty_like(x)"
+            )
+        return on_whole_tensors(op, args, kwargs)
     if not moved:
         return answer
     if _is_composite(op):  # Only in inference mode. ``reshape`` is a view or a copy: the ops that it is made of know.
@@ -160,6 +168,14 @@ def _moved(op_info: Any, sharding: OutputSharding) -> dict[int, DTensorSpec]:
         wanted = pytree.tree_leaves(wanted)
     pairs = zip(op_info.flat_args_schema, wanted)
     return {i: b for i, (a, b) in enumerate(pairs) if isinstance(a, DTensorSpec) and a.placements != b.placements}
+
+
+def _outs_of_others(op: torch._ops.OpOverload, kwargs: dict[str, Any], sharding: OutputSharding) -> list[DTensor] | None:
+    """The tensors given as ``out=``, which torch does not redistribute, if a result has other placements. None: they fit."""
+    outs = [kwargs[each.name] for each in op._schema.arguments if each.is_out and each.name in kwargs]
+    pairs = [pair for pair in zip(outs, pytree.tree_leaves(sharding.output_spec)) if isinstance(pair[0], DTensor)]
+    fits = all(out.placements == spec.placements for out, spec in pairs if isinstance(spec, DTensorSpec))
+    return None if fits else [out for out, _ in pairs]
 
 
 def _as_views(

@@ -51,6 +51,7 @@ _EXTREMES = frozenset(
     getattr(_aten, name) for name in ("amax", "amin", "max", "min", "linalg_vector_norm", "_foreach_norm", "_foreach_max")
 )
 _VIEWS = frozenset((_aten.view, _aten._unsafe_view))
+_OF_COMPLEX = frozenset((_aten.view_as_real.default, _aten.view_as_complex.default))
 _torchs_handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
 """Those of a torch that :func:`plain_handlers` has not changed yet."""
 
@@ -192,6 +193,8 @@ class _AllOps:
         else:
             if op.overloadpacket in _VIEWS and isinstance(args[0], DTensor):
                 _check_view(op, args[0], sharding.output_spec)
+            if op in _OF_COMPLEX and isinstance(args[0], DTensor):
+                _check_strided(op, args[0], sharding.output_spec)
             if not needs_whole_tensors(op, args, sharding):
                 return sharding
         return on_whole_tensors(op, args, kwargs)
@@ -274,6 +277,15 @@ def _check_view(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None
                 f"of {size} would be cut over the {ranks} ranks of mesh dimensions {over}, which {size} is no multiple of: cut "
                 "the tensor over fewer of them in the plan"
             )
+
+
+def _check_strided(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None:
+    """Raise on all ranks if torch's rule has moved a strided shard to the dimension of real and imaginary parts."""
+    if any(isinstance(p, _StridedShard) and p != q for p, q in zip(tensor.placements, result.placements)):
+        raise NotImplementedError(
+            f"{op} of {tuple(tensor.shape)}, placed as {tensor.placements}: torch's rule does not know strided shards. "
+            "Redistribute first, as in t.redistribute(placements=[Replicate()])"
+        )
 
 
 @functools.cache
