@@ -84,7 +84,8 @@ class Recorder(TorchDispatchMode):
         pairs = zip(pytree.tree_leaves((args, kwargs or {})), pytree.tree_leaves(before))
         for now, then in pairs:
             dense = isinstance(now, torch.Tensor) and now.layout is torch.strided and now.shape == then.shape
-            if dense and id(now) not in targets and not torch.Tag.inplace_view in op.tags:
+            is_lazy = dense and (now.is_conj() or now.is_neg())  # Its clone has other bits.
+            if dense and id(now) not in targets and torch.Tag.inplace_view not in op.tags and not is_lazy:
                 if not torch.equal(now.nan_to_num(), then.nan_to_num()):
                     UNSAID.add(str(op))
         return result
@@ -139,7 +140,7 @@ def _run(info: Any, way: str, sample: Any, found: dict[Any, list[Call]]) -> None
     if function is None or (way == "out" and not info.supports_out):
         return
     if way == "out":
-        options["out"] = pytree.tree_map(torch.empty_like, info.op(sample.input, *sample.args, **options))
+        options["out"] = pytree.tree_map(torch.zeros_like, info.op(sample.input, *sample.args, **options))
     with Recorder(found):
         function(sample.input, *sample.args, **options)
 
@@ -335,8 +336,11 @@ def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, 
 def report(answers: list[list[tuple[str, str]]]) -> list[str]:
     """What is wrong: a case that differs from one device, or of which ranks have other outcomes."""
     kinds = [[(name, text.split(":")[0]) for name, text in each] for each in answers]
-    apart = [f"{a[0]}: {[each[i][1] for each in answers]}" for i, a in enumerate(kinds[0]) if len({each[i] for each in kinds}) > 1]
-    return apart + [f"{name}: {text}" for name, text in answers[0] if text.startswith("WRONG")]
+    found = [f"{name}: {text}" for name, text in answers[0] if text.startswith("WRONG")]
+    for index, (name, _) in enumerate(answers[0]):
+        if len({each[index] for each in kinds}) > 1:
+            found.append(f"{name}: {[each[index][1] for each in answers]}")
+    return found
 
 
 def main() -> None:

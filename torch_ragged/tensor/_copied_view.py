@@ -100,6 +100,12 @@ class CopiedView(DTensor):
                 f"{op} on a view of a DTensor that had to be redistributed for it: assign the result of the op that is not in "
                 "place, as in y = y.transpose(0, 1)"
             )
+        memory = [_memory(each) for each in _written(op, args, kwargs) if isinstance(each, DTensor)]
+        if any(memory.count(_memory(leaf)) > 1 for leaf in written):
+            raise NotImplementedError(
+                f"{op} writes to several views of one DTensor that had to be redistributed for a view: write to one after the "
+                "other, or to the whole DTensor"
+            )
         result = op(*pytree.tree_map(copied, args), **pytree.tree_map(copied, kwargs))
         if _is_view(op) and isinstance(args[0], CopiedView):
             return _as_views(op, args, kwargs, result, args[0])
@@ -178,9 +184,7 @@ def _outs_of_others(op: torch._ops.OpOverload, kwargs: dict[str, Any], sharding:
     return None if fits else [out for out, _ in pairs]
 
 
-def _as_views(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensor: Any, is_copy: bool = False
-) -> Any:
+def _as_views(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensor: Any, is_copy: bool = False) -> Any:
     """The results of a view op on ``tensor``, as views that know the tensor if they are copies."""
     if isinstance(tensor, CopiedView):
         source, views, version, is_copy = tensor._source, tensor._views, tensor._version_of_copy, True
@@ -188,7 +192,7 @@ def _as_views(
         source, views, version = _alias(tensor), (), _version(tensor)
 
     def as_view(each: Any, index: int | None) -> Any:
-        if isinstance(each, DTensor) and (is_copy or (type(each) is DTensor and not _shares_memory(each, tensor))):
+        if isinstance(each, DTensor) and (is_copy or (type(each) is DTensor and _memory(each) != _memory(tensor))):
             plain = DTensor(each._copy, each._spec, requires_grad=False) if isinstance(each, CopiedView) else each  # type: ignore
             return CopiedView.of(plain, source, (*views, (op, args[1:], kwargs, index)), version)
         return each
@@ -203,8 +207,10 @@ def _alias(tensor: DTensor) -> DTensor:
     return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
-def _shares_memory(a: DTensor, b: DTensor) -> bool:
-    return a._local_tensor.untyped_storage()._cdata == b._local_tensor.untyped_storage()._cdata
+def _memory(tensor: DTensor) -> int:
+    """What tells whether two DTensors are views of the same memory on this rank, and so on all."""
+    tensor = tensor._source if isinstance(tensor, CopiedView) else tensor
+    return tensor._local_tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def _version(tensor: torch.Tensor) -> Any:
