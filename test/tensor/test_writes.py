@@ -124,13 +124,13 @@ class WritesTest(unittest.TestCase):
                     x = placed(base(), mesh, Shard(0)) * 1
                     view = x[3:]
                     assert type(view) is CopiedView
-                    copy = view._copy
+                    copy = view._gathered
                     (view + view).sin()
                     view.transpose(0, 1).sin()
-                    assert view._copy is copy, mode
+                    assert view._gathered is copy, mode
                     x.add_(1)
                     assert torch.equal((view + 0).full_tensor(), base()[3:] + 1)
-                    assert view._copy is not copy, mode
+                    assert view._gathered is not copy, mode
 
     @ranks(2)
     def test_views_that_ran_before_parallelize_reach_the_tensor_after_it():

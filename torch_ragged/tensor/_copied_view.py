@@ -40,7 +40,7 @@ class CopiedView(DTensor):
 
     _source: DTensor
     _views: tuple[_View, ...]
-    _copy: torch.Tensor
+    _gathered: torch.Tensor
     _version_of_copy: Any
 
     @classmethod
@@ -54,13 +54,13 @@ class CopiedView(DTensor):
     def _local_tensor(self) -> torch.Tensor:
         if (version := _version(self)) != self._version_of_copy:
             with torch.no_grad():
-                self._copy = self._viewed(self._source)._local_tensor
+                self._gathered = self._viewed(self._source)._local_tensor
             self._version_of_copy = version
-        return self._copy
+        return self._gathered
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:
-        self._copy = local
+        self._gathered = local
 
     def _viewed(self, tensor: Any) -> Any:
         """The view of another tensor, which may be a plain one."""
@@ -68,7 +68,7 @@ class CopiedView(DTensor):
             tensor = op(tensor, *args, **kwargs)
             tensor = tensor if index is None else tensor[index]
             if isinstance(tensor, CopiedView):
-                tensor = DTensor(tensor._copy, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+                tensor = DTensor(tensor._gathered, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
         return tensor
 
     def _write(self, values: DTensor) -> None:
@@ -128,6 +128,11 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     If the sharding redistributes what the op views, the results are views that know their tensor. If it redistributes what the
     op writes, as running statistics for features that are cut, the new values are redistributed back.
     """
+    if op.overloadpacket is _aten.fill_ and any(placement.is_partial() for placement in args[0].placements):
+        raise NotImplementedError(
+            f"{op} on a DTensor that is placed as {args[0].placements}, pending a reduction: the value would be reduced over the "
+            "ranks, too. Use zero_(), or redistribute first, as in t = t.redistribute(placements=[Replicate()])"
+        )
     if not isinstance(answer, OutputSharding):
         if op._schema.is_mutable:
             count_writes(op, args, kwargs)
@@ -193,7 +198,7 @@ def _as_views(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
     def as_view(each: Any, index: int | None) -> Any:
         if isinstance(each, DTensor) and (is_copy or (type(each) is DTensor and _memory(each) != _memory(tensor))):
-            plain = DTensor(each._copy, each._spec, requires_grad=False) if isinstance(each, CopiedView) else each  # type: ignore
+            plain = DTensor(each._gathered, each._spec, requires_grad=False) if isinstance(each, CopiedView) else each  # type: ignore
             return CopiedView.of(plain, source, (*views, (op, args[1:], kwargs, index)), version)
         return each
 
