@@ -40,7 +40,7 @@ from torch_ragged.tensor._ops import is_written
 aten = torch.ops.aten
 NO_VALUES = {aten.set_, aten.resize_, aten._resize_output_, aten.resize_as_, aten.resize_as_sparse_, aten.empty, aten.detach_}
 NO_VALUES |= {aten.rrelu_with_noise, aten.rrelu_with_noise_}
-"""They write no elements, or leave them uninitialized. Those with noise draw on each rank: random ops have tests of their own."""
+"""They write no elements, or leave them uninitialized; rrelu draws, and random ops have tests of their own."""
 UNSAID: set[str] = set()
 """Ops that were seen to write an argument of which neither their schema nor ``is_written`` says so."""
 
@@ -288,7 +288,7 @@ def cases_of(call: Call, every: bool, choose: random.Random) -> Iterator[Case]:
 
 
 def walk(share: float, all_pairs: bool, pattern: str = "") -> list[tuple[str, str]]:
-    """(case, what happened) on this rank: "equal", "refused: ...", "skipped: ..." or "WRONG: ...". It takes ``share`` of all cases."""
+    """(case, what happened) on this rank: "equal", "refused: ...", "skipped: ..." or "WRONG: ...", for a ``share`` of cases."""
     ranks = dist.get_world_size()
     sizes = (ranks,) if ranks == 2 else (2, ranks // 2)
     mesh = init_device_mesh("cpu", sizes)

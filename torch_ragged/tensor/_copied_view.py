@@ -128,10 +128,10 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     If the sharding redistributes what the op views, the results are views that know their tensor. If it redistributes what the
     op writes, as running statistics for features that are cut, the new values are redistributed back.
     """
-    if op.overloadpacket is _aten.fill_ and any(placement.is_partial() for placement in args[0].placements):
+    if op.overloadpacket is _aten.fill_ and any(each.is_partial() for each in getattr(args[0], "placements", ())):
         raise NotImplementedError(
-            f"{op} on a DTensor that is placed as {args[0].placements}, pending a reduction: the value would be reduced over the "
-            "ranks, too. Use zero_(), or redistribute first, as in t = t.redistribute(placements=[Replicate()])"
+            f"{op} on a DTensor that is placed as {args[0].placements}, pending a reduction: the ranks' values would be reduced, "
+            "too. Use zero_(), or redistribute first, as in t = t.redistribute(placements=[Replicate()])"
         )
     if not isinstance(answer, OutputSharding):
         if op._schema.is_mutable:
