@@ -130,7 +130,9 @@ def all_calls() -> dict[Any, list[Call]]:
             packet = getattr(aten, name)
             for overload in packet.overloads() if hasattr(packet, "overloads") else ():
                 op = getattr(packet, overload)
-                if op._schema.is_mutable and not found.get(op) and not any(each.is_out for each in op._schema.arguments):
+                has_out = any(each.is_out for each in op._schema.arguments)
+                is_internal = name.startswith("_") and not name.startswith("_foreach_")  # Their kernels check less.
+                if op._schema.is_mutable and not found.get(op) and not has_out and not is_internal:
                     _guess(op, found)
     return {op: calls for op, calls in sorted(found.items(), key=lambda pair: str(pair[0])) if calls}
 

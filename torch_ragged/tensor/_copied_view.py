@@ -130,8 +130,8 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     """
     if op.overloadpacket is _aten.fill_ and any(each.is_partial() for each in getattr(args[0], "placements", ())):
         raise NotImplementedError(
-            f"{op} on a DTensor that is placed as {args[0].placements}, pending a reduction: the ranks' values would be reduced, "
-            "too. Use zero_(), or redistribute first, as in t = t.redistribute(placements=[Replicate()])"
+            f"{op} on a DTensor that is placed as {args[0].placements}, pending a reduction: all ranks' values would be "
+            "reduced. Use zero_(), or redistribute first, as in t = t.redistribute(placements=[Replicate()])"
         )
     if not isinstance(answer, OutputSharding):
         if op._schema.is_mutable:
