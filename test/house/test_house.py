@@ -29,11 +29,24 @@ PRIVATE = {
     "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
     # What the patches of upstream/ have in common with this package: these modules are written to be torch's.
     "torch.distributed.tensor._dtensor_spec": (
-        ("tensor._api", "tensor._dispatch", "tensor._placement_extension", "tensor._plain_ops", "tensor._single_device"),
+        (
+            "tensor._api",
+            "tensor._copied_view",
+            "tensor._dispatch",
+            "tensor._placement_extension",
+            "tensor._plain_ops",
+            "tensor._single_device",
+        ),
         "a DTensor's spec",
     ),
     "torch.distributed.tensor._op_schema": (
-        ("tensor._dispatch", "tensor._ops._attention_ops", "tensor._placement_extension", "tensor._plain_ops"),
+        (
+            "tensor._copied_view",
+            "tensor._dispatch",
+            "tensor._ops._attention_ops",
+            "tensor._placement_extension",
+            "tensor._plain_ops",
+        ),
         "what the dispatcher asks with",
     ),
     "torch.distributed.tensor._dispatch": (("tensor._dispatch",), "runs an op on local tensors"),

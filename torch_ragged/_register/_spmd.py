@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import _collective_utils as costs
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -37,6 +38,7 @@ hooks.append(
             and hasattr(loss, "_disable_custom_loss_ops")
             and has(op_utils.redistribute_cost, "current_spec", "target_spec")
             and has(op_utils.expand_to_full_mesh_op_strategy, "mesh", "op_schema", "single_mesh_dim_strategies", "input_index")
+            and callable(torch._C._clear_DTensor_sharding_propagator_cache)
             and has(costs._compute_placement_transition_cost, "mesh_topo", "mesh_dim", "comm_bytes_gb")
         ),
         install=None,  # ``compute_as_one_device`` does it.
@@ -74,6 +76,7 @@ def compute_as_one_device(promote: bool) -> None:
         _logger.addFilter(_is_of_use)
         loss._disable_custom_loss_ops, op_utils.redistribute_cost = _end_loss_parallel, _redistribute_cost
         op_utils.expand_to_full_mesh_op_strategy = _strategies_that_fit
+        torch._C._clear_DTensor_sharding_propagator_cache()  # Views that it knows would copy, and lose what is written to them.
     all_ops.run = True
     handlers.update(plain_handlers())
     dispatcher._allow_implicit_replication = promote

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
 
 from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, Hook, extend_in_place, has, hook, hooks
+from torch_ragged.tensor._copied_view import count_writes, reaches_the_tensor, with_writes
 from torch_ragged.tensor._dispatch import complete_keys
 from torch_ragged.tensor._ops import RaggedRows, register_cpu_attention
 from torch_ragged.tensor._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
@@ -244,11 +245,14 @@ def _install_dispatch() -> None:
 
     def propagate(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
         extension = extension_of_op(op_info)
-        if extension is None and all_ops.run:
-            return all_ops.propagate(propagate_original, op_call, args, kwargs, op_info, try_cache)
-        if extension is None:
+        if extension is None and not all_ops.run:
             return propagate_original(op_call, args, kwargs, op_info, try_cache)
-        return extension.op_extension(op_call).propagate(op_call, args, kwargs, op_info, try_cache)
+        try_cache = try_cache or reaches_the_tensor(op_call)  # Copied views come here at each call.
+        if extension is None:
+            answer = all_ops.propagate(propagate_original, op_call, args, kwargs, op_info, try_cache)
+        else:
+            answer = extension.op_extension(op_call).propagate(op_call, args, kwargs, op_info, try_cache)
+        return with_writes(op_call, args, kwargs, op_info, answer) if reaches_the_tensor(op_call) else answer
 
     def local_results(op_call, args, op_info):  # type: ignore[no-untyped-def]
         run = getattr(op_info.output_sharding, "local_results", None)
@@ -259,6 +263,33 @@ def _install_dispatch() -> None:
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
     dispatcher._dispatch_get_local_results_slow_path = local_results  # type: ignore[method-assign]
+
+
+@hook(
+    "OpDispatcher._dispatch_fast_path_python_tail",
+    "after torch_ragged.spmd.parallelize: autograd counts no writes in inference mode and by foreach ops, and views that are "
+    "copies must know them",
+    PROTOCOL,
+    lambda: has(
+        dtensor_dispatch.OpDispatcher._dispatch_fast_path_python_tail,
+        "op_call", "args", "kwargs", "output_sharding", "is_inplace_op",
+    ),
+)  # fmt: skip
+def _install_count_of_writes() -> None:
+    def count(original):  # type: ignore[no-untyped-def]
+        def tail(self, op_call, args, kwargs, *rest):  # type: ignore[no-untyped-def]
+            count_writes(op_call, args, kwargs)
+            return original(self, op_call, args, kwargs, *rest)
+
+        return tail
+
+    extend_in_place(
+        dtensor_dispatch.OpDispatcher._dispatch_fast_path_python_tail,
+        "(is_inplace_op and output_sharding.output_spec is None or _torch_ragged_uncounted()) and _torch_ragged_runs()",
+        count,
+        _torch_ragged_uncounted=torch.is_inference_mode_enabled,
+        _torch_ragged_runs=all_ops.runs,
+    )
 
 
 @hook(

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torch_ragged._ranks.peers import peers_named
-from torch_ragged.tensor._ops import decomposition_of, dims_from_the_front, returns_alias
+from torch_ragged.tensor._ops import decomposition_of, dims_from_the_front, is_written, returns_alias
 from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._read import read_item
@@ -73,6 +73,7 @@ _LONG = 10.0
 _IMAGE_KERNELS = ("pool", "_pad", "upsample", "im2col", "col2im", "grid_sampler")
 """In the names of ops whose kernels raise for no elements, too."""
 _VIEWS = frozenset((_aten.view, _aten._unsafe_view))
+_OF_COMPLEX = frozenset((_aten.view_as_real.default, _aten.view_as_complex.default))
 _torchs_handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
 """Those of a torch that :func:`plain_handlers` has not changed yet."""
 
@@ -209,6 +210,9 @@ class _AllOps:
     seconds, ops = 0.0, 0
     """How long torch's rules have taken, and for how many ops: each is asked once per shapes and placements."""
 
+    def runs(self) -> bool:
+        return self.run
+
     def redistributes(self, current: Any, target: Any) -> bool:
         """Whether a redistribution between two specs of plain DTensors is one that torch gets wrong, so that it is done here.
 
@@ -277,6 +281,8 @@ class _AllOps:
         else:
             if op.overloadpacket in _VIEWS and isinstance(args[0], DTensor):
                 _check_view(op, args[0], sharding.output_spec)
+            if op in _OF_COMPLEX and isinstance(args[0], DTensor):
+                _check_strided(op, args[0], sharding.output_spec)
             # Torch refuses to place a tensor anew that an op writes, but for ops with a rule that follows from others:
             # index_add_ would make a DTensor whose local tensor does not fit.
             result = getattr(sharding, "output_spec", None)
@@ -449,6 +455,15 @@ def _check_view(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None
             )
 
 
+def _check_strided(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None:
+    """Raise on all ranks if torch's rule has moved a strided shard to the dimension of real and imaginary parts."""
+    if any(isinstance(p, _StridedShard) and p != q for p, q in zip(tensor.placements, result.placements)):
+        raise NotImplementedError(
+            f"{op} of {tuple(tensor.shape)}, placed as {tensor.placements}: torch's rule does not know strided shards. "
+            "Redistribute first, as in t.redistribute(placements=[Replicate()])"
+        )
+
+
 @functools.cache
 def _log(op: torch._ops.OpOverload) -> None:
     _logger.info("%s has no sharding rule in torch for these placements: it runs on replicated tensors", op)
@@ -474,7 +489,7 @@ def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     arguments = op._schema.arguments
     named = [*zip(arguments, args), *[(each, kwargs[each.name]) for each in arguments if each.name in kwargs]]
     for argument, value in named:
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if is_written(argument):
             for tensor in [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, DTensor)]:
                 if whole[id(tensor)].shape != tensor.shape:
                     raise RuntimeError(

@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
+from torch_ragged.tensor._copied_view import count_writes
 from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ownership import row_major
@@ -135,6 +136,8 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
         return found
 
     found = on_each_rank(drawn, local_args, kwargs)
+    if name in _SAMPLERS:
+        count_writes(op, args, kwargs)
     return tensor if name in _SAMPLERS else _wrap(op, tensor, found)
 
 

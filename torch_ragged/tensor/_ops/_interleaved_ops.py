@@ -210,6 +210,10 @@ def interleaved_view_rule(call: OpCall) -> Sharding:
         raise NoLocalWay("it has several tensor arguments, or changes the shape of its argument in place")
     (spec,) = specs
     packet, metas = call.op.overloadpacket, call.torch.output_meta()
+    if call.op is aten.view.dtype:
+        if metas[0].shape != spec.shape:  # type: ignore[union-attr]
+            raise NoLocalWay("it changes the number of bytes of an element")
+        return Sharding([(spec.placements, None)], spec.placements)
     if packet in _RESHAPES:
         try:
             return _reshaped(call, spec, spec.placements, metas[0].shape)  # type: ignore[union-attr]

@@ -51,7 +51,9 @@ def view_rule(call: OpCall) -> Sharding:
             )
         raise NoLocalWay("its output would not be row-major, and ranks do not hold whole rows")
     packet = call.op.overloadpacket
-    if packet in _RESHAPES or packet is aten.expand:
+    if call.op is aten.view.dtype and outputs[0].shape != spec.shape:
+        raise NoLocalWay("it changes the number of bytes of an element")
+    if (packet in _RESHAPES and call.op is not aten.view.dtype) or packet is aten.expand:
         return _reshaped_rows(spec, rows, outputs[0], expands=packet is aten.expand)
     return row_rule(call)
 
