@@ -116,6 +116,11 @@ class _InputComparison(Comparison):
             self._known[key] = f"`{path}`", advice
         return self._known[key]
 
+    def note_generator(self, when: str = "") -> None:
+        """Note its state, once it has drawn for this mesh: ranks of a model that draws nothing may have seeds of their own."""
+        if scope.has_drawn(self._mesh):
+            super().note_generator(when)
+
     @dynamo_disabled
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After forward. If it has raised because the parts of an input are uneven, its error begins with the input."""

@@ -363,6 +363,10 @@ class Scope:
         self.given: MutableMapping[torch.Generator, dict[DeviceMesh, int]] = {}
         self.clear()
 
+    def has_drawn(self, mesh: DeviceMesh) -> bool:
+        """Whether a default generator has drawn for DTensors on ``mesh``."""
+        return any(each == mesh for each, _ in self.default)
+
     def clear(self) -> None:
         self.default, self.given = {}, weakref.WeakKeyDictionary() if _HAS_WEAK_GENERATORS else {}
 
