@@ -153,6 +153,8 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "tensor._dispatch",
             "tensor._ops",
             "tensor._plain_ops",
+            "tensor._copied_view",
+            "tensor._read",
             "tensor._random",
             "tensor._single_device",
             "tensor._placement_extension",
