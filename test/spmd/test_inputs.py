@@ -205,6 +205,15 @@ class DifferencesTest(unittest.TestCase):
             assert "the default generator of 'cpu' is in state" in error and "draw equally on all of them" in error, error
 
     @ranks(2)
+    def test_ranks_of_a_model_that_draws_nothing_may_have_seeds_of_their_own():
+        mesh = mesh_of(2)
+        torch.manual_seed(mesh.get_rank())
+        layer = parallelize(nn.Linear(6, 3), Plan().own_rows("<in>", "dp").default(Replicate()), mesh)
+        layer(torch.randn(2, 6)).sum().backward()  # As a loader that shuffles each rank's own rows.
+        layer(torch.randn(2, 6))
+        assert "needs the same generator on all ranks" in error_of(torch.dropout, layer(torch.randn(2, 6)), 0.5, True)
+
+    @ranks(2)
     def test_calls_that_one_rank_makes_alone_are_found():
         mesh, x = mesh_of(2), batch(0)
         model = made(Plan(), mesh)
