@@ -238,10 +238,10 @@ class _AllOps:
             return _NOTHING_TO_WAIT_FOR
 
         def ranks() -> list[int]:
-            mesh, wanted = op_info.compute_mesh, sharding.redistribute_schema
-            if wanted is None:  # Rules of the package redistribute as they run.
+            mesh, given, wanted = op_info.compute_mesh, op_info.schema, sharding.redistribute_schema
+            if given is None or wanted is None:  # A call that torch's C++ cache knew, or a rule that redistributes as it runs.
                 return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
-            specs = zip(op_info.schema.args_schema, wanted.args_schema)
+            specs = zip(given.args_schema, wanted.args_schema)
             pairs = [zip(old.placements, new.placements) for old, new in specs if hasattr(new, "placements")]
             moved = {dim for each in pairs for dim, (old, new) in enumerate(each) if old != new}
             where = tuple([slice(None) if dim in moved else index for dim, index in enumerate(mesh.get_coordinate())])
