@@ -1,0 +1,81 @@
+"""The first step under a plan: torch's rules are asked without a search, and a user who waits is told why."""
+
+import itertools
+import random
+import unittest
+from unittest import mock
+
+import torch
+from common import enter_fake_group
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._ops import utils as op_utils
+
+from torch_ragged._register import _spmd
+from torch_ragged._register._torch import forget_shardings
+from torch_ragged.spmd import Plan, parallelize
+from torch_ragged.spmd._move import move_dtensor
+from torch_ragged.tensor._plain_ops import all_ops
+
+OPS = {
+    "add": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.5),
+    "tanh": lambda x, y: torch.tanh(x),
+    "sum": lambda x, y: x.sum(1),
+    "softmax": lambda x, y: x.softmax(-1),
+    "cat": lambda x, y: torch.cat([x, y], 1),
+}
+
+
+class FirstStepTest(unittest.TestCase):
+    def setUp(self):
+        enter_fake_group(self, 8)
+        self.mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+        parallelize(nn.Linear(2, 2), Plan().default(Replicate()), self.mesh)  # It switches on what is tested.
+
+    def placements_of(self, cases):
+        """The placements of each op's result, and how many costs of redistributions torch asked for."""
+        found, costs = {}, mock.Mock(wraps=_spmd._redistribute_cost)
+        forget_shardings()
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        with mock.patch.object(op_utils, "redistribute_cost", costs):
+            for case in cases:
+                x, y = (distribute_tensor(torch.zeros(8, 8), self.mesh, [Replicate()] * 3) for _ in range(2))
+                x, y = (move_dtensor(each, placed) for each, placed in zip((x, y), case[1:]))
+                found[case] = OPS[case[0]](x, y).placements
+        return found, costs.call_count
+
+    def test_ops_have_the_placements_of_torchs_search(self):
+        rng = random.Random(0)
+        kinds = (Replicate(), Shard(0), Shard(1), Partial())
+        all_placements = list(itertools.product(kinds, repeat=3))
+        cases = [(name, placed, placed) for name in OPS for placed in rng.sample(all_placements, 6)]
+        cases += [(name, rng.choice(all_placements), rng.choice(all_placements)) for name in OPS for _ in range(4)]
+        found, costs = self.placements_of(cases)
+        with mock.patch.object(op_utils, "expand_to_full_mesh_op_strategy", _spmd._original[4]):
+            expected, all_costs = self.placements_of(cases)
+        self.assertEqual(found, expected)
+        self.assertLess(costs, all_costs)
+
+    def test_ops_whose_arguments_fit_ask_for_few_costs(self):
+        placed = (Shard(0), Shard(1), Replicate())
+        cases = [(name, placed, placed) for name in ("add", "mul", "tanh", "lerp")]
+        _, costs = self.placements_of(cases)
+        with mock.patch.object(op_utils, "expand_to_full_mesh_op_strategy", _spmd._original[4]):
+            _, all_costs = self.placements_of(cases)
+        self.assertLess(10 * costs, 3 * all_costs)
+
+    def test_a_line_says_once_why_the_step_takes_long(self):
+        with mock.patch.object(all_ops, "seconds", 0.0), mock.patch.object(all_ops, "ops", 0):
+            with self.assertLogs("torch_ragged.spmd", "WARNING") as told:
+                for seconds in (6.0, 3.0, 2.0, 9.0):
+                    all_ops._took(seconds)
+        self.assertEqual(len(told.output), 1)
+        self.assertIn("torch took 11 s to find the placements of 3 ops", told.output[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
