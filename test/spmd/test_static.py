@@ -618,6 +618,35 @@ class ProgramTest(unittest.TestCase):
         assert static.static_modules.report.modules == ("",)
 
     @ranks(2)
+    def test_gradients_that_several_modules_add_up_keep_the_order_of_eager_mode():
+        """RMSNorm uses its input twice, and the residual once more: eager mode adds one gradient after the other."""
+
+        class Residual(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.main, self.calls = nn.RMSNorm(8), nn.Linear(8, 8), 0
+
+            def forward(self, x):
+                self.calls += 1  # So it is eager, and modules in it may be static.
+                return x + self.main(self.norm(x))
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in>", Shard(0), "a").default(Replicate())
+        single = nn.Sequential(nn.Linear(3, 8), Residual(), Residual(), nn.RMSNorm(8)).double()
+        eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        for step in range(4):
+            grads = []
+            for model in (eager, static):
+                model.zero_grad()
+                x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                model(x).square().mean().backward()
+                grads.append([whole(param.grad) for param in model.parameters()])
+            assert all(map(torch.equal, *grads)), step
+        report = static.static_modules.report
+        assert {"0", "1.main", "2.main", "3"} == set(report.modules), report
+        assert report.reasons["1.norm"] == "the gradient of input 0 would be added up in another order", report
+
+    @ranks(2)
     def test_a_checkpoint_inside_of_a_module_keeps_it_eager():
         class Again(Feed):
             def forward(self, x, flag=False):

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import InterleavedShard
 from torch_ragged._register._spmd import compute_as_before, compute_as_one_device
+from torch_ragged.random import single_device
 
 R = Replicate()
 
@@ -311,6 +312,28 @@ class WrongRuleTest(unittest.TestCase):
 
         for cuts in ([Shard(0), InterleavedShard(2, 3)], [R, InterleavedShard(2, 3)], [Shard(0), R]):
             check_on_ranks(attention, torch.linspace(-1, 1, 4 * 3 * 24).view(4, 3, 24), mesh_of(2, 2), cuts)
+
+
+class InferenceTest(unittest.TestCase):
+    @ranks(2)
+    def test_composite_ops_draw_the_numbers_of_one_device():
+        """In inference mode they come to DTensor as they are; autograd would have taken them apart before."""
+        mesh = init_device_mesh("cpu", (2,))
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+        def attention(t):
+            heads = t.view(4, 1, 2, 4)
+            return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+
+        ops = (F.dropout, F.alpha_dropout, F.dropout1d, attention, lambda t: F.rrelu(t, training=True))
+        for mode, op, placement in itertools.product((torch.no_grad, torch.inference_mode), ops, (Shard(0), Replicate())):
+            with as_one_device(), single_device(), mode():
+                torch.manual_seed(3)
+                expected, state = op(x), torch.get_rng_state()
+                torch.manual_seed(3)
+                found = op(distribute_tensor(x, mesh, [placement])).full_tensor()
+                assert torch.equal(found, expected), (mode, op, placement)
+                assert torch.equal(torch.get_rng_state(), state), (mode, op, placement)
 
 
 class SortTest(unittest.TestCase):

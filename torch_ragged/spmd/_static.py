@@ -26,7 +26,7 @@ from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks, witn
 from torch_ragged.spmd._move import Placed, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
 from torch_ragged.spmd._static_facts import Facts, NoFacts, modes
-from torch_ragged.spmd._static_trial import Found, Island, Refused, is_even_dtensor, try_module
+from torch_ragged.spmd._static_trial import Found, Island, Refused, count_uses, edge_of, is_even_dtensor, try_module
 
 __all__ = ["StaticModules", "StaticReport"]
 
@@ -81,12 +81,32 @@ class StaticModules:
             self._regions[name] = _Region(self, module, name)
         for name, reason in reasons.items():
             self.forbid(name, reason)
-        model.register_forward_pre_hook(_now.begin_forward, prepend=True)
+        self._watched: list[tuple[_Kind, int, Any]] = []
+        model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        model.register_forward_hook(self._end_forward)
         for region in self._regions.values():
             inner = [each for each in region.module.modules() if each is not region.module]
             has_units = any(isinstance(each, FSDPModule) for each in inner)  # They are called with DTensors.
             if has_units or not any(isinstance(param, DTensor) for param in region.module.parameters()):
                 region.make_eager()
+
+    def _begin_forward(self, *_: Any) -> None:
+        _now.begin_forward()
+        self._watched.clear()
+
+    def watch_uses(self, kind: _Kind, leaves: Sequence[Any]) -> None:
+        """When this forward ends, note how often the inputs of a call in eager mode were used."""
+        if torch.is_grad_enabled():
+            inputs = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor) and leaf.requires_grad]
+            self._watched += [(kind, index, edge_of(leaf)) for index, leaf in inputs]
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        watched, self._watched = self._watched, []
+        if watched:
+            outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            uses = count_uses(outputs, {position: edge for position, (_, _, edge) in enumerate(watched)})
+            for position, (kind, index, _) in enumerate(watched):
+                kind.uses[index] = max(uses[position], kind.uses.get(index, 0))
 
     @property
     def report(self) -> StaticReport:
@@ -134,7 +154,7 @@ class _Now:
     def leave(self) -> None:
         self.region, self.found, local_moves.of = None, None, None
 
-    def begin_forward(self, *_: Any) -> None:
+    def begin_forward(self) -> None:
         """A call that was interrupted from the keyboard has left local tensors behind."""
         if self.region is not None and backward_id() < 0 and not self.region.is_on_trial:
             self.region.unbind()
@@ -150,6 +170,7 @@ class _Kind:
 
     Attributes:
         arrivals: the placements of the gradients that reached outputs.
+        uses: how often each input was used, in the whole model.
         found: what the trial found; None before it, or if it refused.
         reason: why calls of this kind are eager, for good.
         is_watched: whether there was one, in eager mode.
@@ -158,6 +179,7 @@ class _Kind:
     """
 
     arrivals: dict[int, Placed] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
     found: Optional[Found] = None
     reason: Optional[str] = None
     is_watched: bool = False
@@ -259,6 +281,7 @@ class _Region:
             if backward_id() >= 0 and kind.found is None or not kind.is_watched:
                 kind.is_watched = True
                 self._running[-1] = ("watched", kind)
+                self._owner.watch_uses(kind, leaves)
                 return None
             if backward_id() < 0:
                 self._try(state, kind, leaves, tree)
@@ -350,6 +373,10 @@ class _Region:
             changed = state.facts.changed()
             if changed is not None:
                 raise Refused(self.name, f"its forward changes {changed}")
+            for index, inside in kind.found.uses.items():
+                # Eager mode adds up all gradients of a tensor one by one; a static module adds up its own first.
+                if inside > 1 and kind.uses.get(index, 0) > inside:
+                    raise Refused(self.name, f"the gradient of input {index} would be added up in another order")
         except Refused as refused:
             kind.found, kind.reason = None, refused.reason
             if not self.is_static:  # Not only for calls of this kind.

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils import _pytree as pytree
@@ -29,7 +29,7 @@ from torch_ragged.tensor._api import ragged_extension
 from torch_ragged.tensor._random import scope
 from torch_ragged.tensor.placement_types import has_ragged
 
-__all__ = ["Found", "Island", "Refused", "first_line", "is_even_dtensor", "tell", "try_module"]
+__all__ = ["Found", "Island", "Refused", "count_uses", "edge_of", "is_even_dtensor", "try_module"]
 
 _UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
 _AGAIN = "activation checkpointing in it runs code again in backward"
@@ -75,6 +75,7 @@ class Found:
         moves: of the boundaries in the module.
         islands: the modules in it that draw random numbers.
         draws: the modules that draw, with the reason, for the report.
+        uses: how often each input is used, in the module.
         shares: of replicated parameters that an op takes as pending a sum, such as the bias of a row-parallel layer: the
             sizes of the mesh dimensions of the sum.
     """
@@ -86,6 +87,7 @@ class Found:
     moves: dict[Redistribution, Move] = field(default_factory=dict)
     islands: dict[nn.Module, Island] = field(default_factory=dict)
     draws: dict[str, str] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
     shares: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -150,7 +152,7 @@ def _what(key: Any) -> str:
     }[kind]
 
 
-def tell(placements: Sequence[Any]) -> str:
+def _tell(placements: Sequence[Any]) -> str:
     return "".join(map(str, placements))
 
 
@@ -411,6 +413,8 @@ def _run_reference(
                 _check_gradient(reference.name, leaf.placements, found.output_grads[index])
             leaves = given.leaves()
             if needing and leaves:
+                edges = {key[1]: edge_of(leaf) for key, leaf in leaves if key[0] == "grad in"}
+                found.uses = count_uses(needing.values(), edges)
                 gradients = []
                 for index, leaf in needing.items():
                     with _disable_current_modes():
@@ -429,11 +433,32 @@ def _run_reference(
             if reference.refused is not None:  # DTensor's dispatch may have raised another error over it.
                 raise reference.refused from None
             if any(f.f_code.co_name == "stringify_transform_infos" for f, _ in traceback.walk_tb(error.__traceback__)):
-                raise Refused(reference.name, f"watching it raises {first_line(error)}") from error
-            raise Refused(reference.name, f"on trial, it raises {first_line(error)}") from error
+                raise Refused(reference.name, f"watching it raises {_first_line(error)}") from error
+            raise Refused(reference.name, f"on trial, it raises {_first_line(error)}") from error
         given.note_written(reference.name)
     reference.finish(found)
     return found
+
+
+def edge_of(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Where in autograd's graph the gradient of ``tensor`` goes."""
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def count_uses(outputs: Iterable[torch.Tensor], edges: dict[Any, tuple[Any, int]]) -> dict[Any, int]:
+    """For each of ``edges``, by its key: how many gradients come together there, if backward begins at ``outputs``."""
+    ends: dict[tuple[Any, int], int] = dict.fromkeys(edges.values(), 0)
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        for node, index in waiting.pop().next_functions:
+            if (node, index) in ends:
+                ends[node, index] += 1
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return {key: ends[edge] for key, edge in edges.items()}
 
 
 def _of(given: _Given, key: Any) -> Any:
@@ -458,7 +483,7 @@ def _check_outputs(name: str, outputs: Sequence[Any], given: _Given) -> None:
             if not is_even_dtensor(leaf):
                 raise Refused(name, f"its output {_UNEVEN}")
             if not can_move(leaf.placements):
-                raise Refused(name, f"its output is placed as {tell(leaf.placements)}")
+                raise Refused(name, f"its output is placed as {_tell(leaf.placements)}")
         elif isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:
                 raise Refused(name, "an output is a plain tensor with a gradient")
@@ -472,7 +497,7 @@ def _check_gradient(name: str, placements: Any, grads: Placed) -> None:
     for placement, grad in zip(placements, grads):
         fits = grad.is_replicate() if isinstance(placement, Partial) else grad == placement
         if not (fits or (placement.is_replicate() and type(grad) is Partial and grad.reduce_op == "sum")):
-            raise Refused(name, f"the gradient of a tensor under {tell(placements)} is {tell(grads)}: add a rule with grad=")
+            raise Refused(name, f"the gradient of a tensor under {_tell(placements)} is {_tell(grads)}: add a rule with grad=")
 
 
 class _Reference(DebugMode):
@@ -624,7 +649,7 @@ class _Reference(DebugMode):
                 return self._sharing()
         if self._is_sharing or tuple(src) == tuple(dst):
             return contextlib.nullcontext()
-        told = f"{tell(src)}->{tell(dst)}"
+        told = f"{_tell(src)}->{_tell(dst)}"
         if current_autograd_node() is None:
             self._refuse(self._stack[-1], f"{self._op} redistributes {told}: add a rule that does it at a module's boundary")
         name = self._module_of_backward()
@@ -673,7 +698,7 @@ def _spoken(told: Sequence[Any], default: Placed) -> Placed:
     return tuple([new or old for new, old in zip(told, clean(default))])
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)}".splitlines()[0].removesuffix(": ")
 
 
@@ -720,4 +745,4 @@ def _run_locally(
     except Refused:
         raise
     except Exception as error:
-        raise Refused(name, f"on local tensors, its {where} raises {first_line(error)}") from error
+        raise Refused(name, f"on local tensors, its {where} raises {_first_line(error)}") from error

@@ -251,6 +251,10 @@ class _AllOps:
 
     def propagate(self, torchs: Callable[..., Any], op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""
+        # Under inference mode, composite ops come here as they are. Torch would derive a rule from a decomposition, and run the
+        # op on local tensors: of dropout, each rank would draw numbers of its own.
+        if _is_made_of_others(op):
+            return op.decompose(*args, **kwargs)
         if op is _aten.cat.default and (tensors := _without_empty(args[0])) is not None:
             return op(tensors, *args[1:], **kwargs)
         if op._schema.is_mutable and args and type(args[0]) is torch.Tensor:
@@ -275,8 +279,6 @@ class _AllOps:
                 redistributed = _exchanged(sharding.redistribute_schema, numbers)
                 sharding = dataclasses.replace(sharding, redistribute_schema=redistributed)
         except Exception:
-            # Under inference mode, composite ops come here as they are, such as item(). Of those that read values, torch finds
-            # no shape of the result.
             if (found := op.decompose(*args, **kwargs)) is not NotImplemented:
                 return found
             if (given := _without_idle_cuts(args)) is not None and not op._schema.is_mutable:
@@ -306,6 +308,15 @@ class _AllOps:
             text = "torch took %.0f s to find the placements of %d ops. It does so once per op, shapes and placements: "
             text += "the first step takes long, steps of the same shapes do not"
             _logger.warning(text, self.seconds, self.ops)
+
+
+@functools.cache
+def _is_made_of_others(op: torch._ops.OpOverload) -> bool:
+    """Whether an op is composite, and torch has no rule of its own for it."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = [propagator.op_strategy_funcs, propagator.op_to_rules, getattr(propagator, "op_single_dim_strategy_funcs", {})]
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+    return is_composite and not any(op in table for table in tables)
 
 
 def _shares_dim(placements: Sequence[Placement]) -> bool:
