@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common.fake_world import fake_world
 from benchmarks.common.measure import interleaved, print_table, write_json
@@ -52,26 +53,34 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-class Watched(nn.Module):
-    """A module that keeps what it sees of its input and of its weight."""
-
+class Product(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(size, size))
-        self.seen: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = [x.detach(), self.weight.detach()]
         return x @ self.weight
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the arguments of products. A module that kept them itself would not be static."""
+
+    tensors: tuple[Any, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.tensors = args
+        return func(*args, **(kwargs or {}))
 
 
 def tensors_of_static_module(mesh: DeviceMesh, size: int) -> list[torch.Tensor]:
     plan = Plan().shard("<in>", Shard(0), "tp").shard("<out>", Shard(0), "tp", grad=Shard(0)).default(Replicate())
-    model = parallelize(Watched(size), plan, mesh, mode="static")
+    model = parallelize(Product(size), plan, mesh, mode="static")
     for _ in range(3):  # The second call finds the static modules.
-        model(torch.randn(RANKS * size, size))
-    assert [type(each) for each in model.seen] == [torch.Tensor] * 2, model.static_modules.report  # type: ignore[union-attr]
-    return model.seen  # type: ignore[return-value]
+        with Seen() as seen:
+            model(torch.randn(RANKS * size, size))
+    assert [type(each) for each in seen.tensors] == [torch.Tensor] * 2, model.static_modules.report  # type: ignore[union-attr]
+    return [each.detach() for each in seen.tensors]
 
 
 def behave_as(name: str) -> None:
@@ -115,23 +124,27 @@ def cost_of_ops(mesh: DeviceMesh, size: int, rounds: int) -> list[dict[str, Any]
 
 
 def cost_of_conversions(mesh: DeviceMesh, size: int, rounds: int) -> list[dict[str, Any]]:
-    placements, sizes = (Shard(0),), tuple(mesh.shape)
+    placements = (Shard(0),)
     local, needs = torch.randn(size, size), torch.randn(size, size, requires_grad=True)
     placed = distribute_tensor(torch.randn(RANKS * size, size), mesh, placements)
     leaf = placed.detach().requires_grad_()
-    region = SimpleNamespace(mesh=mesh, sizes=sizes)  # What an output asks of its static module.
+    # What an output asks of its static module.
+    region, kind = (
+        SimpleNamespace(gradients=None, leaves=[]),
+        SimpleNamespace(found=SimpleNamespace(output_grads={0: placements})),
+    )
     cases: dict[str, dict[str, Callable[[], Any]]] = {
         "local -> DTensor": {
             "ours": lambda: make_dtensor(local, mesh, placements, placed.shape),
             "torch": lambda: DTensor.from_local(local, mesh, placements, run_check=False),
         },
         "local -> DTensor, autograd": {
-            "ours": lambda: _FromLocal.apply(needs, region, placements, placements),
+            "ours": lambda: _FromLocal.apply(needs, region, kind, 0, placed._spec),
             "torch": lambda: DTensor.from_local(needs, mesh, placements, run_check=False),
         },
         "DTensor -> local": {"ours": lambda: placed._local_tensor, "torch": lambda: placed.to_local()},
         "DTensor -> local, autograd": {
-            "ours": lambda: _ToLocal.apply(leaf, placements),
+            "ours": lambda: _ToLocal.apply(leaf, leaf._spec),
             "torch": lambda: leaf.to_local(grad_placements=placements),
         },
     }
