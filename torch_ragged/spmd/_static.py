@@ -395,11 +395,7 @@ class _Region:
         each.of, each.spec = None, spec
         if not isinstance(param, DTensor):
             return None
-        address = param._local_tensor.data_ptr()
-        tied = next((o for o in self._params if o is not each and o.of is param and o.address == address), None)
-        if tied is not None and tied.spec is not None and spec is not None and tied.spec.placements == spec.placements:
-            each.local, each.leaf = tied.local, tied.leaf
-        elif param.requires_grad and spec is not None:
+        if param.requires_grad and spec is not None:
             each.leaf = self.gradients.leaf_of(param, spec.placements)  # type: ignore[arg-type]
             if each.leaf is None:  # A unit's: gathered anew for each forward. Or one with hooks: autograd goes to it.
                 self.leaves = [leaf for leaf in self.leaves if leaf.param is not param]
@@ -407,7 +403,7 @@ class _Region:
             each.local = each.leaf.local
         else:
             each.local, each.leaf = param._local_tensor.detach(), None
-        each.of, each.address, each.requires_grad = param, address, param.requires_grad
+        each.of, each.address, each.requires_grad = param, param._local_tensor.data_ptr(), param.requires_grad
         self.leaves = list({id(other.leaf): other.leaf for other in self._params if other.leaf is not None}.values())
         return each.local
 
