@@ -516,14 +516,15 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local, region, kind, index, spec):  # type: ignore[no-untyped-def]
-        ctx.region, ctx.kind, ctx.index = region, kind, index
+        ctx.gradients, ctx.leaves = region.gradients, region.leaves  # Of this call: the next one may be of another kind.
+        ctx.kind, ctx.index = kind, index
         ctx.grads = kind.found.output_grads.get(index)
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        ctx.region.gradients.collect(ctx.region.leaves)
+        ctx.gradients.collect(ctx.leaves)
         if gradient.placements != ctx.grads:
             # The value is right; another order of sums than in eager mode, in this step alone.
             ctx.kind.arrive(ctx.index, gradient.placements)
