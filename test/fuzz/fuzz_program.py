@@ -47,13 +47,13 @@ def random_case(seed: int) -> dict[str, Any]:
         part["by name"], part["limit"] = rng.random() < 0.2, count
     case["optimizer"] = rng.choice(("sgd", "adamw"))
     case["before"] = rng.choice((None, None, None, "leaf", "module")) if model["input"] == "floats" else None
-    case["after"] = model["output"] == "tensor" and rng.random() < 0.3
+    case["after"] = model["output"] == "tensor" and rng.random() < 0.05
     rows = count * (1 if count > 1 else 2)
     lengths = [each for each in (4, 6, 8, 12) if each % (cut * sequence) == 0] or [cut * sequence]
     case["rows"], case["length"] = rows, lengths[0]
     writer = _ProgramWriter(rng, case, case["mesh"])
     case["plan"], case["inputs"] = writer.write(), writer.inputs
-    case["script"] = _Script(rng, case, writer.module, lengths).write()
+    case["script"] = _Script(rng, case, writer, lengths).write()
     return case
 
 
@@ -72,8 +72,10 @@ class _ProgramWriter(Writer):
 class _Script:
     """Writes what the script does: for each step, its events and how it runs."""
 
-    def __init__(self, rng: random.Random, case: dict[str, Any], module: Any, lengths: list[int]) -> None:
-        self.rng, self.case, self.lengths = rng, case, lengths
+    def __init__(self, rng: random.Random, case: dict[str, Any], writer: Writer, lengths: list[int]) -> None:
+        self.rng, self.case, self.lengths, module = rng, case, lengths, writer.module
+        # Hooks on the gradients of a unit's parameters are called for the unsharded ones, as in FSDP2.
+        self.hooks_on_parameters = ("accumulated",) if writer.is_in_units else ("tensor", "accumulated")
         self.params = [name for name, _ in module.named_parameters()]
         self.parts = [name for name, part in parts_of(case["model"]) if "parts" not in part]
         self.modules = [name for name, _ in module.named_modules() if name and not name.endswith((".parts", "blocks"))]
@@ -118,7 +120,7 @@ class _Script:
             lambda: ("mode", rng.choice(self.modules), rng.random() < 0.5),
             lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
             lambda: ("unhook",),
-            lambda: ("param hook", rng.choice(("tensor", "accumulated")), rng.choice(self.params)),
+            lambda: ("param hook", rng.choice(self.hooks_on_parameters), rng.choice(self.params)),
             lambda: ("freeze", rng.choice(["", *self.modules, *self.params])),
             lambda: ("unfreeze", rng.choice(["", *self.modules, *self.params])),
             lambda: ("load", rng.random() < 0.6, rng.choice((1.0, 0.5))),

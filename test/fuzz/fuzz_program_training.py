@@ -134,7 +134,7 @@ class Play:
         if self.case["optimizer"] == "sgd":
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
         else:
-            self.optimizer = torch.optim.AdamW(params, lr=0.01, eps=1e-3)  # Small gradients are small steps.
+            self.optimizer = torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.0)  # Tiny gradients make tiny steps.
 
     def trace(self) -> Trace:
         """All that the program shows."""

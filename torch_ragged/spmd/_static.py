@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
 from torch_ragged._register._torch import backward_id
-from torch_ragged.spmd._boundary import Redistribution, local_moves
+from torch_ragged.spmd._boundary import Redistribution, as_dtensor, local_moves
 from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks
 from torch_ragged.spmd._move import Placed, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
@@ -517,7 +517,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local, region, kind, index, spec):  # type: ignore[no-untyped-def]
         ctx.gradients, ctx.leaves = region.gradients, region.leaves  # Of this call: the next one may be of another kind.
-        ctx.kind, ctx.index = kind, index
+        ctx.kind, ctx.index, ctx.mesh = kind, index, spec.mesh
         ctx.grads = kind.found.output_grads.get(index)
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
@@ -525,6 +525,7 @@ class _FromLocal(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         ctx.gradients.collect(ctx.leaves)
+        gradient = as_dtensor(gradient, ctx.mesh)  # Behind a backward hook, that of an unused output is plain zeros.
         if gradient.placements != ctx.grads:
             # The value is right; another order of sums than in eager mode, in this step alone.
             ctx.kind.arrive(ctx.index, gradient.placements)
