@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -119,6 +120,10 @@ def _is_in(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
+class _Call:
+    """A call in eager mode. The hooks on its outputs have it, so it lives as long as its graph of autograd."""
+
+
 @dataclass
 class _Kind:
     """Calls of a module with the same facts.
@@ -128,6 +133,7 @@ class _Kind:
         found: what the trial found; None before it, or if it refused.
         reason: why calls of this kind are eager, for good.
         is_watched: whether there was one, in eager mode.
+        pending: those in eager mode whose backward may still come. It may compute a checkpoint again, which must be eager, too.
         is_stale: whether a gradient has arrived under other placements than those of the trial.
         changes: how often that was so.
     """
@@ -136,6 +142,7 @@ class _Kind:
     found: Optional[Found] = None
     reason: Optional[str] = None
     is_watched: bool = False
+    pending: weakref.WeakSet[_Call] = field(default_factory=weakref.WeakSet)
     is_stale: bool = False
     changes: int = 0
 
@@ -227,11 +234,15 @@ class _Region:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         state, kind = self._kind_of(leaves, tree)
         self._running.append(("eager", None))
-        if state is None or kind is None or kind.reason is not None:
+        if state is None or kind is None:
+            return None
+        if kind.reason is not None and backward_id() < 0:
+            kind.found = None  # Not before: a checkpoint whose forward was static is computed again as it was.
+        if kind.reason is not None and kind.found is None:
             return None
         if kind.found is None or kind.is_stale:
             # A call that activation checkpointing runs again is as the first one was.
-            if backward_id() >= 0 and kind.found is None or not kind.is_watched:
+            if kind.found is None and (backward_id() >= 0 or not kind.is_watched or kind.pending):
                 kind.is_watched = True
                 self._running[-1] = ("watched", kind)
                 return None
@@ -261,9 +272,12 @@ class _Region:
             return None
         leaves, tree = pytree.tree_flatten(output)
         if state == "watched":
+            call = _Call()
             for index, leaf in enumerate(leaves):
                 if isinstance(leaf, DTensor) and leaf.requires_grad and not leaf.is_leaf:
-                    leaf.register_hook(functools.partial(_note_arrival, kind, index))
+                    leaf.register_hook(functools.partial(_note_arrival, kind, call, index))
+                    if backward_id() < 0:
+                        kind.pending.add(call)
             return None
         assert kind.found is not None
         for index, (leaf, spec) in enumerate(zip(leaves, kind.found.outputs)):
@@ -472,7 +486,8 @@ def _users_hook(module: nn.Module, name: str) -> Optional[str]:
     return None
 
 
-def _note_arrival(kind: _Kind, index: int, gradient: Any) -> None:
+def _note_arrival(kind: _Kind, call: _Call, index: int, gradient: Any) -> None:
+    kind.pending.discard(call)
     if isinstance(gradient, DTensor):
         kind.arrivals[index] = gradient.placements
 
