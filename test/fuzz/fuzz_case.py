@@ -17,6 +17,8 @@ import fuzz_dtensor
 import fuzz_fsdp
 import fuzz_plan
 import fuzz_plan_training
+import fuzz_program
+import fuzz_program_training
 import fuzz_random
 import fuzz_training
 import fuzz_transfer
@@ -39,6 +41,7 @@ KINDS = {
     "dtensor": fuzz_dtensor,
     "transfer": fuzz_transfer,
     "plan": fuzz_plan,
+    "program": fuzz_program,
     "random": fuzz_random,
 }
 REFUSALS = (
@@ -81,6 +84,8 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
             digest, details = fuzz_transfer.run_case(case)
         elif kind == "plan":
             digest, details = fuzz_plan_training.run_case(case)
+        elif kind == "program":
+            digest, details = fuzz_program_training.run_case(case)
         else:
             digest, details = (fuzz_random if kind == "random" else fuzz_dtensor).run_program(case)
     except Exception as error:

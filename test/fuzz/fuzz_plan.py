@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fuzz_plan_model import KINDS, build, parts_of, random_model
+from fuzz_plan_model import KINDS, Network, build, parts_of, random_model
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -24,10 +24,11 @@ from torch_ragged.fsdp import ZERO1, ZERO2, ZERO3
 from torch_ragged.granularity import elements, rows, tensor
 from torch_ragged.spmd import INIT, RUN, Plan
 
-__all__ = ["random_case", "size_of"]
+__all__ = ["Writer", "random_case", "random_mesh", "size_of"]
 
 RANKS = (2, 2, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4, 6, 8)
 MESHES = {
+    1: ((1,),),
     2: ((2,), (2,), (2,), (1, 2), (2, 1)),
     3: ((3,), (3,), (3, 1)),
     4: ((4,), (2, 2), (2, 2), (2, 2), (4, 1), (2, 1, 2), (1, 2, 2)),
@@ -55,7 +56,7 @@ def random_case(seed: int) -> dict[str, Any]:
     """The case of ``seed``: equal on all ranks, printable, and all that a replay needs."""
     rng = random.Random(seed)
     size = rng.choice(RANKS)
-    case: dict[str, Any] = {"seed": seed, "size": size, "mesh": _random_mesh(rng, size)}
+    case: dict[str, Any] = {"seed": seed, "size": size, "mesh": random_mesh(rng, size)}
     case["mode"], case["deferred"] = rng.choice(("eager", "eager", "static")), rng.random() < 0.5
     even = case["even"] = rng.random() < 0.75
     cut = math.prod([n for n, role in zip(case["mesh"]["sizes"], case["mesh"]["roles"]) if role == "model"])
@@ -73,22 +74,23 @@ def random_case(seed: int) -> dict[str, Any]:
     case["length"] = rng.choice(lengths) if even else rng.randint(3, 9)
     case |= {"steps": rng.choice((1, 2, 2, 3)), "micro": rng.choice((1, 1, 1, 2)), "clip": rng.choice((None, None, 0.5))}
     case["optimizer"] = rng.choice(("adamw", "adamw", "sgd", "muon", "adamw_loop"))
-    writer = _Writer(rng, case, case["mesh"])
+    writer = Writer(rng, case, case["mesh"])
     case["plan"], case["inputs"], case["policy"] = writer.write(), writer.inputs, writer.policy
     names = [name for name, _ in writer.module.named_parameters()]
     case["hooks"] = rng.sample(names, min(len(names), 3)) if rng.random() < 0.15 else []
     case["saved"] = rng.choice((None, None, None, "dcp", "ours"))
     if case["saved"]:
-        case["mesh2"] = _random_mesh(rng, size)
-        case["plan2"] = _Writer(rng, case, case["mesh2"], again=True).write()
+        case["mesh2"] = random_mesh(rng, size)
+        case["plan2"] = Writer(rng, case, case["mesh2"], again=True).write()
     case["wrong"] = None
     if rng.random() < 0.2:
         case["wrong"], case["wrong plan"] = _wrong(rng, case)
     return case
 
 
-def _random_mesh(rng: random.Random, size: int) -> dict[str, Any]:
-    sizes = rng.choice(MESHES[size])
+def random_mesh(rng: random.Random, size: int, most: int = 3) -> dict[str, Any]:
+    """A mesh of at most ``most`` dimensions, and what each of them does."""
+    sizes = rng.choice([sizes for sizes in MESHES[size] if len(sizes) <= most])
     roles, free = rng.choice(ROLES[len(sizes)]), {role: list(names) for role, names in NAMES.items()}
     if roles == ("batch", "batch") or roles[:2] == ("batch", "batch"):
         free["batch"].reverse()  # Replicas stand left of shards.
@@ -110,7 +112,7 @@ def shard_by_columns(param: torch.Tensor) -> Any:
     return Shard(param.ndim - 1) if param.ndim else None
 
 
-class _Writer:
+class Writer:
     """Writes one legal plan for the model of ``case`` on ``mesh``.
 
     Attributes:
@@ -125,13 +127,17 @@ class _Writer:
         self.names: tuple[str, ...] = mesh["names"]
         self.of_role = {role: tuple([n for n, r in zip(self.names, mesh["roles"]) if r == role]) for role in NAMES}
         with torch.device("meta"):
-            self.module = build(self.model, case["dtype"])
+            self.module = self.build()
         self.parts, self.inputs, self.policy = parts_of(self.model), "whole", None
         self.cut: dict[int, dict[str, Placement]] = {}  # Of each parameter: what rules say of mesh dimensions.
         self.claimed: set[tuple[str, str]] = set()  # Modules whose input or output a rule names.
         self.by_pattern = rng.random() < 0.6
         self.is_slow = len(self.names) > 2
         """On three mesh dimensions, torch takes minutes to plan a linear layer whose positions are cut."""
+
+    def build(self) -> Network:
+        """The modules that the plan is for."""
+        return build(self.model, self.case["dtype"])
 
     def write(self) -> Plan:
         rng = self.rng

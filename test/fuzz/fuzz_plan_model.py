@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["DTYPES", "KINDS", "build", "default_dtype", "parts_of", "random_model"]
+__all__ = ["DTYPES", "KINDS", "build", "called", "default_dtype", "parts_of", "random_model"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 KINDS = ("mlp", "mlp", "gated", "fused", "attention", "attention", "fused_attention", "experts", "ops", "ops", "scale")
@@ -120,24 +120,29 @@ class Network(nn.Module):
 
     def __init__(self, model: dict[str, Any]) -> None:
         super().__init__()
-        self.kind = model["output"]
+        self.kind, self.model = model["output"], model
         width, vocabulary = model["width"], model["vocabulary"]
         if model["input"] == "ids":
             self.embedding: nn.Module = nn.Embedding(vocabulary, width)
         else:
             self.embedding = nn.Linear(3, width)
-        self.blocks = nn.ModuleList(_part(part, model) for part in model["parts"])
+        self.blocks = nn.ModuleList(self._part(part, model) for part in model["parts"])
         self.norm = _norm(model["norm"], width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         if model["tied"]:
             self.head.weight = self.embedding.weight
         self.register_buffer("temperature", torch.tensor(2.0))
 
+    def _part(self, part: dict[str, Any], model: dict[str, Any]) -> nn.Module:
+        return Stack(part, model) if "parts" in part else Part(part, model)
+
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, *, mask: torch.Tensor | None = None) -> Any:
         hidden = self.embedding(x)
         for block in self.blocks:
             hidden = _call(block, hidden, mask)
-        hidden = self.norm(hidden)
+        return self.output(self.norm(hidden), labels)
+
+    def output(self, hidden: torch.Tensor, labels: torch.Tensor | None) -> Any:
         logits = self.head(hidden) / self.temperature
         if self.kind in ("loss", "dict"):
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # type: ignore[union-attr]
@@ -150,13 +155,14 @@ def _call(part: nn.Module, x: torch.Tensor, mask: torch.Tensor | None) -> torch.
         result = checkpoint(part, x, mask=mask, scale=0.5, use_reentrant=False)
     else:
         result = part(x, mask=mask, scale=0.5)
+    return called(part, result)
+
+
+def called(part: nn.Module, result: Any) -> torch.Tensor:
+    """The tensor in what a part returns."""
     if isinstance(result, Output):
         return result.hidden
     return {"tuple": lambda: result[0], "dict": lambda: result["hidden"]}.get(part.node["returns"], lambda: result)()
-
-
-def _part(part: dict[str, Any], model: dict[str, Any]) -> nn.Module:
-    return Stack(part, model) if "parts" in part else Part(part, model)
 
 
 def _norm(kind: str, width: int) -> nn.Module:
@@ -169,7 +175,10 @@ class Stack(nn.Module):
     def __init__(self, part: dict[str, Any], model: dict[str, Any]) -> None:
         super().__init__()
         self.node = part
-        self.parts = nn.ModuleList(_part(each, model) for each in part["parts"])
+        self.parts = nn.ModuleList(self._part(each, model) for each in part["parts"])
+
+    def _part(self, part: dict[str, Any], model: dict[str, Any]) -> nn.Module:
+        return Part(part, model)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 1.0) -> torch.Tensor:
         for _ in range(2 if self.node["kind"] == "twice" else 1):

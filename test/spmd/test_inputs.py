@@ -133,7 +133,7 @@ class FormsTest(unittest.TestCase):
     def test_a_number_has_no_rows():
         model = made(Plan().own_rows("<in:ids>", "dp").own_rows("<in:scale>", "dp"), mesh_of(2))
         error = error_on_all(model, batch(0), scale=torch.tensor(2.0))
-        assert "<in:scale> has 0 dimensions, and the plan says that ranks have its parts along dimension 0" in error, error
+        assert "<in:scale> (rules (1,) of the plan) has 0 dimensions, and Shard(0) cuts dimension 0" in error, error
 
     @ranks(4)
     def test_own_rows_are_equal_along_the_other_mesh_dimensions():
@@ -231,7 +231,7 @@ class DifferencesTest(unittest.TestCase):
         mesh = mesh_of(2)
         for wrong in (0, 1025, 2.0, True, None):
             assert "compare_every must be an integer from 1 to 1024" in error_of(made, Plan(), mesh, compare_every=wrong)
-        assert "compare_every 8" in error_on_all(made, Plan(), mesh, compare_every=8 + mesh.get_rank())
+        assert "compare_every=8" in error_on_all(made, Plan(), mesh, compare_every=8 + mesh.get_rank())
 
 
 def check_save(folder):

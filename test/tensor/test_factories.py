@@ -74,12 +74,15 @@ def check_training():
 
 
 def check_outside_of_the_mesh():
-    """A rank that is not in the mesh holds nothing, and draws nothing."""
+    """A rank that is not in the mesh holds nothing. Its generator moves as that of one device, as those of the mesh do."""
     mesh = DeviceMesh("cpu", [0, 1])
+    torch.manual_seed(0)
     state = torch.get_rng_state()
     made = [make(dt, (4, 3), device_mesh=mesh, placements=[RaggedShard((0,), (1, 3))]) for make in FACTORIES.values()]
     assert all(isinstance(tensor, DTensor) and tensor.shape == (4, 3) for tensor in made)
-    return [tensor.to_local().numel() for tensor in made], torch.equal(torch.get_rng_state(), state)
+    after = torch.get_rng_state()
+    assert not torch.equal(after, state)
+    return [tensor.to_local().numel() for tensor in made], after.tolist()
 
 
 def check_errors():
@@ -120,10 +123,10 @@ class FactoriesTest(unittest.TestCase):
     def test_a_tensor_made_so_is_trained(self):
         self.assertEqual(run_ranks(2, check_training), [True, True])
 
-    def test_a_rank_outside_of_the_mesh_holds_and_draws_nothing(self):
+    def test_a_rank_outside_of_the_mesh_holds_nothing_and_draws_as_the_others(self):
         answers = run_ranks(3, check_outside_of_the_mesh)
         self.assertEqual([counts for counts, _ in answers], [[3] * 5, [9] * 5, [0] * 5])
-        self.assertEqual([same for _, same in answers], [False, False, True])
+        self.assertEqual([state for _, state in answers], [answers[0][1]] * 3)
 
     def test_bad_arguments_are_errors_on_every_rank(self):
         answers = run_ranks(4, check_errors)

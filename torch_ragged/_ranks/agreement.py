@@ -23,6 +23,9 @@ from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import default_store
 
+# Its older name warns in torch 2.13, and is the only one in 2.11.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 __all__ = ["agree", "agree_on_group", "agreement", "gather_numbers", "problems_of_ranks", "reduce_min"]
 
 _SLICE = 2.0  # Seconds.
@@ -138,7 +141,7 @@ def gather_numbers(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -
     received = numbers.new_empty(group.size() * len(numbers))
     ticket = issued_on(group).issue("all-gather", call)
     with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group), [ticket]):
-        work = dist.all_gather_into_tensor(received, numbers, group=group, async_op=is_gloo(group, numbers.device))
+        work = _all_gather_single(received, numbers, group=group, async_op=is_gloo(group, numbers.device))
         if isinstance(work, dist.Work):
             wait_for(work)
         elif work is not None:  # Of a simulated group.

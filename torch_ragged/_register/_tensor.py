@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
 
 from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, Hook, extend_in_place, has, hook, hooks
-from torch_ragged.tensor._copied_view import count_writes, reaches_the_tensor, with_writes
+from torch_ragged.tensor._copied_view import reaches_the_tensor, with_writes
 from torch_ragged.tensor._dispatch import complete_keys
 from torch_ragged.tensor._ops import RaggedRows, register_cpu_attention
+from torch_ragged.tensor._ops._writes import count_writes
 from torch_ragged.tensor._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
 from torch_ragged.tensor._plain_ops import all_ops
 from torch_ragged.tensor._units import Units

@@ -208,12 +208,6 @@ class _Annotate:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         placements = self._of_ndim[tensor.ndim].placements
         if not isinstance(tensor, DTensor):
-            for placement in placements:
-                if isinstance(placement, Shard) and not -tensor.ndim <= placement.dim < tensor.ndim:
-                    raise ValueError(
-                        f"{self.boundary.path} has {tensor.ndim} dimensions, and the plan says that ranks have its parts along "
-                        f"dimension {placement.dim}: leave the rule out, and pass equal values on all ranks"
-                    )
             return as_dtensor(tensor, self._mesh, placements)
         wanted = [new or old for new, old in zip(placements, tensor.placements)]
         if wanted == list(tensor.placements):

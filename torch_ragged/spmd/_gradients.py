@@ -85,6 +85,7 @@ class PendingGradients:
         self._order: dict[torch.nn.Parameter, int] = {}
         self._mesh = mesh
         self._passes: dict[int, _Pass] = {}
+        self._leaves: dict[torch.nn.Parameter, dict[tuple[Placement, ...], Leaf]] = {}
         self._node_of: dict[torch.nn.Parameter, Any] = {}  # The nodes keep their hooks alive.
         for param, placements in params:
             self.add(param, placements)
@@ -102,10 +103,16 @@ class PendingGradients:
         """A leaf of ``param`` whose gradient has ``placements``; None if a unit reduces the gradient, or hooks wait for it."""
         if param not in self._wanted or has_hooks(param):
             return None
-        local = param._local_tensor.detach().requires_grad_()  # type: ignore[attr-defined]
-        spec = spec_of(self._mesh, placements, param.shape, param.dtype)
-        goal = _goal(placements, self._wanted[param])
-        return Leaf(param, local, spec, goal, _pending(placements, goal))
+        local = param._local_tensor.detach()  # type: ignore[attr-defined]
+        # Modules that share a parameter share its leaf: autograd adds their gradients, as in eager mode, before the reduction.
+        leaves = self._leaves.setdefault(param, {})
+        known = leaves.get(placements)
+        if known is None or known.local.data_ptr() != local.data_ptr():
+            spec = spec_of(self._mesh, placements, param.shape, param.dtype)
+            goal = _goal(placements, self._wanted[param])
+            known = Leaf(param, local.requires_grad_(), spec, goal, _pending(placements, goal))
+            leaves[placements] = known
+        return known
 
     def collect(self, leaves: Sequence[Leaf]) -> None:
         """When this backward has ended, add the gradients of ``leaves`` to those of their parameters.
@@ -138,7 +145,9 @@ class PendingGradients:
         earlier, gradient = param.grad, gradients[0]
         if not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor) or torch.is_grad_enabled():
             return None
-        if earlier.placements == gradient.placements or not earlier.dtype.is_floating_point:
+        # A leaf may have a gradient of this backward, too, to which autograd would add this one first in eager mode.
+        is_alone = param not in self._leaves
+        if earlier.placements == gradient.placements and is_alone or not earlier.dtype.is_floating_point:
             return None
         if len(param._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]  # Users' hooks see the whole sum.
             return None
@@ -167,16 +176,22 @@ class PendingGradients:
         this = self._passes.pop(task, _Pass())
         ready, diverted, leaves = this.ready, this.diverted, this.leaves
         arrived: list[_Arrived] = []
+        where: dict[Any, int] = {}
         for param in ready:
             grad: Any = diverted.get(param, param.grad)
             if isinstance(grad, DTensor):
                 if param not in diverted:
                     param.grad = None
                 goal = _goal(grad.placements, self._wanted[param])
+                where[param, grad.placements] = len(arrived)
                 arrived.append((param, grad._local_tensor, grad._spec, goal, _pending(grad.placements, goal)))
         for each in itertools.chain(*leaves):
             if each.local.grad is not None:
-                arrived.append((each.param, each.local.grad, each.spec, each.goal, each.pending))
+                index = where.get((each.param, each.spec.placements))
+                if index is None:
+                    arrived.append((each.param, each.local.grad, each.spec, each.goal, each.pending))
+                else:  # A module is static, and another one that has the parameter is not: one sum, as in eager mode.
+                    arrived[index] = (each.param, arrived[index][1] + each.local.grad, *arrived[index][2:])
                 each.local.grad = None
         arrived.sort(key=lambda each: self._order[each[0]])
         for param, grad in self._reduced(arrived):
@@ -211,7 +226,7 @@ class PendingGradients:
         return [part.view(local.shape) for part, local in zip(flat.split([local.numel() for local in locals_]), locals_)]
 
 
-witness = torch.zeros((), requires_grad=True)
+witness = torch.zeros((), device="cpu", requires_grad=True)
 """A leaf that each static module's output depends on, without a gradient: a backward that accumulates all gradients has it."""
 _witness_node = get_gradient_edge(witness).node
 

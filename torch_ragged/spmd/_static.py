@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -21,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
 from torch_ragged._register._torch import backward_id, functorch_is_active
-from torch_ragged.spmd._boundary import Redistribution, local_moves
+from torch_ragged.spmd._boundary import Redistribution, as_dtensor, local_moves
 from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks, witness
 from torch_ragged.spmd._move import Placed, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
@@ -164,6 +165,10 @@ class _Now:
 _now = _Now()
 
 
+class _Call:
+    """A call in eager mode. The hooks on its outputs have it, so it lives as long as its graph of autograd."""
+
+
 @dataclass
 class _Kind:
     """Calls of a module with the same facts.
@@ -174,6 +179,7 @@ class _Kind:
         found: what the trial found; None before it, or if it refused.
         reason: why calls of this kind are eager, for good.
         is_watched: whether there was one, in eager mode.
+        pending: those in eager mode whose backward may still come. It may compute a checkpoint again, which must be eager, too.
         is_stale: whether a gradient has arrived under other placements than those of the trial.
         changes: how often that was so.
     """
@@ -183,6 +189,7 @@ class _Kind:
     found: Optional[Found] = None
     reason: Optional[str] = None
     is_watched: bool = False
+    pending: weakref.WeakSet[_Call] = field(default_factory=weakref.WeakSet)
     is_stale: bool = False
     changes: int = 0
 
@@ -274,11 +281,15 @@ class _Region:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         state, kind = self._kind_of(leaves, tree)
         self._running.append(("eager", None))
-        if state is None or kind is None or kind.reason is not None:
+        if state is None or kind is None:
+            return None
+        if kind.reason is not None and backward_id() < 0:
+            kind.found = None  # Not before: a checkpoint whose forward was static is computed again as it was.
+        if kind.reason is not None and kind.found is None:
             return None
         if kind.found is None or kind.is_stale:
             # A call that activation checkpointing runs again is as the first one was.
-            if backward_id() >= 0 and kind.found is None or not kind.is_watched:
+            if kind.found is None and (backward_id() >= 0 or not kind.is_watched or kind.pending):
                 kind.is_watched = True
                 self._running[-1] = ("watched", kind)
                 self._owner.watch_uses(kind, leaves)
@@ -308,9 +319,12 @@ class _Region:
             return None
         leaves, tree = pytree.tree_flatten(output)
         if state == "watched":
+            call = _Call()
             for index, leaf in enumerate(leaves):
                 if isinstance(leaf, DTensor) and leaf.requires_grad and not leaf.is_leaf:
-                    leaf.register_hook(functools.partial(_note_arrival, kind, index))
+                    leaf.register_hook(functools.partial(_note_arrival, kind, call, index))
+                    if backward_id() < 0:
+                        kind.pending.add(call)
             return None
         assert kind.found is not None
         for index, (leaf, spec) in enumerate(zip(leaves, kind.found.outputs)):
@@ -447,11 +461,7 @@ class _Region:
         each.of, each.spec = None, spec
         if not isinstance(param, DTensor):
             return None
-        address = param._local_tensor.data_ptr()
-        tied = next((o for o in self._params if o is not each and o.of is param and o.address == address), None)
-        if tied is not None and tied.spec is not None and spec is not None and tied.spec.placements == spec.placements:
-            each.local, each.leaf = tied.local, tied.leaf
-        elif param.requires_grad and spec is not None:
+        if param.requires_grad and spec is not None:
             each.leaf = self.gradients.leaf_of(param, spec.placements)  # type: ignore[arg-type]
             if each.leaf is None:  # A unit's: gathered anew for each forward. Or one with hooks: autograd goes to it.
                 self.leaves = [leaf for leaf in self.leaves if leaf.param is not param]
@@ -459,7 +469,7 @@ class _Region:
             each.local = each.leaf.local
         else:
             each.local, each.leaf = param._local_tensor.detach(), None
-        each.of, each.address, each.requires_grad = param, address, param.requires_grad
+        each.of, each.address, each.requires_grad = param, param._local_tensor.data_ptr(), param.requires_grad
         self.leaves = list({id(other.leaf): other.leaf for other in self._params if other.leaf is not None}.values())
         return each.local
 
@@ -527,7 +537,8 @@ def _users_hook(module: nn.Module, name: str) -> Optional[str]:
     return None
 
 
-def _note_arrival(kind: _Kind, index: int, gradient: Any) -> None:
+def _note_arrival(kind: _Kind, call: _Call, index: int, gradient: Any) -> None:
+    kind.pending.discard(call)
     if isinstance(gradient, DTensor):
         kind.arrivals[index] = gradient.placements
 
@@ -575,7 +586,8 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local, region, kind, index, spec, *params):  # type: ignore[no-untyped-def]
-        ctx.gradients, ctx.leaves, ctx.kind, ctx.index, ctx.params = region.gradients, region.leaves, kind, index, len(params)
+        ctx.gradients, ctx.leaves = region.gradients, region.leaves  # Of this call: the next one may be of another kind.
+        ctx.kind, ctx.index, ctx.mesh, ctx.params = kind, index, spec.mesh, len(params)
         ctx.grads = kind.found.output_grads.get(index)
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
@@ -583,6 +595,7 @@ class _FromLocal(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         ctx.gradients.collect(ctx.leaves)
+        gradient = as_dtensor(gradient, ctx.mesh)  # Behind a backward hook, that of an unused output is plain zeros.
         if gradient.placements != ctx.grads:
             # The value is right; another order of sums than in eager mode, in this step alone.
             ctx.kind.arrive(ctx.index, gradient.placements)

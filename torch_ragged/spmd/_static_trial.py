@@ -171,7 +171,7 @@ class Ledger:
 
     def __init__(self, name: str) -> None:
         self.expressions: dict[Any, Any] = {}
-        self._name = name
+        self.name = name
         self._of: dict[int, int] = {}
         self._own: set[int] = set()
         self._kept: list[Any] = []  # So that no storage is freed, and no address used again.
@@ -219,14 +219,14 @@ class Ledger:
         if any(isinstance(each, FakeTensor) or each.is_meta for each in tensors):
             return func(*args, **kwargs)
         if func.namespace in _COMMUNICATES:
-            raise Refused(self._name, f"{func} communicates")
+            raise Refused(self.name, f"{func} communicates")
         if func is torch.ops.aten._local_scalar_dense.default:
-            raise Refused(self._name, "it reads the value of a tensor, by which the code may branch")
+            raise Refused(self.name, "it reads the value of a tensor, by which the code may branch")
         with _disable_current_modes():
             given = [self.describe(leaf) if isinstance(leaf, torch.Tensor) else _constant(leaf) for leaf in leaves]
             written = self._written(func, args, kwargs)
             if any(self._storage(each) not in self._own for each in written):
-                raise Refused(self._name, f"{func} writes to a tensor that was made before")
+                raise Refused(self.name, f"{func} writes to a tensor that was made before")
         result = func(*args, **kwargs)
         with _disable_current_modes():
             name = str(func)
@@ -293,7 +293,14 @@ class _Given:
                 copies[id(value)] = self._copy(value, is_written, *expression)
             return copies[id(value)]  # Tied parameters stay tied.
 
-        self.args = [given(leaf, True, "in", index) for index, leaf in enumerate(args)]
+        self._inputs = [given(leaf, True, "in", index) for index, leaf in enumerate(args)]
+        # The code may ask whether an input is a leaf of autograd; in a static call, none is.
+        views = {
+            id(leaf): leaf.view_as(leaf)
+            for leaf, of in zip(self._inputs, args)
+            if _needs_grad(leaf) and (is_local or not of.is_leaf)
+        }
+        self.args = [views.get(id(leaf), leaf) for leaf in self._inputs]
         self.params = {key: given(param, False, "param", key) for key, param in params.items()}
         self.buffers = {key: given(buffer, True, "buffer", key) for key, buffer in buffers.items()}
         self._before = {}
@@ -336,7 +343,7 @@ class _Given:
 
     def leaves(self) -> list[tuple[Any, torch.Tensor]]:
         """The tensors whose gradients are compared: inputs and parameters."""
-        inputs = [(("grad in", i), leaf) for i, leaf in enumerate(self.args) if _needs_grad(leaf)]
+        inputs = [(("grad in", i), leaf) for i, leaf in enumerate(self._inputs) if _needs_grad(leaf)]
         return inputs + [(("param", key), param) for key, param in self.params.items() if _needs_grad(param)]
 
 
@@ -413,7 +420,7 @@ def _run_reference(
                 _check_gradient(reference.name, leaf.placements, found.output_grads[index])
             leaves = given.leaves()
             if needing and leaves:
-                edges = {key[1]: edge_of(leaf) for key, leaf in leaves if key[0] == "grad in"}
+                edges = {i: edge_of(leaf) for i, leaf in enumerate(given.args) if _needs_grad(leaf)}
                 found.uses = count_uses(needing.values(), edges)
                 gradients = []
                 for index, leaf in needing.items():

@@ -19,11 +19,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils import _pytree as pytree
 
-from torch_ragged.tensor._ops import is_written, returns_alias
-from torch_ragged.tensor._plain_ops import on_whole_tensors
+from torch_ragged.tensor._ops import returns_alias
+from torch_ragged.tensor._ops._whole_tensors import on_whole_tensors
+from torch_ragged.tensor._ops._writes import count_writes, writes_in_inference, writes_unmarked, written_by
 from torch_ragged.tensor._redistribute import redistribute_local
 
-__all__ = ["CopiedView", "count_writes", "reaches_the_tensor", "with_writes"]
+__all__ = ["CopiedView", "reaches_the_tensor", "with_writes"]
 
 _aten = torch.ops.aten
 _View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
@@ -94,13 +95,13 @@ class CopiedView(DTensor):
         def copied(leaf: Any) -> Any:
             return copies.get(id(leaf), leaf)
 
-        written = [leaf for leaf in _written(op, args, kwargs) if isinstance(leaf, CopiedView)]
+        written = [leaf for leaf in written_by(op, args, kwargs) if isinstance(leaf, CopiedView)]
         if written and torch.Tag.inplace_view in op.tags:
             raise NotImplementedError(
                 f"{op} on a view of a DTensor that had to be redistributed for it: assign the result of the op that is not in "
                 "place, as in y = y.transpose(0, 1)"
             )
-        memory = [_memory(each) for each in _written(op, args, kwargs) if isinstance(each, DTensor)]
+        memory = [_memory(each) for each in written_by(op, args, kwargs) if isinstance(each, DTensor)]
         if any(memory.count(_memory(leaf)) > 1 for leaf in written):
             raise NotImplementedError(
                 f"{op} writes to several views of one DTensor that had to be redistributed for a view: write to one after the "
@@ -119,7 +120,7 @@ class CopiedView(DTensor):
 
 def reaches_the_tensor(op: torch._ops.OpOverload) -> bool:
     """Whether calls of an op need :func:`with_writes`: it is a view, or it writes to an argument."""
-    return _is_view(op) or op._schema.is_mutable or _writes_unmarked(op)
+    return _is_view(op) or op._schema.is_mutable or writes_unmarked(op)
 
 
 def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any, answer: Any) -> Any:
@@ -128,16 +129,16 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     If the sharding redistributes what the op views, the results are views that know their tensor. If it redistributes what the
     op writes, as running statistics for features that are cut, the new values are redistributed back.
     """
-    if op.overloadpacket is _aten.fill_ and any(each.is_partial() for each in getattr(args[0], "placements", ())):
-        raise NotImplementedError(
-            f"{op} on a DTensor that is placed as {args[0].placements}, pending a reduction: all ranks' values would be "
-            "reduced. Use zero_(), or redistribute first, as in t = t.redistribute(placements=[Replicate()])"
-        )
     if not isinstance(answer, OutputSharding):
         if op._schema.is_mutable:
             count_writes(op, args, kwargs)
         is_view = _is_view(op) and not _is_composite(op) and isinstance(args[0], DTensor)
         return _as_views(op, args, kwargs, answer, args[0]) if is_view else answer
+    if op.overloadpacket is _aten.fill_ and any(each.is_partial() for each in getattr(args[0], "placements", ())):
+        raise NotImplementedError(
+            f"{op} on a DTensor that is placed as {args[0].placements}, pending a reduction: all ranks' values would be "
+            "reduced. Use zero_(), or redistribute first, as in t = t.redistribute(placements=[Replicate()])"
+        )
     moved = _moved(op_info, answer)
     if (outs := _outs_of_others(op, kwargs, answer)) is not None:
         if any(placement.is_partial() for out in outs for placement in out.placements):
@@ -152,7 +153,7 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         return op.decompose(*args, **kwargs)
     dispatcher = DTensor._op_dispatcher
     given, leaves = op_info.flat_args_schema, args if op_info.args_tree_spec is None else pytree.tree_leaves(args)
-    written = {id(leaf) for leaf in _written(op, args, kwargs)}
+    written = {id(leaf) for leaf in written_by(op, args, kwargs)}
     copied = [index for index in moved if id(leaves[index]) in written]
     if not copied and not _is_view(op):
         return answer
@@ -220,19 +221,7 @@ def _memory(tensor: DTensor) -> int:
 
 def _version(tensor: torch.Tensor) -> Any:
     """How often the tensor or a view of it was written; of a tensor of the inference mode, how often any was."""
-    return (_in_inference[0],) if torch.is_inference_mode_enabled() or tensor.is_inference() else tensor._version
-
-
-def count_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count a call of an op that autograd does not count: in inference mode, and of a list of DTensors."""
-    if torch.is_inference_mode_enabled():
-        _in_inference[0] += 1
-        return
-    tensors = [each for each in _written(op, args, kwargs) if isinstance(each, torch.Tensor) and not each.is_inference()]
-    torch.autograd.graph.increment_version(tensors)
-
-
-_in_inference = [0]
+    return (writes_in_inference(),) if torch.is_inference_mode_enabled() or tensor.is_inference() else tensor._version
 
 
 def _whole(tensor: DTensor) -> torch.Tensor:
@@ -251,15 +240,3 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 def _is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether the op is made of others."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
-
-
-@functools.cache
-def _writes_unmarked(op: torch._ops.OpOverload) -> bool:
-    return any(is_written(argument) for argument in op._schema.arguments)
-
-
-def _written(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors among the arguments that the op writes."""
-    arguments = op._schema.arguments
-    named = [*zip(arguments, args), *[(each, kwargs[each.name]) for each in arguments if each.name in kwargs]]
-    return [leaf for argument, value in named if is_written(argument) for leaf in pytree.tree_leaves(value)]

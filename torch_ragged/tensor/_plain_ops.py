@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torch_ragged._ranks.peers import peers_named
-from torch_ragged.tensor._ops import decomposition_of, dims_from_the_front, is_written, returns_alias
+from torch_ragged.tensor._ops import decomposition_of, dims_from_the_front, returns_alias
+from torch_ragged.tensor._ops._whole_tensors import on_whole_tensors, placed_as
 from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._read import read_item
-from torch_ragged.tensor._redistribute import redistribute_local
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
 __all__ = ["all_ops", "on_whole_tensors", "plain_handlers"]
@@ -178,7 +178,7 @@ def _without_empty_parts(args: Sequence[Any]) -> list[Any] | None:
             if isinstance(placement, (Shard, _StridedShard)):
                 cuts.setdefault(placement.dim, []).append(leaf.device_mesh.size(mesh_dim))
         empty = [dim for dim, ranks in cuts.items() if _leaves_a_rank_empty(leaf.shape[dim], tuple(ranks))]
-        return _placed(leaf, tuple([Replicate() if getattr(p, "dim", None) in empty else p for p in leaf.placements]))
+        return placed_as(leaf, tuple([Replicate() if getattr(p, "dim", None) in empty else p for p in leaf.placements]))
 
     given = pytree.tree_map(filled, list(args))
     is_changed = any(new is not old for new, old in zip(pytree.tree_leaves(given), pytree.tree_leaves(list(args))))
@@ -312,11 +312,11 @@ class _AllOps:
 
 @functools.cache
 def _is_made_of_others(op: torch._ops.OpOverload) -> bool:
-    """Whether an op is composite, and torch has no rule of its own for it."""
+    """Whether an op is composite, writes nothing, and torch has no rule of its own for it."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = [propagator.op_strategy_funcs, propagator.op_to_rules, getattr(propagator, "op_single_dim_strategy_funcs", {})]
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
-    return is_composite and not any(op in table for table in tables)
+    return is_composite and not op._schema.is_mutable and not any(op in table for table in tables)
 
 
 def _shares_dim(placements: Sequence[Placement]) -> bool:
@@ -409,7 +409,7 @@ def _with_equal_batches(args: Sequence[Any]) -> list[Any] | None:
     if batches[0] == batches[1]:
         return None
     target = max(batches, key=lambda batch: sum(not placement.is_replicate() for placement in batch))
-    return [_placed(each, target) for each in tensors]
+    return [placed_as(each, target) for each in tensors]
 
 
 def _is_pending(tensor: Any) -> bool:
@@ -483,45 +483,6 @@ def _log(op: torch._ops.OpOverload) -> None:
     _logger.info("%s has no sharding rule in torch for these placements: it runs on replicated tensors", op)
 
 
-def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op on whole tensors, which every rank computes. One all-gather per tensor that is not replicated.
-
-    A tensor that the op writes keeps its placements: each rank takes its part of the result. If the tensor is pending a sum,
-    one rank takes the result, and the others zeros.
-    """
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-    mesh = tensors[0].device_mesh
-    everywhere = [Replicate()] * mesh.ndim
-    whole = {id(tensor): tensor.redistribute(placements=everywhere)._local_tensor for tensor in tensors}
-
-    def placed(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-            raise NotImplementedError(f"{op} gives a {leaf.layout} tensor, which no DTensor can be: call full_tensor() first")
-        return DTensor.from_local(leaf, mesh, everywhere, run_check=False) if isinstance(leaf, torch.Tensor) else leaf
-
-    result = op(*_replaced(args, whole), **_replaced(kwargs, whole))
-    arguments = op._schema.arguments
-    named = [*zip(arguments, args), *[(each, kwargs[each.name]) for each in arguments if each.name in kwargs]]
-    for argument, value in named:
-        if is_written(argument):
-            for tensor in [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, DTensor)]:
-                if whole[id(tensor)].shape != tensor.shape:
-                    raise RuntimeError(
-                        f"{op} would change the shape of a DTensor that it writes, from {tuple(tensor.shape)} to "
-                        f"{tuple(whole[id(tensor)].shape)}: use the result of the op that writes no argument"
-                    )
-                mine = _placed(placed(whole[id(tensor)]), tensor.placements)._local_tensor
-                if mine is not tensor._local_tensor:
-                    tensor._local_tensor.copy_(mine)
-    originals = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-    originals |= {id(whole[id(tensor)]): tensor for tensor in tensors}
-    return pytree.tree_map(lambda leaf: originals[id(leaf)] if id(leaf) in originals else placed(leaf), result)
-
-
-def _replaced(arguments: Any, locals_: dict[int, torch.Tensor]) -> Any:
-    return pytree.tree_map(lambda leaf: locals_[id(leaf)] if isinstance(leaf, DTensor) else leaf, arguments)
-
-
 # -- attention over sequences that are cut ---------------------------------------------------------------------------------
 
 
@@ -546,7 +507,7 @@ def _attention_by_rows(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
             wanted = list(tensor.placements)
             for dim in cut:
                 wanted[dim] = Replicate() if index - is_backward in (1, 2) else Shard(2)
-            arguments[index] = _placed(tensor, tuple(wanted))
+            arguments[index] = placed_as(tensor, tuple(wanted))
     causal = 7 if is_backward else 4
     if cut and len(args) > causal and args[causal]:
         arguments[causal] = False
@@ -558,7 +519,7 @@ def _attention_by_rows(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     if sharding.needs_redistribute:
         for index, (tensor, spec) in enumerate(zip(arguments, sharding.redistribute_schema.args_schema)):  # type: ignore[union-attr]
             if isinstance(tensor, DTensor):
-                arguments[index] = _placed(tensor, spec.placements)  # type: ignore[union-attr]
+                arguments[index] = placed_as(tensor, spec.placements)  # type: ignore[union-attr]
         kwargs = _with_mask_of(arguments[is_backward], kwargs)
     return _by_torch(op, tuple(arguments), kwargs)
 
@@ -574,7 +535,7 @@ def _with_mask_of(query: DTensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     for placement in query.placements:
         dim = placement.dim - 4 + mask.ndim if isinstance(placement, Shard) and placement.dim < 3 else -1
         wanted.append(Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate())
-    return {**kwargs, "attn_mask": _placed(mask, tuple(wanted))}
+    return {**kwargs, "attn_mask": placed_as(mask, tuple(wanted))}
 
 
 def _causal_mask(query: DTensor, columns: int, cut: Sequence[int]) -> DTensor:
@@ -594,7 +555,7 @@ def _attention_of_whole_sequences(op: torch._ops.OpOverload, args: tuple[Any, ..
     def whole(tensor: Any) -> Any:
         if not isinstance(tensor, DTensor) or not any(placement.is_shard(2) for placement in tensor.placements):
             return tensor
-        return _placed(tensor, tuple([Replicate() if each.is_shard(2) else each for each in tensor.placements]))
+        return placed_as(tensor, tuple([Replicate() if each.is_shard(2) else each for each in tensor.placements]))
 
     return _by_torch(op, tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()})
 
@@ -657,7 +618,7 @@ def _local_under(value: Any, mesh: Any, placements: Sequence[Placement] | None) 
         return value
     if not isinstance(value, DTensor):
         value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return _placed(value, tuple(placements or [Replicate()] * mesh.ndim))._local_tensor
+    return placed_as(value, tuple(placements or [Replicate()] * mesh.ndim))._local_tensor
 
 
 def _with_rows(local: torch.Tensor, mesh: Any, placements: Sequence[Placement], rows: int) -> DTensor:
@@ -681,7 +642,7 @@ def _grouped_mm(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         return _by_torch(op, args, kwargs) if found is NotImplemented else found
     mesh, of_weight = a.device_mesh, b.ndim == 2
     placed = [_grouped_placements(*pair, of_weight, a.numel() > b.numel()) for pair in zip(a.placements, b.placements)]
-    a, b = (_placed(each, tuple([p[i] for p in placed])) for i, each in enumerate((a, b)))
+    a, b = (placed_as(each, tuple([p[i] for p in placed])) for i, each in enumerate((a, b)))
     ends = ends.full_tensor() if isinstance(ends, DTensor) else ends
     rows = a.ndim - 1 if of_weight else 0
     if any(placement.is_shard(rows) for placement in a.placements):
@@ -692,16 +653,6 @@ def _grouped_mm(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     shape = (len(ends), a.shape[0], b.shape[1]) if of_weight else (a.shape[0], b.shape[2])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [p[2] for p in placed], run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def _placed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """``tensor`` under ``placements``, below autograd: in a backward, DTensor.s method needs an op that torch 2.11 lacks."""
-    if placements == tensor.placements:
-        return tensor
-    shape, mesh = tensor.shape, tensor.device_mesh
-    local = redistribute_local(tensor._local_tensor, mesh, shape, tensor.placements, placements).wait()
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _aligned(local: torch.Tensor) -> torch.Tensor:

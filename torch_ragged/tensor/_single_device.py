@@ -19,12 +19,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
-from torch_ragged.tensor._copied_view import count_writes
 from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor._ops._rows import has_ragged_rows
+from torch_ragged.tensor._ops._whole_tensors import on_whole_tensors
+from torch_ragged.tensor._ops._writes import count_writes
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import extension_of
-from torch_ragged.tensor._plain_ops import on_whole_tensors
 from torch_ragged.tensor._random import (
     ROW_MAJOR,
     Holding,
