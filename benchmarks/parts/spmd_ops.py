@@ -144,7 +144,7 @@ def cost_of_conversions(mesh: DeviceMesh, size: int, rounds: int) -> list[dict[s
         },
         "DTensor -> local": {"ours": lambda: placed._local_tensor, "torch": lambda: placed.to_local()},
         "DTensor -> local, autograd": {
-            "ours": lambda: _ToLocal.apply(leaf, leaf._spec),
+            "ours": lambda: _ToLocal.apply(leaf, leaf._spec, None),
             "torch": lambda: leaf.to_local(grad_placements=placements),
         },
     }

@@ -65,7 +65,15 @@ PRIVATE = {
     "torch._compile": (("tensor._dispatch",), "hides a function from Dynamo without importing it"),
     "torch._guards": (("tensor._random",), "whether torch.compile traces"),
     "torch._subclasses": (
-        ("random._deferred", "random._recording", "spmd._recorder", "tensor._draw", "tensor._random", "tensor._single_device"),
+        (
+            "random._deferred",
+            "random._recording",
+            "spmd._recorder",
+            "spmd._static_trial",
+            "tensor._draw",
+            "tensor._random",
+            "tensor._single_device",
+        ),
         "the error that breaks a graph; tensors without memory",
     ),
     # Only this module of torch's has symmetric memory.

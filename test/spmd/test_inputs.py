@@ -145,11 +145,16 @@ class FormsTest(unittest.TestCase):
     @ranks(2)
     def test_a_batch_that_the_mesh_does_not_divide_is_named_where_it_fails():
         mesh, ids = mesh_of(2), batch(0, 7)
-        error = error_on_all(made(whole_batch(), mesh), ids, ids)
-        assert "`<in:ids>` has 7 rows, dp has 2 ranks." in error and "use drop_last=True, or pass own rows" in error, error
-        layer = parallelize(nn.Linear(6, 3), Plan().shard("<in>", Shard(0), "dp").default(Replicate()), mesh)
-        x = torch.randn(7, 6)
+        model, single = made(whole_batch(), mesh).eval(), made_alone().eval()
+        torch.testing.assert_close(model(ids, ids).full_tensor(), single(ids, ids))  # Uneven rows are legal.
+        layer = parallelize(nn.Linear(6, 3), Plan().shard("<in:input>", Shard(0), "dp").default(Replicate()), mesh)
+        x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
         assert layer(x).full_tensor().shape == (7, 3)
+        with mock.patch.object(nn.Linear, "forward", side_effect=RuntimeError("Cannot flatten unevenly sharded tensor")):
+            error = error_on_all(layer, x)
+            assert "`<in:input>` has 7 rows, dp has 2 ranks." in error and "use drop_last=True, or pass own rows" in error, (
+                error
+            )
         with mock.patch.object(nn.Linear, "forward", side_effect=RuntimeError("of the model")):
             assert error_on_all(layer, x) == "RuntimeError: of the model"
 

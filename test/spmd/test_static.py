@@ -345,8 +345,8 @@ class StaticTest(unittest.TestCase):
         assert loss.item() == eager(ids).item()
         loss.backward()
         eager(ids).backward()
-        for one, other in zip(model.parameters(), eager.parameters()):
-            assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor())
+        for (name, one), other in zip(model.named_parameters(), eager.parameters()):
+            assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor()), name
 
     @ranks(2)
     def test_an_error_of_the_model_is_raised_at_once_and_changes_nothing():

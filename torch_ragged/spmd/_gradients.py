@@ -6,7 +6,6 @@ It must not know units: fully_shard reduces the gradients of its parameters.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -57,14 +56,12 @@ class _Pass:
     """What one backward has to reduce.
 
     Attributes:
-        ready: parameters whose gradients have arrived in ``.grad``.
-        diverted: gradients that did not go there.
-        leaves: those of static modules.
+        events: in the order of backward, parameters whose gradients have arrived in ``.grad``, and leaves of static modules.
+        diverted: gradients that did not go to ``.grad``.
     """
 
-    ready: dict[torch.nn.Parameter, None] = field(default_factory=dict)
+    events: list[Any] = field(default_factory=list)
     diverted: dict[torch.nn.Parameter, DTensor] = field(default_factory=dict)
-    leaves: list[Sequence[Leaf]] = field(default_factory=list)
 
 
 class PendingGradients:
@@ -85,6 +82,7 @@ class PendingGradients:
         self._order: dict[torch.nn.Parameter, int] = {}
         self._mesh = mesh
         self._passes: dict[int, _Pass] = {}
+        self._without: torch.nn.Parameter | None = None
         self._leaves: dict[torch.nn.Parameter, dict[tuple[Placement, ...], Leaf]] = {}
         self._node_of: dict[torch.nn.Parameter, Any] = {}  # The nodes keep their hooks alive.
         for param, placements in params:
@@ -133,9 +131,9 @@ class PendingGradients:
                         "torch.autograd.grad and backward(inputs=) do not find a parameter of shape "
                         f"{tuple(each.param.shape)} in a static module: call backward(), or parallelize with mode='eager'"
                     )
-        kept = self._begin().leaves
-        if not any(leaves is each for each in kept):
-            kept.append(leaves)
+        events = self._begin().events
+        if not any(leaves is each for each in events):
+            events.append(leaves)
 
     def _divert(self, param: torch.nn.Parameter, gradients: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
         """Before autograd adds to ``.grad``: a sum of a reduced and a pending gradient would be reduced at once, by itself.
@@ -143,6 +141,8 @@ class PendingGradients:
         Autograd gets minus zeros, which change no bit of ``.grad``. So it is as before if this backward fails.
         """
         earlier, gradient = param.grad, gradients[0]
+        # Of the parameter by which a static module is found in the graph, nothing arrives here.
+        self._without = param if gradient is None else None
         if not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor) or torch.is_grad_enabled():
             return None
         # A leaf may have a gradient of this backward, too, to which autograd would add this one first in eager mode.
@@ -170,29 +170,36 @@ class PendingGradients:
         return self._passes[task]
 
     def _note(self, param: Any) -> None:
-        self._begin().ready[param] = None
+        if param is not self._without:
+            self._begin().events.append(param)
 
     def _reduce(self, task: int) -> None:
         this = self._passes.pop(task, _Pass())
-        ready, diverted, leaves = this.ready, this.diverted, this.leaves
+        parts: dict[torch.nn.Parameter, list[tuple[torch.Tensor, Any, Leaf | None]]] = {}
+        for event in this.events:
+            if isinstance(event, torch.nn.Parameter):
+                grad: Any = this.diverted.get(event, event.grad)
+                if isinstance(grad, DTensor):
+                    if event not in this.diverted:
+                        event.grad = None
+                    parts.setdefault(event, []).append((grad._local_tensor, grad._spec, None))
+                continue
+            for each in event:
+                if each.local.grad is not None:
+                    parts.setdefault(each.param, []).append((each.local.grad, each.spec, each))
+                    each.local.grad = None
         arrived: list[_Arrived] = []
-        where: dict[Any, int] = {}
-        for param in ready:
-            grad: Any = diverted.get(param, param.grad)
-            if isinstance(grad, DTensor):
-                if param not in diverted:
-                    param.grad = None
-                goal = _goal(grad.placements, self._wanted[param])
-                where[param, grad.placements] = len(arrived)
-                arrived.append((param, grad._local_tensor, grad._spec, goal, _pending(grad.placements, goal)))
-        for each in itertools.chain(*leaves):
-            if each.local.grad is not None:
-                index = where.get((each.param, each.spec.placements))
-                if index is None:
-                    arrived.append((each.param, each.local.grad, each.spec, each.goal, each.pending))
-                else:  # A module is static, and another one that has the parameter is not: one sum, as in eager mode.
-                    arrived[index] = (each.param, arrived[index][1] + each.local.grad, *arrived[index][2:])
-                each.local.grad = None
+        for param, given in parts.items():
+            local, spec, leaf = given[0]
+            if len(given) == 1 and leaf is not None:
+                arrived.append((param, local, spec, leaf.goal, leaf.pending))
+                continue
+            # Autograd adds the gradients of one backward to each other, as they come, before they are reduced.
+            total: Any = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+            for more, other, _ in given[1:]:
+                total = total + DTensor(more, other, requires_grad=False)  # type: ignore[call-arg]
+            goal = _goal(total.placements, self._wanted[param])
+            arrived.append((param, total._local_tensor, total._spec, goal, _pending(total.placements, goal)))
         arrived.sort(key=lambda each: self._order[each[0]])
         for param, grad in self._reduced(arrived):
             if param.grad is None:

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
 from torch_ragged._register._torch import backward_id, functorch_is_active
@@ -304,7 +303,8 @@ class _Region:
         _now.enter(self, found)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, DTensor):
-                leaves[index] = _ToLocal.apply(leaf, found.input_grads.get(index))
+                spec = found.input_grads.get(index)
+                leaves[index] = _ToLocal.apply(leaf, spec or leaf._spec, None if spec else clean(leaf.placements))
         self._bind(found)
         return pytree.tree_unflatten(leaves, tree)
 
@@ -465,7 +465,7 @@ class _Region:
             each.leaf = self.gradients.leaf_of(param, spec.placements)  # type: ignore[arg-type]
             if each.leaf is None:  # A unit's: gathered anew for each forward. Or one with hooks: autograd goes to it.
                 self.leaves = [leaf for leaf in self.leaves if leaf.param is not param]
-                return _ToLocal.apply(param, spec)
+                return _ToLocal.apply(param, spec, None)
             each.local = each.leaf.local
         else:
             each.local, each.leaf = param._local_tensor.detach(), None
@@ -492,8 +492,7 @@ class _Region:
         leaves, tree = pytree.tree_flatten(output)
         for index, spec in enumerate(island.outputs):
             if spec is not None:
-                grads = island.output_grads.get(index)
-                leaves[index] = _ToLocal.apply(leaves[index], spec if grads is None else (spec, grads))
+                leaves[index] = _ToLocal.apply(leaves[index], spec, island.output_grads.get(index, clean(spec.placements)))
         return pytree.tree_unflatten(leaves, tree)
 
     def _island(self, module: nn.Module) -> Optional[Island]:
@@ -559,22 +558,20 @@ class _ToPending(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """A DTensor's local tensor. The spec of its gradient is known: ``grads`` is one, or one with other placements; None: the
-    gradient is placed as the tensor is."""
+    """A DTensor's local tensor. Its gradient has ``spec``, or the shape of ``spec`` and placements ``grads``."""
 
     @staticmethod
-    def forward(ctx, tensor, grads):  # type: ignore[no-untyped-def]
-        ctx.spec, ctx.grads = tensor._spec, grads
+    def forward(ctx, tensor, spec, grads):  # type: ignore[no-untyped-def]
+        ctx.spec, ctx.grads = spec, grads
         local = tensor._local_tensor
         return local.view_as(local)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        if isinstance(ctx.grads, DTensorSpec):
-            return DTensor(gradient, ctx.grads, requires_grad=False), None
-        spec, placements = ctx.grads or (ctx.spec, clean(ctx.spec.placements))
-        return make_dtensor(gradient.contiguous(), spec.mesh, placements, spec.shape), None
+        if ctx.grads is None:
+            return DTensor(gradient, ctx.spec, requires_grad=False), None, None
+        return make_dtensor(gradient.contiguous(), ctx.spec.mesh, ctx.grads, ctx.spec.shape), None, None
 
 
 class _FromLocal(torch.autograd.Function):

@@ -279,8 +279,6 @@ class _AllOps:
                 redistributed = _exchanged(sharding.redistribute_schema, numbers)
                 sharding = dataclasses.replace(sharding, redistribute_schema=redistributed)
         except Exception:
-            if (found := op.decompose(*args, **kwargs)) is not NotImplemented:
-                return found
             if (given := _without_idle_cuts(args)) is not None and not op._schema.is_mutable:
                 return op(*given, **kwargs)
         else:
@@ -312,11 +310,12 @@ class _AllOps:
 
 @functools.cache
 def _is_made_of_others(op: torch._ops.OpOverload) -> bool:
-    """Whether an op is composite, writes nothing, and torch has no rule of its own for it."""
+    """Whether an op is composite, has no ``out=``, and torch has no rule of its own for it."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = [propagator.op_strategy_funcs, propagator.op_to_rules, getattr(propagator, "op_single_dim_strategy_funcs", {})]
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
-    return is_composite and not op._schema.is_mutable and not any(op in table for table in tables)
+    has_out = any(argument.is_out for argument in op._schema.arguments)  # Its placements are those of the whole op's result.
+    return is_composite and not has_out and not any(op in table for table in tables)
 
 
 def _shares_dim(placements: Sequence[Placement]) -> bool:
