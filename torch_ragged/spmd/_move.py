@@ -39,6 +39,7 @@ class Move:
         self._plans: dict[Any, Sequence[Step]] = {}
         self.is_needed = src != dst or grad_src != grad_dst
         self._reductions = _only_reduction(mesh, src, dst), _only_reduction(mesh, grad_src, grad_dst)
+        self._ranks = _ranks_of(mesh, src, dst), _ranks_of(mesh, grad_src, grad_dst)
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
         return _MoveLocal.apply(local, self) if self.is_needed else local
@@ -51,7 +52,7 @@ class Move:
         src, dst = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
         if src == dst:
             return local
-        with _named(self.mesh, src, dst):
+        with peers_named("redistribution", "", self._ranks[is_gradient]):
             return self._run(local, src, dst, is_gradient)
 
     def _run(self, local: torch.Tensor, src: Placed, dst: Placed, is_gradient: bool) -> torch.Tensor:
@@ -118,13 +119,16 @@ def _only_reduction(mesh: DeviceMesh, src: Placed, dst: Placed) -> AllReduce | N
 
 def _named(mesh: DeviceMesh, src: Placed, dst: Placed) -> peers_named:
     """While this rank waits in a redistribution, other ranks see it, and its errors name the ranks that wait elsewhere."""
+    return peers_named("redistribution", "", _ranks_of(mesh, src, dst))
 
+
+def _ranks_of(mesh: DeviceMesh, src: Placed, dst: Placed) -> Callable[[], list[int]]:
     def ranks() -> list[int]:
         here = mesh.get_coordinate() or [0] * mesh.ndim
         where = tuple([index if old == new else slice(None) for old, new, index in zip(src, dst, here)])
-        return mesh.mesh[where].flatten().tolist()
+        return mesh.mesh[where].flatten().tolist()  # type: ignore[no-any-return]
 
-    return peers_named("redistribution", "", ranks)
+    return ranks
 
 
 def can_move(placements: Sequence[Placement]) -> bool:
