@@ -136,4 +136,3 @@ def own_part(x: torch.Tensor, case: dict[str, Any], coordinate: Any) -> torch.Te
         if role in ("batch", "sequence"):
             x = x.chunk(size, 0 if role == "batch" else 1)[index]
     return x
-

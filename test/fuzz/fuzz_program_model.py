@@ -1,7 +1,7 @@
 """Modules of whole programs: the parts of fuzz_plan_model, whose code also branches, writes, stores tensors and draws.
 
-What an act reads besides its arguments is a *setting*: an attribute, an entry of a dict or a list, a class attribute, a global or
-a closure. The script changes settings between steps.
+What an act reads besides its arguments is a *setting*: an attribute, an entry of a dict or a list, a class attribute, a global
+or a closure. The script changes settings between steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fuzz_plan_model import DTYPES, Network, Output, Part, Stack, called, default_dtype
+from fuzz_plan_model import DTYPES, Network, Part, Stack, called, default_dtype
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,9 +93,7 @@ class ProgramPart(Part):
             self.register_buffer("average_of_act", torch.zeros(width))
         self.acts = [getattr(ProgramPart, f"act_{name}") for name in names]
 
-    def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 1.0, flag: bool = False
-    ) -> Any:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 1.0, flag: bool = False) -> Any:
         if self.node["by name"]:
             for name in self.node["acts"]:
                 x = getattr(self, f"act_{name}")(x)

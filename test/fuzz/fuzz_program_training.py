@@ -1,4 +1,4 @@
-"""Plays a random program three times: in one process, under its plan in eager mode, and in static mode. What it shows is compared.
+"""Plays a random program in one process, under its plan in eager mode, and in static mode, and compares what it shows.
 
 A play leaves a *trace*: after each step the loss, the outputs, stored tensors, all gradients and buffers, and at the end all
 parameters, each with a name.
@@ -77,7 +77,9 @@ def _check_against_one_process(case: dict[str, Any], found: Trace, expected: Tra
         if case["inputs"] == "parts" and name.endswith("input of the script"):
             value = own_part(value, case, mesh_of(case["mesh"]).get_coordinate())
         if ours.shape != value.shape or ours.dtype != value.dtype:
-            raise Mismatch(f"eager mode: {name} is {ours.dtype} {tuple(ours.shape)}, expected {value.dtype} {tuple(value.shape)}")
+            raise Mismatch(
+                f"eager mode: {name} is {ours.dtype} {tuple(ours.shape)}, expected {value.dtype} {tuple(value.shape)}"
+            )
         error, limit = largest(ours.double() - value.double()), LIMIT * max(scales[name.partition(": ")[0]], 1e-3)
         if not error <= limit:
             raise Mismatch(f"eager mode: {name} differs by {error:.3g}, limit {limit:.3g}\n{ours}\nexpected\n{value}")
@@ -347,7 +349,9 @@ class Play:
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     """The tensors of an output; a dataclass of the user may be at its outside."""
-    leaves = [each for leaf in pytree.tree_leaves(output) for each in (vars(leaf).values() if isinstance(leaf, Output) else [leaf])]
+    leaves = [
+        each for leaf in pytree.tree_leaves(output) for each in (vars(leaf).values() if isinstance(leaf, Output) else [leaf])
+    ]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
