@@ -12,6 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 import fuzz_case  # noqa: E402
 from fuzz_workers import Workers  # noqa: E402
 
+PROGRAMS = {1: [127, 139, 149, 162, 176, 203, 206, 281, 296, 303, 309], 2: [101, 109, 110, 114, 117]}
+"""Of each size: seeds of programs that are quick, and not refused."""
+
 
 def seeds_of(kind, size, count, first=0):
     """The first seeds whose cases need that many ranks."""
@@ -43,6 +46,18 @@ class FuzzTest(unittest.TestCase):
     @pytest.mark.slow
     def test_some_random_plans_train_as_in_one_process(self):
         self.check("plan", 2, 4)
+
+    def test_some_random_programs_are_in_static_mode_as_in_eager_mode_and_as_in_one_process(self):
+        for size, seeds in PROGRAMS.items():
+            for answers in run_ranks(size, fuzz_case.run_seeds, "program", seeds):
+                self.assertEqual([seed for seed, status, _ in answers if status == "ok"], seeds, answers[-1])
+
+    def test_faults_in_guards_and_gradients_of_static_modules_are_found(self):
+        for fault in ("facts", "kinds", "leaves"):
+            for answers in run_ranks(1, fuzz_case.run_seeds, "program", PROGRAMS[1], fault):
+                self.assertEqual(answers[-1][1], "failed", fault)
+        for answers in run_ranks(2, fuzz_case.run_seeds, "program", PROGRAMS[2], "reduction"):
+            self.assertEqual(answers[-1][1], "failed")
 
     @pytest.mark.slow
     def test_averages_of_losses_that_a_plan_takes_by_rank_are_found(self):

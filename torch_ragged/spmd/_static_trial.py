@@ -129,7 +129,7 @@ def try_module(
             for device, state in states.items():
                 write_state(device, state)
             ledger = Ledger(name)
-            local = _Given(args, params, buffers, ledger, is_local=True)
+            local = _Given(args, params, buffers, ledger, found)
             _run_locally(name, module, ledger, local, found, run_local)
     finally:
         scope.is_compared = is_compared
@@ -278,12 +278,21 @@ def _constant(value: Any) -> Any:
 
 
 class _Given:
-    """Copies of what a module computes with: the leaves of its arguments, its parameters and buffers, for one run."""
+    """Copies of what a module computes with: the leaves of its arguments, its parameters and buffers, for one run.
+
+    The code may ask whether they need gradients, and whether they are leaves of autograd. So they do, and are, if the ones of
+    a call do: those of an eager call, or, with ``found``, those of a static one.
+    """
 
     def __init__(
-        self, args: Sequence[Any], params: dict[str, Any], buffers: dict[str, Any], ledger: Ledger, is_local: bool = False
+        self,
+        args: Sequence[Any],
+        params: dict[str, Any],
+        buffers: dict[str, Any],
+        ledger: Ledger,
+        found: Found | None = None,
     ) -> None:
-        self._ledger, self._is_local = ledger, is_local
+        self._ledger, self._found = ledger, found
         copies: dict[int, Any] = {}
 
         def given(value: Any, is_written: bool, *expression: Any) -> Any:
@@ -294,12 +303,12 @@ class _Given:
             return copies[id(value)]  # Tied parameters stay tied.
 
         self._inputs = [given(leaf, True, "in", index) for index, leaf in enumerate(args)]
-        # The code may ask whether an input is a leaf of autograd; in a static call, none is.
-        views = {
-            id(leaf): leaf.view_as(leaf)
-            for leaf, of in zip(self._inputs, args)
-            if _needs_grad(leaf) and (is_local or not of.is_leaf)
-        }
+        with torch.enable_grad():
+            views = {
+                id(leaf): leaf.view_as(leaf)
+                for leaf, of in zip(self._inputs, args)
+                if _needs_grad(leaf) and (found is not None or not of.is_leaf)
+            }
         self.args = [views.get(id(leaf), leaf) for leaf in self._inputs]
         self.params = {key: given(param, False, "param", key) for key, param in params.items()}
         self.buffers = {key: given(buffer, True, "buffer", key) for key, buffer in buffers.items()}
@@ -314,8 +323,11 @@ class _Given:
         if is_written:  # With its strides; expanded tensors cannot be written to.
             plain = plain.clone(memory_format=torch.preserve_format)
         self._ledger.begin(plain, *expression, is_copy=is_written)
-        needs_grad = value.requires_grad and torch.is_grad_enabled()
-        if isinstance(value, DTensor) and not self._is_local:
+        needs_grad = value.requires_grad
+        if self._found is not None:
+            is_param = expression[0] == "param"
+            needs_grad = needs_grad and (expression[1] in self._found.param_grads if is_param else torch.is_grad_enabled())
+        if isinstance(value, DTensor) and self._found is None:
             plain = DTensor(plain, value._spec, requires_grad=False)  # type: ignore[call-arg, assignment]
         return plain.requires_grad_() if needs_grad else plain
 
