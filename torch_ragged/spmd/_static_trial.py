@@ -194,7 +194,7 @@ class Ledger:
         geometry = _geometry(tensor)
         if storage in self._of:
             return (self._of[storage], *geometry)
-        if tensor.requires_grad:
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise Refused(self._name, _NOT_ITS_OWN)
         # The module's own: an attribute, or made of Python numbers.
         if tensor.is_cpu and tensor.numel() * tensor.element_size() <= _CONSTANT:
@@ -648,8 +648,13 @@ class _Reference(DebugMode):
             is_backward = current_autograd_node() is not None
             if is_backward and torch.is_grad_enabled():
                 self._refuse(self.name, _AGAIN)
-            # What forward takes from elsewhere. In backward, saved tensors are other objects.
-            if not is_backward and any(_needs_grad(t) and t.is_leaf and id(t) not in self.leaves for t in leaves):
+            # What forward takes from elsewhere. In backward, saved tensors are other objects, and without gradients, views of
+            # DTensors seem to need some.
+            if (
+                not is_backward
+                and torch.is_grad_enabled()
+                and any(_needs_grad(t) and t.is_leaf and id(t) not in self.leaves for t in leaves)
+            ):
                 self._refuse(self._stack[-1], _NOT_ITS_OWN)
             self._op, self._args = func, args
             return super().__torch_dispatch__(func, types, args, kwargs)  # DTensor runs it, and its local ops are seen here.
