@@ -88,7 +88,7 @@ class Issued:
     """The collectives of a process group that this process has issued: how many, and the last ones by name."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
+        self._group, self.name = weakref.ref(group), group.group_name  # A destroyed group may not tell it any more.
         self._count = 0
         self._names: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
 
@@ -221,7 +221,7 @@ class Tracker:
                 list(ranks) if ranks else None,
                 now - self._since >= HELD + call.patience,
                 [(group.group_name, ticket.number) for ticket in call.tickets if (group := ticket.group()) is not None],
-                {group.group_name: each.as_numbers() for group, each in list(_issued.items())},
+                {each.name: each.as_numbers() for each in list(_issued.values())},
             )
 
 
