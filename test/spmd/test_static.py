@@ -647,6 +647,25 @@ class ProgramTest(unittest.TestCase):
         assert report.reasons["1.norm"] == "the gradient of input 0 would be added up in another order", report
 
     @ranks(2)
+    def test_outputs_need_gradients_as_in_eager_mode():
+        class Outputs(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(8, 8)
+
+            def forward(self, x):
+                h = self.layer(x)
+                return h, h.detach(), (h > 0).to(h.dtype)
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        model = parallelize(Outputs(), Plan().shard("<in>", Shard(0), "a").default(Replicate()), mesh, mode="static")
+        for _ in range(3):
+            h, detached, mask = model(torch.randn(4, 8))
+            assert h.requires_grad and not detached.requires_grad and not mask.requires_grad
+            (h * mask + detached).sum().backward()
+        assert model.static_modules.report.modules == ("",), model.static_modules.report
+
+    @ranks(2)
     def test_a_checkpoint_inside_of_a_module_keeps_it_eager():
         class Again(Feed):
             def forward(self, x, flag=False):

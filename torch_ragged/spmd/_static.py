@@ -328,10 +328,13 @@ class _Region:
             return None
         assert kind.found is not None
         for index, (leaf, spec) in enumerate(zip(leaves, kind.found.outputs)):
-            if spec is not None:
-                leaves[index] = _FromLocal.apply(
-                    leaf, self, kind, index, spec, witness, *[each.param for each in self.leaves[:1]]
-                )
+            if spec is None:
+                continue
+            if not leaf.requires_grad:
+                leaves[index] = DTensor(leaf, spec, requires_grad=False)  # type: ignore[call-arg]
+                continue
+            known = [each.param for each in self.leaves[:1]]
+            leaves[index] = _FromLocal.apply(leaf, self, kind, index, spec, witness, *known)
         return pytree.tree_unflatten(leaves, tree)
 
     def _kind_of(self, leaves: Sequence[Any], tree: Any) -> tuple[Optional[_State], Optional[_Kind]]:
