@@ -326,6 +326,24 @@ def with_dropout(model):
     model.up.register_module("dropout", nn.Dropout(0.2))
 
 
+class DataTest(unittest.TestCase):
+    @ranks(2)
+    def test_values_assigned_to_data_arrive():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard("weight", Shard(0), "tp").default(Replicate())
+        layer = parallelize(nn.Linear(4, 5, bias=False), plan, mesh)
+        value, param = torch.arange(20.0).view(5, 4), layer.weight
+        param.data = value
+        assert torch.equal(param.full_tensor(), value) and param.placements == (Shard(0),)
+        param.data = param.data * 0.5
+        assert torch.equal(param.full_tensor(), value * 0.5) and layer.weight is param
+        param.data[0] = 7.0
+        assert param.full_tensor()[0].eq(7).all()
+        for wrong in (torch.zeros(4, 5), value.double(), 1.0):
+            told = error_of(setattr, param, "data", wrong)
+            assert "assign one of the same shape and dtype" in told, told
+
+
 class Named(nn.Linear):
     pass
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._plain_ops import all_ops, plain_handlers
-from torch_ragged.tensor._read import reading_methods
+from torch_ragged.tensor._read import assigned_data, reading_methods
 
 __all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch"]
 
@@ -26,7 +26,8 @@ hooks.append(
     Hook(
         "OpDispatcher._allow_implicit_replication, _custom_op_handlers, _propagate_op_sharding_dispatch_slow_path, "
         "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, _ops.utils.expand_to_full_mesh_op_strategy, "
-        "DTensor.tolist, numpy, __dlpack__ and __format__, the logger of _redistribute, after torch_ragged.spmd.parallelize",
+        "DTensor.tolist, numpy, data, __dlpack__ and __format__, the logger of _redistribute, "
+        "after torch_ragged.spmd.parallelize",
         "plain tensors that meet DTensors count as replicated; averages of losses are those of all rows, after loss_parallel() "
         "too; an op that torch cannot shard runs on replicated tensors; if an op's arguments fit, torch compares no other ways "
         "to place them; the cost of such a way takes no search; what a script reads is the value of the whole tensor; no "
@@ -70,8 +71,9 @@ def compute_as_one_device(promote: bool) -> None:
         kept = {op: handlers.get(op) for op in plain_handlers()}
         _original.extend((kept, dispatcher._allow_implicit_replication, loss._disable_custom_loss_ops))
         _original.extend((op_utils.redistribute_cost, op_utils.expand_to_full_mesh_op_strategy))
-        _original.append({name: vars(DTensor).get(name) for name in reading_methods()})
-        for name, method in reading_methods().items():
+        methods = {**reading_methods(), "data": assigned_data()}
+        _original.append({name: vars(DTensor).get(name) for name in methods})
+        for name, method in methods.items():
             setattr(DTensor, name, method)
         _logger.addFilter(_is_of_use)
         loss._disable_custom_loss_ops, op_utils.redistribute_cost = _end_loss_parallel, _redistribute_cost

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages, group_of
 from torch_ragged._ranks.peers import peers_named
 from torch_ragged._ranks.standstill import announce
 
-__all__ = ["compare_reads", "meet", "read_item", "reading_methods"]
+__all__ = ["assigned_data", "compare_reads", "meet", "read_item", "reading_methods"]
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 """Of each default group: by mesh, a process group that carries nothing but the comparisons of reads."""
@@ -52,6 +52,24 @@ def read_item(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 def reading_methods() -> dict[str, Callable[..., Any]]:
     """Methods for DTensor in place of those of Tensor, which read memory that a DTensor does not have, or refuse it."""
     return {"tolist": _tolist, "numpy": _numpy, "__dlpack__": _dlpack, "__format__": _format}
+
+
+def assigned_data() -> property:
+    """``data`` for DTensor: an assignment writes values. That of Tensor exchanges what only the wrapper has, and is lost."""
+    return property(torch.Tensor.data.__get__, _assign_data)
+
+
+def _assign_data(self: DTensor, value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.shape != self.shape or value.dtype != self.dtype:
+        given = f"of shape {tuple(value.shape)} and {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise RuntimeError(
+            f"data of a DTensor of shape {tuple(self.shape)} and {self.dtype} was assigned a value {given}: assign one of the "
+            "same shape and dtype, or set a new nn.Parameter in the module"
+        )
+    with torch.no_grad():
+        if not isinstance(value, DTensor):
+            value = DTensor.from_local(value, self.device_mesh, [Replicate()] * self.device_mesh.ndim, run_check=False)
+        self.detach().copy_(value)
 
 
 def _tolist(self: DTensor) -> Any:
