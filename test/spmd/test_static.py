@@ -244,8 +244,7 @@ class StaticTest(unittest.TestCase):
         for batch in (4, 4, 4):
             change(static)
             assert losses_of(static, (batch, batch)) == losses_of(eager, (batch, batch))
-        modules = static.static_modules.report.modules
-        assert "blocks.0" in modules and ("blocks.1" in modules) == (mesh.get_rank() == 0 or "blocks.1" in modules), modules
+        assert "blocks.0" in static.static_modules.report.modules
 
     @ranks(2)
     def test_a_trial_leaves_no_hook_on_parameters_and_draws_nothing():

@@ -286,6 +286,7 @@ class _Region:
             kind.found = None  # Not before: a checkpoint whose forward was static is computed again as it was.
         if kind.reason is not None and kind.found is None:
             return None
+        # Time: the first call of a kind is watched, and a later one is tried, when the gradients of the first have arrived.
         if kind.found is None or kind.is_stale:
             # A call that activation checkpointing runs again is as the first one was.
             if kind.found is None and (backward_id() >= 0 or not kind.is_watched or kind.pending):
@@ -382,7 +383,7 @@ class _Region:
         """See whether calls of this kind can be static, on copies of tensors. The module is as before afterwards."""
         owner = self._owner
         kind.found, kind.is_stale, self.is_on_trial = None, False, True
-        _now.enter(self, None)
+        _now.enter(self, None)  # Modules in it are called on trial, and must not watch or try themselves.
         try:
             kind.found = try_module(
                 self.module, self.name, leaves, tree, kind.arrivals, owner.changes, owner.mesh, self._run_on_trial(tree)

@@ -118,6 +118,7 @@ def try_module(
     params = {key: param for key, param in module.named_parameters(remove_duplicate=False)}
     buffers = {key: buffer for key, buffer in module.named_buffers(remove_duplicate=False)}
     devices = {"cpu", mesh.device_type}
+    # Both runs draw, and the call that follows must draw what it would have drawn without them.
     states = {device: read_state(device) for device in devices}
     reference = _Reference(name, module, changes, mesh)
     is_compared, scope.is_compared = scope.is_compared, True  # Draws on trial send nothing, either.
@@ -218,6 +219,7 @@ class Ledger:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(isinstance(each, FakeTensor) or each.is_meta for each in tensors):
             return func(*args, **kwargs)
+        # Refused before it is issued: other ranks may not be on trial now, and would wait for nobody.
         if func.namespace in _COMMUNICATES:
             raise Refused(self.name, f"{func} communicates")
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -397,6 +399,7 @@ def _carrying(ledger: Ledger) -> Iterator[None]:
             return local
         with _disable_current_modes():
             size, _ = ragged_extension.local_shape_and_global_offset(torch.Size(shape), mesh, dst, skip_offset=True)
+            # Values do not count, and this rank may be on trial alone: nothing is sent.
             moved = local.new_zeros(tuple(size))
             ledger.begin(moved, "move", src, dst, tuple(shape), ledger.describe(local), is_copy=True)
         return moved
