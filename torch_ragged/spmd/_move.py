@@ -79,7 +79,7 @@ on_trial = _OnTrial()
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that raises at once if its gradients shall have a graph: local gradients have none."""
+    """A backward that raises if autograd asks for a graph of the gradients, which local tensors do not have."""
 
     @functools.wraps(backward)
     def choose(ctx: Any, *gradients: Any) -> Any:
