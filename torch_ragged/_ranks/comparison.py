@@ -190,14 +190,18 @@ def digest_of(value: torch.Tensor) -> torch.Tensor:
     Of 32-bit words ``w`` it is the sum of ``w[i] * weight[i]`` modulo 2^64, with fixed 64-bit weights that look random: two
     different tensors have equal digests with a probability of 2^-33 at most. It takes two passes over the tensor.
     """
-    flat = value.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    value = value.detach()
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    flat = value.contiguous().flatten().view(torch.uint8)
     if flat.numel() % 4:
         flat = F.pad(flat, (0, -flat.numel() % 4))
     elif flat.storage_offset() % 4:
         flat = flat.clone()
     words = flat.view(torch.int32)
     while True:
-        sums = [(part * _weights_of(part)).sum() for part in words.split(_WORDS)]
+        parts = [words] if words.numel() <= _WORDS else words.split(_WORDS)
+        sums = [(part * _weights_of(part)).sum() for part in parts]
         if len(sums) == 1:
             return sums[0]
         words = torch.stack(sums).view(torch.int32)

@@ -144,10 +144,10 @@ class _CallOfTorch(NamedTuple):
     patience: float = 0.0
 
 
-_calls: dict[int, list[Call]] = {}
+_calls: dict[int, list[peers_named]] = {}
 
 
-def calls_of(thread: int) -> list[Call]:
+def calls_of(thread: int) -> list[peers_named]:
     """The calls that a thread is in, the innermost last."""
     return _calls.setdefault(thread, [])
 
@@ -204,10 +204,10 @@ class Tracker:
             if not stack:
                 return Whereabouts("at the end of its program")
             where = _where(stack)
-            calls = calls_of(self._thread)
-            call: Call | None = calls[-1] if calls else _call_of_torch(stack)
+            block = next(reversed(calls_of(self._thread)), None)
+            call: Call | None = block or _call_of_torch(stack)
             # Equal as long as no function of the stack goes on.
-            token: object = id(call) if calls else tuple((id(frame), frame.f_lasti) for frame in stack)
+            token: object = (id(block), block.entered) if block else tuple((id(frame), frame.f_lasti) for frame in stack)
             now, cpu, written = time.monotonic(), _cpu_time(self._thread), _bytes_written()
             spent = cpu - self._cpu
             if token != self._token or spent > 0.1 + _MOST_BUSY * (now - self._since) or written - self._written > _MOST_BYTES:
@@ -457,6 +457,8 @@ Named = TypeVar("Named", bound="peers_named")
 class peers_named:
     """A context: if its block raises an error of a backend (gloo, NCCL), it raises a :class:`PeerError` that names the ranks.
 
+    One object may be entered many times, also by several threads: of a block it keeps nothing.
+
     Args:
         collective: for the error.
         parameters: what the collective carries, for the error; may be empty.
@@ -475,6 +477,7 @@ class peers_named:
     ) -> None:
         self._collective, self._parameters, self.ranks, self.tickets = collective, parameters, ranks, tickets
         self.patience = patience
+        self.entered = 0
 
     @property
     def what(self) -> str:
@@ -488,12 +491,12 @@ class peers_named:
         return set(calls[-1].ranks()) if calls else set()
 
     def __enter__(self: Named) -> Named:
-        self._calls = _calls.setdefault(threading.get_ident(), [])
-        self._calls.append(self)
+        self.entered += 1  # A thread that is in a later block has not been held in the first one.
+        _calls.setdefault(threading.get_ident(), []).append(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._calls.pop()
+        _calls[threading.get_ident()].pop()
         if error is None:
             return
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):

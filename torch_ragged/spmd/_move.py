@@ -39,7 +39,9 @@ class Move:
         self._plans: dict[Any, Sequence[Step]] = {}
         self.is_needed = src != dst or grad_src != grad_dst
         self._reductions = _only_reduction(mesh, src, dst), _only_reduction(mesh, grad_src, grad_dst)
-        self._ranks = _ranks_of(mesh, src, dst), _ranks_of(mesh, grad_src, grad_dst)
+        # Compared and made once: a static step has many moves, and most of a small one is Python.
+        self._is_same = src == dst, grad_src == grad_dst
+        self._named = _named(mesh, src, dst), _named(mesh, grad_src, grad_dst)
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
         return _MoveLocal.apply(local, self) if self.is_needed else local
@@ -49,16 +51,14 @@ class Move:
         if on_trial.carry is not None:
             given, wanted = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
             return on_trial.carry(local, given, wanted, whole_shape(local.shape, given, self._sizes), self.mesh)
-        src, dst = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
-        if src == dst:
+        if self._is_same[is_gradient]:
             return local
-        with peers_named("redistribution", "", self._ranks[is_gradient]):
-            return self._run(local, src, dst, is_gradient)
+        with self._named[is_gradient]:
+            reduce = self._reductions[is_gradient]
+            return reduce(local) if reduce is not None and local.dtype in _FLOATS else self._run(local, is_gradient)
 
-    def _run(self, local: torch.Tensor, src: Placed, dst: Placed, is_gradient: bool) -> torch.Tensor:
-        reduce = self._reductions[is_gradient]
-        if reduce is not None and local.dtype in _FLOATS:
-            return reduce(local)
+    def _run(self, local: torch.Tensor, is_gradient: bool) -> torch.Tensor:
+        src, dst = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
         key = (is_gradient, local.shape, local.dtype)
         steps = self._plans.get(key)
         if steps is None:  # Once per shape: hashing placements takes longer than a small collective.
@@ -119,16 +119,13 @@ def _only_reduction(mesh: DeviceMesh, src: Placed, dst: Placed) -> AllReduce | N
 
 def _named(mesh: DeviceMesh, src: Placed, dst: Placed) -> peers_named:
     """While this rank waits in a redistribution, other ranks see it, and its errors name the ranks that wait elsewhere."""
-    return peers_named("redistribution", "", _ranks_of(mesh, src, dst))
 
-
-def _ranks_of(mesh: DeviceMesh, src: Placed, dst: Placed) -> Callable[[], list[int]]:
     def ranks() -> list[int]:
         here = mesh.get_coordinate() or [0] * mesh.ndim
         where = tuple([index if old == new else slice(None) for old, new, index in zip(src, dst, here)])
         return mesh.mesh[where].flatten().tolist()  # type: ignore[no-any-return]
 
-    return ranks
+    return peers_named("redistribution", "", ranks)
 
 
 def can_move(placements: Sequence[Placement]) -> bool:
