@@ -812,6 +812,23 @@ class Positions(Block):
         return x + self.down(self.up(h))
 
 
+class OwnLeaf(Block):
+    """Computes with a plain tensor that trains and that is no parameter."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.scales = [torch.ones(8, requires_grad=True)]
+
+    def forward(self, x):
+        scale = self.scales[0] * 1
+        return x + self.down(self.up(self.norm(x)))
+
+
+class RunsAgain(Block):
+    def forward(self, x):
+        return x + checkpoint(lambda h: self.down(F.gelu(self.up(h))), self.norm(x), use_reentrant=False)
+
+
 @unittest.skipUnless(
     torch.__version__.startswith("2.13"), "ops of DTensor and texts of errors differ between versions of torch"
 )
@@ -848,6 +865,14 @@ eager: blocks.0.norm: in backward, aten.native_layer_norm_backward.default redis
 eager: blocks.1.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0):
   add a rule with grad= or grad_dst=""",
         )
+
+    def test_a_tensor_of_its_own(self):
+        reason = "blocks.0: a tensor that is neither its argument nor its parameter has a gradient"
+        self.assertIn(reason, self.report(plan_of(), block=OwnLeaf))
+
+    def test_code_that_runs_again_in_backward(self):
+        reason = "blocks.0: activation checkpointing in it runs code again in backward"
+        self.assertIn(reason, self.report(plan_of(), block=RunsAgain))
 
     def test_random_numbers(self):
         self.assertExpectedInline(

@@ -196,7 +196,7 @@ class Ledger:
         if storage in self._of:
             return (self._of[storage], *geometry)
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise Refused(self._name, _NOT_ITS_OWN)
+            raise Refused(self.name, _NOT_ITS_OWN)
         # The module's own: an attribute, or made of Python numbers.
         if tensor.is_cpu and tensor.numel() * tensor.element_size() <= _CONSTANT:
             values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
@@ -210,7 +210,7 @@ class Ledger:
             Refused: it communicates, reads a value, or writes to a tensor that the run has not made.
         """
         if torch.is_grad_enabled() and current_autograd_node() is not None:
-            raise Refused(self._name, _AGAIN)
+            raise Refused(self.name, _AGAIN)
         named = {each.name: each for each in func._schema.arguments}
         filled = {**dict(zip(named, args)), **kwargs}  # A default may be passed or left out.
         leaves, tree = pytree.tree_flatten(
