@@ -820,7 +820,7 @@ class OwnLeaf(Block):
         self.scales = [torch.ones(8, requires_grad=True)]
 
     def forward(self, x):
-        scale = self.scales[0] * 1
+        self.scales[0].mul(1)
         return x + self.down(self.up(self.norm(x)))
 
 
