@@ -164,6 +164,13 @@ class Case:
     def counts_from_the_back(self) -> bool:
         return FAMILIES[self.family].as_one_device and self.which % 2 == 1
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Copies of the sample's tensors. Under a plan, those of every third pattern are permuted in memory."""
+        copies = [tensor.detach().clone() for tensor in tensors_of(self.sample)]
+        if not FAMILIES[self.family].as_one_device or self.which % 3:
+            return copies
+        return [copy.mT.contiguous().mT if copy.ndim > 1 else copy for copy in copies]
+
     def run(self, tensors: list[Any]) -> Any:
         torch.manual_seed(1)
         with DimsFromTheBack() if self.counts_from_the_back else contextlib.nullcontext():
@@ -308,8 +315,8 @@ def cases_of(op: Any, dtype: torch.dtype, samples: int, family: str) -> list[Cas
 def to_dtensors(case: Case, mesh: DeviceMesh, placement: Placement | None = None) -> list[DTensor]:
     """The tensors of the case: those to be ragged as its pattern says, or under ``placement``; the others replicated."""
     results = []
-    for position, tensor in enumerate(tensors_of(case.sample)):
-        result = DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    for position, tensor in enumerate(case.tensors()):
+        result = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
         if position in case.ragged and (tensor.dim() or placement is None):
             result = placed(result, (placement,) if placement else case.pattern(tensor.shape, position))
         results.append(result)
@@ -336,6 +343,12 @@ def placed(whole: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
+def order_of(tensor: torch.Tensor, of: DTensor) -> list[int]:
+    """The dimensions of ``tensor`` from the outermost in memory to the innermost, as far as the part of ``of`` tells."""
+    dims = [dim for dim, size in enumerate(of._local_tensor.shape) if size > 1] if of._local_tensor.numel() else []
+    return sorted(dims, key=lambda dim: -tensor.stride(dim))
+
+
 def difference(got: Any, expected: Any, case: Case) -> str:
     """How the gathered results differ from the single-device ones; empty if they do not."""
     found, wanted = pytree.tree_leaves(got), pytree.tree_leaves(expected)
@@ -357,6 +370,12 @@ def difference(got: Any, expected: Any, case: Case) -> str:
                 and case.variant != "gradient"
             ):
                 return f"stride {one.stride()} in place of {other.stride()}"
+            if (
+                FAMILIES[case.family].as_one_device
+                and not has_own_rules(one.placements)
+                and order_of(one, one) != order_of(one._local_tensor, one)
+            ):
+                return f"stride {one.stride()}, while its local tensor has {one._local_tensor.stride()}"
             declared = one.shape
             one = one.full_tensor()
             if one.shape != declared:
@@ -382,7 +401,7 @@ def agree(mesh: DeviceMesh, state: int) -> bool:
 
 def run_case(case: Case, mesh: DeviceMesh, tally: Tally, count: bool) -> None:
     try:
-        expected = case.run([t.detach().clone() for t in tensors_of(case.sample)])
+        expected = case.run(case.tensors())
         if case.variant == "out" and not case.is_filled(expected):
             return  # torch itself leaves out= as it was: ihfftn.
     except Exception:

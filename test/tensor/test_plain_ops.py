@@ -252,6 +252,41 @@ class WrongRuleTest(unittest.TestCase):
                 check_on_ranks(function, (torch.arange(72.0) * 7 % 11).view(3, 4, 6), mesh_of(2), [cut])
 
     @ranks(2)
+    def test_results_of_permuted_tensors_have_the_strides_that_they_say():
+        def order(tensor):
+            return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+
+        line = functools.partial(torch.linspace, dtype=torch.float64)
+        weight, other = line(0.5, 1.5, 8), line(-1, 1, 192).view(4, 6, 8).transpose(1, 2)
+        for name, function in {
+            "batch norm": lambda x: F.batch_norm(x, None, None, weight, weight, training=True),
+            "in evaluation": lambda x: F.batch_norm(x, weight, weight, weight, weight),
+            "log sigmoid": F.logsigmoid,
+            "power": lambda x: 2.0**x,
+            "copysign": lambda x: torch.copysign(x, other),
+            "floor": lambda x: torch.div(x, 0.3, rounding_mode="floor") + x.detach() // 0.3 + x,
+            "xlogy": lambda x: torch.xlogy(x, other.exp()) + torch.special.xlog1py(x, other.exp()),
+            "losses": lambda x: F.mse_loss(x, other) + F.huber_loss(x, other) + F.smooth_l1_loss(x, other),
+            "softmax": lambda x: x.log_softmax(-1),
+        }.items():
+            for cut in (Shard(0), Shard(1), Shard(2), R):
+                seen = []
+
+                def run(x, function=function, seen=seen):
+                    permuted = x.transpose(1, 2)
+                    permuted.register_hook(seen.append) if permuted.requires_grad else None
+                    result = function(permuted)
+                    seen.append(result)
+                    # Bias and contiguity choose the kernel, and so do views.
+                    flat = result if result.ndim == 0 else F.linear(result.transpose(1, 2), weight.expand(3, 8), weight[:3])
+                    return flat.contiguous().view(-1)
+
+                check_on_ranks(run, line(-2, 2, 192).view(4, 6, 8), mesh_of(2), [cut])
+                for each in seen:
+                    if isinstance(each, DTensor) and each.ndim:
+                        assert order(each) == order(each._local_tensor), (name, cut, each.placements, each.stride())
+
+    @ranks(2)
     def test_gradients_of_a_group_norm_of_cut_rows_are_pending_and_move_no_rows():
         with as_one_device(), CommDebugMode() as comms:
             rows = distribute_tensor(torch.randn(4, 6, 5), mesh_of(2), [Shard(0)]).requires_grad_()

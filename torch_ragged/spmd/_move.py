@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._ranks.peers import peers_named
 from torch_ragged.tensor._api import spec_of
-from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, AllReduce, plan, redistribute_local, run_steps
+from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, AllReduce, in_order_of, plan, redistribute_local, run_steps
 from torch_ragged.tensor._route import Step
 from torch_ragged.tensor.placement_types import has_ragged, whole_shape
 
@@ -48,14 +48,16 @@ class Move:
 
     def run(self, local: torch.Tensor, *, is_gradient: bool) -> torch.Tensor:
         """Move a local tensor whose shards are even, or its gradient. The collectives of ``redistribute_local``."""
-        if on_trial.carry is not None:
-            given, wanted = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
-            return on_trial.carry(local, given, wanted, whole_shape(local.shape, given, self._sizes), self.mesh)
         if self._is_same[is_gradient]:
             return local
-        with self._named[is_gradient]:
-            reduce = self._reductions[is_gradient]
-            return reduce(local) if reduce is not None and local.dtype in _FLOATS else self._run(local, is_gradient)
+        if on_trial.carry is not None:
+            given, wanted = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
+            moved = on_trial.carry(local, given, wanted, whole_shape(local.shape, given, self._sizes), self.mesh)
+        else:
+            with self._named[is_gradient]:
+                reduce = self._reductions[is_gradient]
+                moved = reduce(local) if reduce is not None and local.dtype in _FLOATS else self._run(local, is_gradient)
+        return moved if local.is_contiguous() else in_order_of(moved, local.stride())
 
     def _run(self, local: torch.Tensor, is_gradient: bool) -> torch.Tensor:
         src, dst = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
@@ -204,4 +206,6 @@ def _moved(tensor: Any, dst: Placed) -> DTensor:
         else:
             local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
     # One device's order in memory stays: dropout draws in this order.
-    return make_dtensor(local, tensor.device_mesh, dst, tensor.shape, None if has_ragged(dst) else tensor.stride())
+    return make_dtensor(
+        in_order_of(local, tensor.stride()), tensor.device_mesh, dst, tensor.shape, None if has_ragged(dst) else tensor.stride()
+    )

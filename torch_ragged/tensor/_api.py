@@ -24,7 +24,7 @@ from torch_ragged.tensor._async_tensor import async_local
 from torch_ragged.tensor._local_tensor import LocalTensor, coordinate_of, current_rank, on_each_rank
 from torch_ragged.tensor._ownership import has_single_boxes, owned, row_major
 from torch_ragged.tensor._placement_extension import PlacementExtension
-from torch_ragged.tensor._redistribute import REDUCTIONS, broadcast_local, redistribute_local
+from torch_ragged.tensor._redistribute import REDUCTIONS, broadcast_local, in_order_of, is_permuted, redistribute_local
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import (
     _Ragged,
@@ -162,7 +162,9 @@ class RaggedExtension(PlacementExtension):
             rows = block_local_shape(given, shape, math.prod(pending.local_shape))
             if rows is not None:
                 pending.local_shape = rows
-            return async_local(pending) if is_async and pending.in_flight else pending.wait()
+            if is_async and pending.in_flight and not is_permuted(target.stride):
+                return async_local(pending)
+            return in_order_of(pending.wait(), target.stride)
 
     def to_local_gradient(
         self, spec: DTensorSpec, placements: Optional[Sequence[Placement]], gradient: torch.Tensor

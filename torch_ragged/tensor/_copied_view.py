@@ -167,7 +167,7 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         values = redistribute_local(
             op_info.local_args[index], before.mesh, before.shape, after.placements, before.placements
         ).wait()
-        tensor._local_tensor.copy_(values)
+        (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).copy_(values)  # A plain one counts as replicated.
     return result
 
 

@@ -26,10 +26,12 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torch_ragged._ranks.peers import peers_named
 from torch_ragged.tensor._ops import decomposition_of, dims_from_the_front, returns_alias
+from torch_ragged.tensor._ops._rules import is_written
 from torch_ragged.tensor._ops._whole_tensors import on_whole_tensors, placed_as
 from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._read import read_item
+from torch_ragged.tensor._redistribute import is_permuted
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
 __all__ = ["all_ops", "on_whole_tensors", "plain_handlers"]
@@ -52,6 +54,27 @@ _WRONG_RULES: dict[Any, Callable[..., bool]] = {
     _aten.embedding_dense_backward: lambda *args: args[4],  # scale_grad_by_freq: a rank counts its own indices.
     _aten.addmv: lambda *args: not args[0].is_floating_point(),  # Of whole numbers, it cuts one argument only.
     _aten.fill_: lambda *args: _is_pending(args[0]),  # Each rank would have the value, and the sum many times the value.
+}
+# Ops for which torch predicts other strides than they make of permuted tensors, found by comparing all of op_db. A DTensor says
+# what was predicted: views of it would be refused, or taken for contiguous.
+_OTHER_STRIDES: dict[Any, tuple[torch.memory_format, ...]] = {  # With the strides of arguments for which it predicts right.
+    **dict.fromkeys(
+        (
+            *(_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default, _aten._batch_norm_with_update.default),
+            *(_aten.native_batch_norm_backward.default, _aten.batch_norm_backward.default),
+            *(_aten.cudnn_batch_norm.default, _aten.cudnn_batch_norm_backward.default),
+        ),
+        (torch.contiguous_format, torch.channels_last, torch.channels_last_3d),
+    ),
+    **dict.fromkeys(
+        (
+            *(getattr(_aten, name).default for name in ("log_sigmoid_forward", "floor_divide", "special_xlog1py")),
+            *(getattr(_aten, f"{name}_loss_backward").default for name in ("huber", "mse", "smooth_l1")),
+            *(_aten._log_softmax_backward_data.default, _aten.native_dropout_backward.default, _aten.pow.Scalar),
+            *(_aten.copysign.Tensor, _aten.div.Tensor_mode, _aten.xlogy.Tensor, _aten.normal.Tensor_Tensor),
+        ),
+        (torch.contiguous_format,),
+    ),
 }
 # The number of rows of the result depends on values, which no rank knows alone.
 _OF_VALUES = "nonzero masked_select _unique2 unique_consecutive unique_dim bincount".split()
@@ -218,10 +241,13 @@ class _AllOps:
 
         In it, a strided shard shares its dimension with another cut. If torch undoes one of these cuts only, it takes the whole
         dimension for what the other cuts leave. The result has other elements, or another shape. Or a tensor becomes a sum that
-        is pending: torch cannot do this to a tensor that is cut, and it divides whole numbers by the number of ranks.
+        is pending: torch cannot do this to a tensor that is cut, and it divides whole numbers by the number of ranks. Or the
+        tensor is permuted: torch's result says so, and is row-major.
         """
         if not self.run or current.mesh != target.mesh:
             return False
+        if current.tensor_meta is not None and is_permuted(current.stride):
+            return True
         for now, then in zip(current.placements, target.placements):
             if type(then) is Partial and now != then:
                 dtype = _dtype(current)
@@ -264,6 +290,8 @@ class _AllOps:
         if op is _aten.bmm.default and (given := _with_equal_batches(args)) is not None:
             return op(*given)
         if _needs_elements(op) and (given := _without_empty_parts(args)) is not None:
+            return op(*given, **kwargs)
+        if op in _OTHER_STRIDES and (given := _contiguous(op, args)) is not None:
             return op(*given, **kwargs)
         if op.overloadpacket in _WRONG_RULES and _WRONG_RULES[op.overloadpacket](*args):
             return on_whole_tensors(op, args, kwargs)
@@ -421,6 +449,17 @@ def _as_replicated(tensor: DTensor) -> DTensor:
     """
     placements = tuple([Replicate() if placement.is_partial() else placement for placement in tensor.placements])
     return DTensor(tensor._local_tensor, dataclasses.replace(tensor._spec, placements=placements), requires_grad=False)  # type: ignore[call-arg]
+
+
+def _contiguous(op: torch._ops.OpOverload, args: Sequence[Any]) -> list[Any] | None:
+    """The arguments of ``op`` with contiguous copies of permuted tensors; None: there are none, or ``op`` writes one."""
+    formats = _OTHER_STRIDES[op]
+    permuted = [
+        isinstance(arg, torch.Tensor) and not any(arg.is_contiguous(memory_format=each) for each in formats) for arg in args
+    ]
+    if not any(permuted) or any(is_written(argument) for argument, is_one in zip(op._schema.arguments, permuted) if is_one):
+        return None
+    return [arg.contiguous() if is_one else arg for arg, is_one in zip(args, permuted)]
 
 
 def _without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -716,6 +755,7 @@ def _sharding_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 def _by_torch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op by torch's own rule, without its handler."""
+    args = args if op not in _OTHER_STRIDES else tuple(_contiguous(op, args) or args)
     dispatcher, op_info = DTensor._op_dispatcher, _sharding_of(op, args, kwargs)
     sharding = op_info.output_sharding
     assert sharding is not None

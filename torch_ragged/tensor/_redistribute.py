@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -57,6 +58,8 @@ __all__ = [
     "part_view",
     "plan",
     "ranks_ascend",
+    "in_order_of",
+    "is_permuted",
     "redistribute_local",
     "run_steps",
     "warn_of_order",
@@ -170,6 +173,26 @@ def redistribute_local(
     warn_of_order(mesh, source)
     warn_of_order(mesh, target)
     return run_steps(plan(tuple(shape), tuple(mesh.shape), source, target, _coordinate(mesh)), local, mesh, is_async)
+
+
+def is_permuted(stride: Sequence[int]) -> bool:
+    """Whether a tensor's elements lie in memory in another order than row-major, or one for several."""
+    return 0 in stride or not all(map(operator.ge, stride, stride[1:]))
+
+
+def in_order_of(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """``local`` with its dimensions in memory in the order of ``stride``, which is that of the whole tensor.
+
+    A collective makes row-major tensors. A permuted DTensor stays permuted when it is redistributed, and an expanded one stays
+    expanded: its local tensors must be so, too, or what can be viewed by the whole one's strides cannot be viewed by theirs.
+    """
+    if local.ndim != len(stride) or not is_permuted(stride):
+        return local
+    shape = local.shape
+    for dim in [dim for dim, step in enumerate(stride) if step == 0 and shape[dim] > 1]:
+        local = local.narrow(dim, 0, 1)
+    order = sorted(range(local.ndim), key=lambda dim: -stride[dim])
+    return local.permute(order).contiguous().permute([order.index(dim) for dim in range(local.ndim)]).expand(shape)
 
 
 def run_steps(steps: Sequence[Step], local: torch.Tensor, mesh: DeviceMesh, is_async: bool = False) -> Pending:
