@@ -234,6 +234,23 @@ class WrongRuleTest(unittest.TestCase):
                 check_on_ranks(functools.partial(scan, dim=dim), torch.linspace(-1, 1, 20).view(4, 5), mesh_of(2), [cut])
 
     @ranks(2)
+    def test_dimensions_of_one_row_count_from_the_back_too():
+        for whole, cut in itertools.product((torch.arange(8.0).view(1, 8), torch.arange(8.0).view(1, 1, 8)), (-1, -2)):
+            with as_one_device():
+                tensor = distribute_tensor(whole, mesh_of(2), [Shard(whole.ndim - 1)])
+                for extreme in (
+                    torch.argmax,
+                    torch.argmin,
+                    torch.amax,
+                    lambda x, dim: x.max(dim)[1],
+                    lambda x, dim: x.min(dim)[0],
+                ):
+                    assert extreme(tensor, dim=cut).full_tensor().equal(extreme(whole, dim=cut)), (whole.shape, cut)
+                for several in (torch.sort, lambda x, dim: x.topk(1, dim), torch.cummax):
+                    found, expected = several(tensor, dim=cut), several(whole, dim=cut)
+                    assert all(a.full_tensor().equal(b) for a, b in zip(found, expected)), (whole.shape, cut)
+
+    @ranks(2)
     def test_no_dimensions_are_all_of_a_reduction():
         for cut in (Shard(0), Shard(1)):
             for function in (lambda x: x.norm(math.inf), lambda x: x.sum((), True), lambda x: torch.mean(x, ())):

@@ -187,7 +187,8 @@ def _arg_extreme(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
         return found
     given = _without_empty_parts(args)
-    return _torchs_handlers.get(op, _by_torch)(op, args if given is None else tuple(given), kwargs)
+    args = dims_from_the_front(op, args if given is None else tuple(given))  # Of one row, torch's handler would count wrong.
+    return _torchs_handlers.get(op, _by_torch)(op, args, kwargs)
 
 
 def _without_empty_parts(args: Sequence[Any]) -> list[Any] | None:
