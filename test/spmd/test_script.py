@@ -1,10 +1,12 @@
 """The script of one device goes on under a plan: it reads numbers, adds layers, and its mistakes are errors on all ranks."""
 
+import copy
 import logging
 import unittest
 import warnings
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_mortal_ranks
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torch_ragged import InterleavedShard
 from torch_ragged._ranks import peers, standstill
@@ -48,6 +51,10 @@ def make():
 
 def mesh_of(name="dp"):
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
+
+
+def whole_tensor(tensor):
+    return tensor.full_tensor().detach().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def on_both(function, *arguments):
@@ -228,6 +235,46 @@ class AddedTest(unittest.TestCase):
         assert torch.equal(model.scale.to_local(), torch.ones_like(value[0]))
         model.up.weight = nn.Parameter(torch.ones(2, 2))  # Of another shape.
         assert model.up.weight.placements == (Replicate(),)
+
+    @ranks(2)
+    def test_copies_of_a_model_are_models_of_their_own_under_the_plan():
+        batch = torch.arange(4.0 * SIZE, dtype=torch.float64).view(4, SIZE).sin()
+
+        def run(model):
+            """A reference, an average and a copied layer, as scripts of one device have them."""
+            reference, optimizer, seen = (
+                copy.deepcopy(model).requires_grad_(False),
+                torch.optim.SGD(model.parameters(), 0.1),
+                [],
+            )
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+            for step in range(4):
+                loss = (model(batch + step) - reference(batch + step)).square().mean() + model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(model)
+                seen.append(loss.item())
+            model(batch).square().mean().backward()
+            again, nested = copy.deepcopy(model), copy.deepcopy(nn.ModuleList([model]))[0]  # With gradients.
+            again.blocks.append(copy.deepcopy(again.blocks[0]))
+            again(batch).square().mean().backward()
+            tensors = [*average.module.parameters(), *(p.grad for p in again.parameters()), *model.parameters()]
+            return seen, [whole_tensor(each) for each in [*tensors, *nested.parameters()]]
+
+        losses, tensors = run(make())
+        mesh = mesh_of()
+        for mode in ("eager", "static"):
+            for plan in (data_parallel(), Plan().shard("up.(weight|bias)", Shard(0), "dp").default(Replicate())):
+                found, others = run(parallelize(make(), plan, mesh, mode=mode))
+                assert found == pytest.approx(losses, rel=1e-12), mode
+                for one, other in zip(tensors, others, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+    @ranks(2)
+    def test_a_model_with_units_is_not_copied_and_the_error_says_what_to_do():
+        model = parallelize(make(), data_parallel(units=True), mesh_of())
+        assert "Copy the model before parallelize" in error_of(copy.deepcopy, model)
 
     @ranks(2)
     def test_ranks_that_add_different_parameters_and_parameters_without_values_raise():

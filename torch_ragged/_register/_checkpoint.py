@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch_ragged._register._hook import CHECKPOINT, PROTOCOL, has, hook
 from torch_ragged.tensor._hf_storage import rounds_of, write_rounds
 from torch_ragged.tensor._placement_extension import PlacementExtension, extension_of
+from torch_ragged.tensor._plain_ops import all_ops
 
 
 @hook(
@@ -27,7 +28,8 @@ def _install_data_ptr() -> None:
 
     @functools.wraps(original)
     def data_ptr(self):  # type: ignore[no-untyped-def]
-        return original(self) if extension_of(self.placements) is None else 0
+        # Gradients of a plan are views of the buckets in which they were reduced.
+        return original(self) if extension_of(self.placements) is None and not all_ops.runs() else 0
 
     DTensor.data_ptr = data_ptr  # type: ignore[method-assign]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._plain_ops import all_ops, plain_handlers
-from torch_ragged.tensor._read import assigned_data, reading_methods
+from torch_ragged.tensor._read import methods_of_one_device
 
 __all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch"]
 
@@ -26,7 +26,7 @@ hooks.append(
     Hook(
         "OpDispatcher._allow_implicit_replication, _custom_op_handlers, _propagate_op_sharding_dispatch_slow_path, "
         "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, _ops.utils.expand_to_full_mesh_op_strategy, "
-        "DTensor.tolist, numpy, data, __dlpack__ and __format__, the logger of _redistribute, "
+        "DTensor.tolist, numpy, data, __dlpack__, __format__ and __deepcopy__, the logger of _redistribute, "
         "after torch_ragged.spmd.parallelize",
         "plain tensors that meet DTensors count as replicated; averages of losses are those of all rows, after loss_parallel() "
         "too; an op that torch cannot shard runs on replicated tensors; if an op's arguments fit, torch compares no other ways "
@@ -71,7 +71,7 @@ def compute_as_one_device(promote: bool) -> None:
         kept = {op: handlers.get(op) for op in plain_handlers()}
         _original.extend((kept, dispatcher._allow_implicit_replication, loss._disable_custom_loss_ops))
         _original.extend((op_utils.redistribute_cost, op_utils.expand_to_full_mesh_op_strategy))
-        methods = {**reading_methods(), "data": assigned_data()}
+        methods = methods_of_one_device()
         _original.append({name: vars(DTensor).get(name) for name in methods})
         for name, method in methods.items():
             setattr(DTensor, name, method)

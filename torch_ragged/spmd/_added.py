@@ -114,6 +114,10 @@ class _Model:
             names = ", ".join([name for name, _, _ in added.values()][:3])
             call = f"the addition of {names} to a parallelized model"
             meet(self._mesh, call, "\n".join(lines), "add the same parameters on all ranks")
+        for _, module, key, param in owners:
+            # A DTensor already, as in the copy of a layer: its gradients are reduced as this model's.
+            if isinstance(param, DTensor) and (module, key) not in in_units and self._pending.placements_of(param) is None:
+                self._pending.add(param, tuple(param.placements))
         for param, (name, module, key) in added.items():
             self._known[param] = self._distributed(param, name)
             note_replaced(param, name, module, key, "parallelize")

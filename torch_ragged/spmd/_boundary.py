@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import torch
 from torch import nn
@@ -24,16 +24,19 @@ from torch_ragged.spmd._text import placement_text
 
 __all__ = [
     "Redistribution",
+    "Shared",
     "add_boundaries",
     "as_dtensor",
     "entries_of",
     "entry_of",
     "from_front",
+    "is_own_hook",
     "local_moves",
     "wrap_changes",
 ]
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
+_Hook = TypeVar("_Hook")
 
 
 def add_boundaries(model: nn.Module, boundaries: Sequence[Boundary], mesh: DeviceMesh) -> list[_Change]:
@@ -65,6 +68,13 @@ def wrap_changes(model: nn.Module, wrap: Callable[[Boundary, _Change], _Change])
                 hook.changes = [(*where, wrap(change.boundary, change)) for *where, change in hook.changes]
 
 
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook of a module is one of this package, and not one of the user."""
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    home = getattr(function, "__module__", None) or type(function).__module__
+    return bool(home.split(".")[0] == "torch_ragged")
+
+
 def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Optional[Spoken] = None) -> DTensor:
     """``tensor`` as a DTensor on ``mesh``: itself, or a plain tensor that has these ``placements``; None is Replicate."""
     if isinstance(tensor, DTensor):
@@ -76,7 +86,14 @@ def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Optional[Spok
 # -- hooks ---------------------------------------------------------------------------------------------------------------
 
 
-class _InputHook:
+class Shared:
+    """Of a hook without a state of its own: ``copy.deepcopy`` of a module gives the copy the same hook."""
+
+    def __deepcopy__(self: _Hook, memo: Any) -> _Hook:
+        return self
+
+
+class _InputHook(Shared):
     """Before forward: changes arguments, passed by position or by keyword. Arguments that are not given stay so."""
 
     def __init__(self, module: nn.Module, changes: Sequence[tuple[Key, _Change]]) -> None:
@@ -95,7 +112,7 @@ class _InputHook:
         return args, kwargs
 
 
-class _OutputHook:
+class _OutputHook(Shared):
     """After forward: changes the output, or tensors in it."""
 
     def __init__(self, changes: Sequence[tuple[Key, _Change]]) -> None:

@@ -97,6 +97,10 @@ class PendingGradients:
         param.register_post_accumulate_grad_hook(self._note)
         param.requires_grad_(trains)  # A frozen parameter may train later.
 
+    def placements_of(self, param: torch.nn.Parameter) -> tuple[Placement, ...] | None:
+        """To which placements the gradients of ``param`` are brought; None: a unit does it."""
+        return self._wanted.get(param)
+
     def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> Leaf | None:
         """A leaf of ``param`` whose gradient has ``placements``; None if a unit reduces the gradient, or hooks wait for it."""
         if param not in self._wanted or has_hooks(param):

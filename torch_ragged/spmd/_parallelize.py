@@ -24,6 +24,7 @@ from torch_ragged.random import materialize, single_device
 from torch_ragged.random._deferred import is_deferred, keep_origins
 from torch_ragged.spmd._added import add_later
 from torch_ragged.spmd._boundary import add_boundaries
+from torch_ragged.spmd._copied import DeepCopy
 from torch_ragged.spmd._factories import add_factories
 from torch_ragged.spmd._gradients import PendingGradients
 from torch_ragged.spmd._inputs import compare_inputs
@@ -160,8 +161,8 @@ def parallelize(
         claim += [" ".join(line.split()) for line in str(resolved).splitlines()]
     before = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     try:
-        pending = _carry_out(model, resolved, mesh, mode)
-        compare_inputs(model, resolved.boundaries, mesh, compare_every)
+        changes, gradients = _carry_out(model, resolved, mesh)
+        _install(model, resolved, mesh, mode, compare_every, changes, gradients)
     except BaseException:  # A unit's options that fully_shard refuses, on all ranks.
         for module, kind, attributes in before:
             module.__class__ = kind
@@ -173,15 +174,7 @@ def parallelize(
         for name, param in attributes["_parameters"].items():
             if param is not None:
                 note_replaced(param, name, module, name, "parallelize")
-    note_root([model])
     watch_optimizers()
-    planned = {
-        name: (record.shape, run_placements(record), _gradient_placements(record))
-        for record in resolved.tensors
-        if record.is_parameter
-        for name in (record.name, *record.aliases)
-    }
-    add_later(model, mesh, planned, pending)
     single_device()
     compute_as_one_device(promote)
     compare_reads(mesh)
@@ -207,24 +200,63 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) if isinstance(value, (dict, set)) else value for name, value in attributes.items()}
 
 
-def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str) -> PendingGradients:
+_Gradients = list[tuple[nn.Parameter, tuple[Placement, ...]]]
+"""The parameters that are in no unit, with the placements of their gradients."""
+
+
+def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> tuple[list[Any], _Gradients]:
+    """Place the parameters and buffers. Hooks of boundaries come before those of units, which see what a boundary returns."""
     deferred = is_deferred(model)
     keep_origins(model)
     _distribute(model, resolved, mesh)
-    changes = add_boundaries(model, resolved.boundaries, mesh)
-    add_factories(model, resolved.factories, mesh)
+    changes = _add_rules(model, resolved, mesh)
     others = [record for record in resolved.tensors if record.is_parameter and record.unit is None]
     for unit in resolved.units:
         _shard_unit(model, unit, resolved, mesh, {model.get_parameter(record.name) for record in others})
     if deferred:
         materialize(model)
     gradients = [(model.get_parameter(record.name), _gradient_placements(record)) for record in others]
-    pending = PendingGradients([each for each in gradients if each[0].is_floating_point() or each[0].is_complex()], mesh)
+    return changes, [each for each in gradients if each[0].is_floating_point() or each[0].is_complex()]
+
+
+def _add_rules(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> list[Any]:
+    changes = add_boundaries(model, resolved.boundaries, mesh)
+    add_factories(model, resolved.factories, mesh)
+    return changes
+
+
+def _install(
+    model: nn.Module,
+    resolved: Resolved,
+    mesh: DeviceMesh,
+    mode: str,
+    compare_every: int,
+    changes: list[Any],
+    gradients: _Gradients,
+) -> None:
+    """Add what a model under a plan has besides its tensors, boundaries and units: it belongs to this model alone."""
+    pending = PendingGradients(gradients, mesh)
     model.register_forward_pre_hook(pending.begin_forward)
     model.plan_ir = resolved  # type: ignore[assignment]
     if mode == "static":
         model.static_modules = StaticModules(model, mesh, resolved, changes, pending)  # type: ignore[assignment]
-    return pending
+    compare_inputs(model, resolved.boundaries, mesh, compare_every)
+    note_root([model])
+    planned = {
+        name: (record.shape, run_placements(record), _gradient_placements(record))
+        for record in resolved.tensors
+        if record.is_parameter
+        for name in (record.name, *record.aliases)
+    }
+    add_later(model, mesh, planned, pending)
+
+    def install_on_copy(original: nn.Module, copied: nn.Module) -> None:
+        params = dict(copied.named_parameters())  # Of the script's, too, which came later.
+        alike = [(params[name], pending.placements_of(param)) for name, param in original.named_parameters()]
+        of_gradients = [(param, placements) for param, placements in alike if placements is not None]
+        _install(copied, resolved, mesh, mode, compare_every, _add_rules(copied, resolved, mesh), of_gradients)
+
+    model.__deepcopy__ = DeepCopy(model, install_on_copy)  # type: ignore[assignment]
 
 
 def _distribute(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:

@@ -7,7 +7,6 @@ local ops are those of eager mode. Any other call runs in eager mode.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_ragged._register._torch import backward_id, functorch_is_active
-from torch_ragged.spmd._boundary import Redistribution, as_dtensor, local_moves
+from torch_ragged.spmd._boundary import Redistribution, Shared, as_dtensor, is_own_hook, local_moves
 from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks, witness
 from torch_ragged.spmd._move import Placed, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
@@ -209,7 +208,7 @@ class _State:
     kinds: dict[Any, _Kind] = field(default_factory=dict)
 
 
-class _Region:
+class _Region(Shared):
     """One module of a model in static mode.
 
     At its entry, DTensors become local tensors; at its exit, local tensors become DTensors, if the call is of a kind that is
@@ -275,7 +274,8 @@ class _Region:
     # -- calls
 
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if _now.region is not None or functorch_is_active():
+        # The copy of a module has its hooks, and parameters that are not those of the region.
+        if _now.region is not None or module is not self.module or functorch_is_active():
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         state, kind = self._kind_of(leaves, tree)
@@ -310,7 +310,7 @@ class _Region:
         return pytree.tree_unflatten(leaves, tree)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self._running or _now.region not in (None, self):
+        if not self._running or _now.region not in (None, self) or module is not self.module:
             return None
         state, kind = self._running.pop()
         if state == "static":
@@ -532,9 +532,7 @@ def _users_hook(module: nn.Module, name: str) -> Optional[str]:
     for inner, each in module.named_modules():
         for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
             for hook in getattr(each, kind).values():
-                function = inspect.unwrap(getattr(hook, "__func__", hook))
-                home = getattr(function, "__module__", None) or type(function).__module__
-                if home.split(".")[0] != "torch_ragged":
+                if not is_own_hook(hook):
                     where = ".".join(filter(None, (name, inner))) or "the model"
                     return f"a hook on {where} is called with DTensors"
     return None

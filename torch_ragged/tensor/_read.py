@@ -6,7 +6,6 @@ It must not change a tensor. A read is a collective, unless the tensor is replic
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch_ragged._ranks.groups import device_of_messages, group_of
 from torch_ragged._ranks.peers import peers_named
 from torch_ragged._ranks.standstill import announce
 
-__all__ = ["assigned_data", "compare_reads", "meet", "read_item", "reading_methods"]
+__all__ = ["compare_reads", "meet", "methods_of_one_device", "read_item"]
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 """Of each default group: by mesh, a process group that carries nothing but the comparisons of reads."""
@@ -49,14 +48,22 @@ def read_item(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     return op(tensor._local_tensor if _are_we_tracing() or _is_replicated(tensor) else _whole(tensor, "item()"))
 
 
-def reading_methods() -> dict[str, Callable[..., Any]]:
-    """Methods for DTensor in place of those of Tensor, which read memory that a DTensor does not have, or refuse it."""
-    return {"tolist": _tolist, "numpy": _numpy, "__dlpack__": _dlpack, "__format__": _format}
+def methods_of_one_device() -> dict[str, Any]:
+    """Methods for DTensor in place of those of Tensor.
+
+    ``tolist`` and the like read memory that a DTensor does not have, or refuse it. An assignment to ``data`` exchanges what
+    only the wrapper has, and is lost. ``copy.deepcopy`` of a parameter copies its gradient, too, if it is a DTensor.
+    """
+    data = property(torch.Tensor.data.__get__, _assign_data)
+    reads = {"tolist": _tolist, "numpy": _numpy, "__dlpack__": _dlpack, "__format__": _format}
+    return {**reads, "data": data, "__deepcopy__": _deepcopy}
 
 
-def assigned_data() -> property:
-    """``data`` for DTensor: an assignment writes values. That of Tensor exchanges what only the wrapper has, and is lost."""
-    return property(torch.Tensor.data.__get__, _assign_data)
+def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
+    if id(self) not in memo and isinstance(self, torch.nn.Parameter):
+        values = self.detach().clone(memory_format=torch.preserve_format)
+        memo[id(self)] = torch.nn.Parameter(values, self.requires_grad)
+    return memo[id(self)] if id(self) in memo else torch.Tensor.__deepcopy__(self, memo)
 
 
 def _assign_data(self: DTensor, value: Any) -> None:
