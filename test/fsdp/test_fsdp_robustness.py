@@ -458,7 +458,7 @@ class RobustnessTest(unittest.TestCase):
         assert all(map(torch.equal, *embeddings))
 
     @ranks(2)
-    def test_post_accumulate_hooks_of_parameters_run():
+    def test_hooks_of_parameters_run():
         def step(param):
             with torch.no_grad():
                 param.sub_(param.grad, alpha=0.1)
@@ -466,6 +466,8 @@ class RobustnessTest(unittest.TestCase):
 
         model, single = build("ragged"), build("single")
         for param in (*model.parameters(), *single.parameters()):
+            param.register_hook(lambda grad: grad * 2)
+            param.register_hook(lambda grad: None)
             param.register_post_accumulate_grad_hook(step)
         for i in range(3):
             loss_of(model, batch(i, False)).backward(), loss_of(single, batch(i, True)).backward()

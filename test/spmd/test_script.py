@@ -277,6 +277,27 @@ class AddedTest(unittest.TestCase):
         assert "Copy the model before parallelize" in error_of(copy.deepcopy, model)
 
     @ranks(2)
+    def test_hooks_on_parameters_run_in_units_too_and_those_of_before_are_an_error():
+        losses = {}
+        for name in ("one device", "replicated", "units"):
+            model, batch = make(), torch.ones(4, SIZE, dtype=torch.float64)
+            if name != "one device":
+                model = parallelize(model, data_parallel(units=name == "units"), mesh_of())
+            model.blocks[0].weight.register_hook(lambda grad: grad * 3)
+            optimizer, losses[name] = torch.optim.SGD(model.parameters(), 0.1), []
+            for _ in range(3):
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[name].append(loss.item())
+        assert losses["replicated"] == losses["units"] == pytest.approx(losses["one device"], rel=1e-12), losses
+        hooked = make()
+        hooked.up.weight.register_hook(lambda grad: grad * 3)
+        said = on_both(parallelize, hooked, data_parallel(), mesh_of())
+        assert all("up.weight has a hook" in each for each in said), said
+
+    @ranks(2)
     def test_ranks_that_add_different_parameters_and_parameters_without_values_raise():
         model = parallelize(make(), data_parallel(), mesh_of())
         for error in on_both(setattr, model, "head", nn.Linear(SIZE, 3, bias=dist.get_rank() == 0)):

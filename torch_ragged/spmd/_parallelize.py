@@ -125,7 +125,7 @@ def parallelize(
             all that is wrong. If ``fully_shard`` refuses a unit, its error is raised, and the model is as before.
         TypeError: ``model``, ``plan``, ``mesh`` or ``promote`` is of another type.
         ValueError: this rank is not in ``mesh``; ``mode`` is another word; ``compare_every`` is no
-            integer from 1 to 1024; a parameter is a DTensor already; ranks
+            integer from 1 to 1024; a parameter is a DTensor already, or has hooks; ranks
             call it with different plans, models or options, of which the text has both; or ``model`` is parallelized already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
@@ -150,6 +150,11 @@ def parallelize(
         placed = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
         if placed is not None:
             raise ValueError(f"parallelize: {placed} is a DTensor already: give a model whose parameters are plain tensors")
+        hooked = next((n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks), None)
+        if hooked is not None:
+            raise ValueError(
+                f"parallelize: {hooked} has a hook, which its DTensor would not have: register hooks after parallelize"
+            )
         claim += [
             f"mode={mode!r}",
             f"promote={promote}",

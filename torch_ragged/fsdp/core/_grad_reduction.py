@@ -283,7 +283,7 @@ class GradReduction:
         used = [param.was_used for param in self._params]
         if not all(is_used or not param.sharded.requires_grad for param, is_used in zip(self._params, used)):
             return False
-        if any(getattr(param.sharded, "_post_accumulate_grad_hooks", None) for param in self._params):
+        if any(_hooks_of(param.sharded) for param in self._params):
             return False
         self.set_grads(used)
         for param, is_used in zip(self._params, used):  # Other ranks ask at the end of the pass.
@@ -322,8 +322,12 @@ class GradReduction:
                 continue
             # Each gradient has its own version counter, as a tensor of the optimizer.
             gradient = self._gradient(param, shards[dtype].flat.data[begin:end])
+            # Autograd would run these hooks for a leaf: before it adds to .grad, and after that. Optimizers that step in
+            # backward are hooks of the second kind.
+            for hook in (sharded._backward_hooks or {}).values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
             sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
-            # Autograd would run these for a leaf. Optimizers that step in backward are such hooks.
             for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(sharded)
 
@@ -439,3 +443,8 @@ class GradReduction:
             self._copy = copy
         begin, end = self._intervals[index]
         return self._gradient(self._params[index], self._copy.flat[begin:end].to(like.flat.device, dtype, copy=True))
+
+
+def _hooks_of(sharded: torch.Tensor) -> bool:
+    """Whether a user has hooks on the gradient of a sharded parameter."""
+    return bool(sharded._backward_hooks or getattr(sharded, "_post_accumulate_grad_hooks", None))
