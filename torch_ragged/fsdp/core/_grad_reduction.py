@@ -321,7 +321,7 @@ class GradReduction:
             if not is_used:
                 continue
             # Each gradient has its own version counter, as a tensor of the optimizer.
-            gradient = self._gradient(param, shards[dtype].flat.data[begin:end])
+            gradient: Any = self._gradient(param, shards[dtype].flat.data[begin:end])
             # Autograd would run these hooks for a leaf: before it adds to .grad, and after that. Optimizers that step in
             # backward are hooks of the second kind.
             for hook in (sharded._backward_hooks or {}).values():
