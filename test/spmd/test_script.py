@@ -1,6 +1,8 @@
 """The script of one device goes on under a plan: it reads numbers, adds layers, and its mistakes are errors on all ranks."""
 
 import copy
+import functools
+import itertools
 import logging
 import unittest
 import warnings
@@ -23,6 +25,26 @@ from torch_ragged.fsdp import rows
 from torch_ragged.spmd import Plan, deferred_init, parallelize
 
 SIZE = 8
+
+
+class Viewing(nn.Module):
+    """Views its parameters and buffers, and writes to a view of a buffer, as a cache does."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.layer = nn.Parameter(torch.randn(2 * SIZE, SIZE)), nn.Linear(SIZE, SIZE)
+        self.table = nn.Parameter(torch.randn(5))
+        self.register_buffer("cache", torch.zeros(4, SIZE, SIZE))
+        self.register_buffer("index", torch.arange(4).view(2, 2))
+
+    def forward(self, x):
+        self.cache[:2, 1:3] = x[:2, 1:3]
+        self.cache[:, 0].fill_(2)
+        bias = self.table[self.index.view(-1)].view(2, 2).sum()
+        x = x + self.position[: x.shape[1]].expand(len(x), -1, -1) + self.position[3].view(2, 4).flatten() + bias
+        first, second = self.layer.weight.chunk(2)
+        both = torch.cat([x @ first.T, x @ second.mT], -1) + self.cache.transpose(0, 1)[:, :2].sum()
+        return both.unbind(0)[1]
 
 
 class Net(nn.Module):
@@ -270,6 +292,52 @@ class AddedTest(unittest.TestCase):
                 assert found == pytest.approx(losses, rel=1e-12), mode
                 for one, other in zip(tensors, others, strict=True):
                     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+    @ranks(2)
+    def test_inference_mode_views_parameters_as_on_one_device():
+        torch.manual_seed(0)
+        single, batch = Viewing().double(), torch.randn(4, SIZE, SIZE, dtype=torch.float64)
+        with torch.inference_mode():
+            expected = copy.deepcopy(single)(batch)
+        plans = (
+            Plan().shard("<in:x>", Shard(0), "dp").default(Replicate()),
+            Plan().shard("position", Shard(0), "dp").shard("layer.weight", Shard(1), "dp").shard("cache", Shard(1), "dp"),
+        )
+        for mode, plan in itertools.product(("eager", "static"), plans):
+            model = parallelize(copy.deepcopy(single), plan.default(Replicate()), mesh_of(), mode=mode)
+            for _ in range(3):
+                with torch.inference_mode():
+                    torch.testing.assert_close(model(batch).full_tensor(), expected)
+                    model(batch)[1:].view(-1)
+                assert model.cache.full_tensor()[:, 0].eq(2).all() and not model.position.is_inference()
+                model(batch).sum().backward()
+            assert torch.ops.aten.view.default not in DTensor._op_dispatcher._custom_op_handlers
+
+    @ranks(2)
+    def test_packed_sequences_and_encoders_with_padding():
+        class Packed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.GRU(SIZE, SIZE, batch_first=True)
+
+            def forward(self, x):
+                packed = nn.utils.rnn.pack_padded_sequence(x, [5, 4, 4, 2], batch_first=True)
+                return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+
+        torch.manual_seed(0)
+        batch, rows = torch.randn(4, 5, SIZE), Plan().shard("<in:x>", Shard(0), "dp").default(Replicate())
+        single = Packed()
+        model = parallelize(copy.deepcopy(single), rows, mesh_of())
+        single(batch).square().sum().backward(), model(batch).square().sum().backward()
+        for param, other in zip(model.parameters(), single.parameters()):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-5)
+        # On one device, its fast path gives zeros where rows are padded.
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(SIZE, 2, SIZE, batch_first=True), 1).eval()
+        for plan in (Plan(), Plan().shard("<in:src>", Shard(0), "dp")):
+            model = parallelize(copy.deepcopy(encoder), plan.default(Replicate()), mesh_of())
+            with torch.no_grad():
+                said = on_both(functools.partial(model, src_key_padding_mask=torch.arange(5).expand(4, -1) > 3), batch)
+            assert all("enable_nested_tensor=False" in each for each in said), said
 
     @ranks(2)
     def test_a_model_with_units_is_not_copied_and_the_error_says_what_to_do():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +18,11 @@ from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
+from torch_ragged.tensor._ops import returns_alias
 from torch_ragged.tensor._plain_ops import all_ops, plain_handlers
 from torch_ragged.tensor._read import methods_of_one_device
 
-__all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch"]
+__all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch", "viewing_in_inference"]
 
 hooks.append(
     Hook(
@@ -82,6 +84,43 @@ def compute_as_one_device(promote: bool) -> None:
     all_ops.run = True
     handlers.update(plain_handlers())
     dispatcher._allow_implicit_replication = promote
+
+
+@functools.cache
+def _views() -> tuple[Any, ...]:
+    """The ops of ATen that return views."""
+    packets = [
+        each for each in map(functools.partial(getattr, torch.ops.aten), dir(torch.ops.aten)) if hasattr(each, "overloads")
+    ]
+    return tuple([op for each in packets for name in each.overloads() if returns_alias(op := getattr(each, name))])
+
+
+@contextlib.contextmanager
+def viewing_in_inference() -> Iterator[None]:
+    """Inside of it, ``inference_mode`` views DTensors that were made outside of that mode, such as parameters.
+
+    A view of a tensor from outside is no tensor of inference mode, but the DTensor that torch makes of it is one. So torch
+    raises "Cannot set version_counter for inference tensor". (2.11 to 2.15)
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+
+    def view(op: Any, args: Any, kwargs: Any) -> Any:
+        del handlers[op]
+        try:
+            if not isinstance(args[0], DTensor) or args[0].is_inference():
+                return op(*args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+                return op(*args, **kwargs)
+        finally:
+            handlers[op] = view
+
+    added = dict.fromkeys([op for op in _views() if op not in handlers], view)
+    handlers.update(added)
+    try:
+        yield
+    finally:
+        for op in added:
+            del handlers[op]
 
 
 def _end_loss_parallel() -> None:

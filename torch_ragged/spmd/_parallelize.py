@@ -27,6 +27,7 @@ from torch_ragged.spmd._boundary import add_boundaries
 from torch_ragged.spmd._copied import DeepCopy
 from torch_ragged.spmd._factories import add_factories
 from torch_ragged.spmd._gradients import PendingGradients
+from torch_ragged.spmd._inference import add_inference
 from torch_ragged.spmd._inputs import compare_inputs
 from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolve import resolve
@@ -246,6 +247,7 @@ def _install(
     if mode == "static":
         model.static_modules = StaticModules(model, mesh, resolved, changes, pending)  # type: ignore[assignment]
     compare_inputs(model, resolved.boundaries, mesh, compare_every)
+    add_inference(model)
     note_root([model])
     planned = {
         name: (record.shape, run_placements(record), _gradient_placements(record))

@@ -47,7 +47,9 @@ class CopiedView(DTensor):
     @classmethod
     def of(cls, copy: DTensor, source: DTensor, views: tuple[_View, ...], version: Any) -> CopiedView:
         """The view of ``source`` by ``views``, of which ``copy`` holds the elements at ``version``."""
-        self = cls(copy._local_tensor, copy._spec, requires_grad=False)  # type: ignore[call-arg]
+        # A view of a tensor that was made outside of the inference mode is no tensor of this mode.
+        with torch.inference_mode(torch.is_inference_mode_enabled() and source.is_inference()):
+            self = cls(copy._local_tensor, copy._spec, requires_grad=False)  # type: ignore[call-arg]
         self._source, self._views, self._version_of_copy = source, views, version
         return self
 

@@ -108,6 +108,9 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         **{getattr(_aten, name).default: _gathered for name in _OF_VALUES},
         _aten._local_scalar_dense.default: read_item,
         _aten.as_strided.default: _as_strided,
+        _aten._pack_padded_sequence.default: _packed,
+        _aten._nested_tensor_from_mask_left_aligned.default: _nested,
+        _aten._transformer_encoder_layer_fwd.default: _encoder_layer,
         _aten.native_group_norm_backward.default: _group_norm_backward,
         _aten.embedding.default: _rows_of_a_cut,
         _aten.gather.default: _rows_of_a_cut,
@@ -149,6 +152,23 @@ def _as_strided(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         f"{op} is not supported on a DTensor with another size or stride (got {tuple(size)} and {tuple(stride)}): no rank has "
         "all of its storage. Use narrow, select, view, permute or unfold, or call full_tensor() first"
     )
+
+
+def _packed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A packed sequence: kernels of recurrent layers read the sizes of its batches in memory."""
+    data, sizes = _gathered(op, args, kwargs)
+    return data, sizes.to_local() if isinstance(sizes, DTensor) else sizes
+
+
+def _nested(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError(
+        f"{op}: nn.TransformerEncoder with a padding mask computes with nested tensors in evaluation, which no DTensor can be: "
+        "make it with enable_nested_tensor=False"
+    )
+
+
+def _encoder_layer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (_nested if args[0].is_nested else _gathered)(op, args, kwargs)
 
 
 def _rows_of_a_cut(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +289,7 @@ class _AllOps:
             if given is None or wanted is None:  # A call that torch's C++ cache knew, or a rule that redistributes as it runs.
                 return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
             specs = zip(given.args_schema, wanted.args_schema)
-            pairs = [zip(old.placements, new.placements) for old, new in specs if hasattr(new, "placements")]
+            pairs = [zip(old.placements, new.placements) for old, new in specs if hasattr(old, "placements")]
             moved = {dim for each in pairs for dim, (old, new) in enumerate(each) if old != new}
             where = tuple([slice(None) if dim in moved else index for dim, index in enumerate(mesh.get_coordinate())])
             return mesh.mesh[where].flatten().tolist()  # type: ignore[no-any-return]
