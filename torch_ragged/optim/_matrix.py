@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Optional
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged.optim._base import (
@@ -31,64 +30,7 @@ from torch_ragged.optim._base import (
 from torch_ragged.optim._gather import Batch, GatherToRoot, Placed, mesh_ranks, owners_of
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 
-__all__ = ["MatrixOptimizer", "matrix_groups"]
-
-
-def matrix_groups(
-    model: nn.Module,
-    *,
-    adamw: Iterable[nn.Module | nn.Parameter] = (),
-    segments: Mapping[str, tuple[Sequence[int], int]] | None = None,
-    **adamw_options: Any,
-) -> list[dict[str, Any]]:
-    """Parameter groups for :class:`Muon` and :class:`Shampoo`: one of matrices, and one that AdamW trains.
-
-    The AdamW group has all embeddings, all parameters that do not have two or three dimensions, and ``adamw``.
-
-    Args:
-        model: the model with the parameters. Call this function after ``fully_shard``.
-        adamw: further modules (such as the output head) and parameters (such as biases of fused experts) for AdamW.
-        segments: by name, the sizes of the matrices that a fused weight has side by side, and the dimension along which they
-            lie: ``{"attention.qkv.weight": ((4096, 1024, 1024), 0)}``. :class:`Muon` steps each as a matrix of its own. A model
-            that a plan has distributed has them in ``model.plan_ir.segments``.
-        adamw_options: options of the AdamW group, such as ``lr``.
-
-    Returns:
-        the groups that have parameters, as dicts for the constructor of the optimizer.
-
-    Raises:
-        TypeError: ``model`` is no module, or ``adamw`` has something other than modules and parameters.
-        ValueError: ``segments`` names no parameter of ``model``.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"matrix_groups expects the model, an nn.Module, got {type(model).__name__}: pass model, not model.parameters()"
-        )
-    others: list[Any] = [adamw] if isinstance(adamw, (nn.Module, torch.Tensor)) else list(adamw)
-    for each in others:
-        if not isinstance(each, (nn.Module, nn.Parameter)):
-            raise TypeError(f"matrix_groups adamw takes modules and parameters, got {each!r}: pass adamw=[model.head]")
-    apart: set[nn.Parameter] = set()
-    for each in (*others, *(module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))):
-        apart.update(each.parameters() if isinstance(each, nn.Module) else [each])
-    params = list(model.parameters())
-    is_matrix = [param.ndim in (2, 3) and param not in apart for param in params]
-    named = dict(model.named_parameters(remove_duplicate=False))
-    if unknown := [name for name in segments or () if name not in named]:
-        raise ValueError(
-            f"matrix_groups segments names {', '.join(unknown)}, and the {type(model).__name__} has no such parameter: give "
-            "names of model.named_parameters()"
-        )
-    fused = {named[name]: (tuple(sizes), dim) for name, (sizes, dim) in (segments or {}).items()}
-    alike: dict[Any, list[nn.Parameter]] = {None: []}
-    for param, flag in zip(params, is_matrix):
-        if flag:
-            alike.setdefault(fused.get(param), []).append(param)
-    groups: list[dict[str, Any]] = [
-        {"params": members} if each is None else {"params": members, "segments": each} for each, members in alike.items()
-    ]
-    rest = [p for p, flag in zip(params, is_matrix) if not flag]
-    return [group for group in (*groups, {"params": rest, "algorithm": "adamw", **adamw_options}) if group["params"]]
+__all__ = ["MatrixOptimizer"]
 
 
 class MatrixOptimizer(RaggedOptimizer):
