@@ -97,7 +97,9 @@ def optimizers(lr: float) -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
     return made
 
 
-def train(task: type[Zipf], make: Callable[[Any], torch.optim.Optimizer], steps: int, lr: float) -> tuple[list[float], float, float]:
+def train(
+    task: type[Zipf], make: Callable[[Any], torch.optim.Optimizer], steps: int, lr: float
+) -> tuple[list[float], float, float]:
     """The loss of each step, the held-out loss, and the largest change of a weight in one step, in learning rates."""
     torch.manual_seed(0)
     model, data, losses, largest = task(), Pairs(1), [], 0.0
@@ -144,7 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of all optimizers (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("out/adam8bit"), help="folder of picture and numbers (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/adam8bit"), help="folder of picture and numbers (default: %(default)s)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)

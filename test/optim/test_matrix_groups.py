@@ -62,7 +62,9 @@ class CausalLM(Module):
 
 
 def tied():
-    model = Module(embed=nn.Embedding(20, WIDTH), body=nn.Linear(WIDTH, WIDTH, bias=False), head=nn.Linear(WIDTH, 20, bias=False))
+    model = Module(
+        embed=nn.Embedding(20, WIDTH), body=nn.Linear(WIDTH, WIDTH, bias=False), head=nn.Linear(WIDTH, 20, bias=False)
+    )
     model.head.weight = model.embed.weight
     return model
 
@@ -104,7 +106,9 @@ ARCHITECTURES = {
         {"fc1.weight"},
     ),
     "XLNet": (
-        lambda: Module(q=parameter(8, 2, 4), seg_embed=parameter(2, 2, 4), r_w_bias=parameter(2, 4), mask_emb=parameter(1, 1, 8)),
+        lambda: Module(
+            q=parameter(8, 2, 4), seg_embed=parameter(2, 2, 4), r_w_bias=parameter(2, 4), mask_emb=parameter(1, 1, 8)
+        ),
         set(),
     ),
     "Wav2Vec2": (
@@ -125,7 +129,9 @@ ARCHITECTURES = {
         {"experts.up", "moe.w1"},
     ),
     "LoRA": (
-        lambda: Module(lora_A=linear(2, 8), lora_B=linear(8, 2), lora_embedding_A=nn.ParameterDict({"default": parameter(2, 20)})),
+        lambda: Module(
+            lora_A=linear(2, 8), lora_B=linear(8, 2), lora_embedding_A=nn.ParameterDict({"default": parameter(2, 20)})
+        ),
         {"lora_A.weight", "lora_B.weight"},
     ),
     "Cohere": (lambda: Module(q_norm=HeadNorm(weight=parameter(4, 8)), norm=nn.LayerNorm((4, 8)), q=linear()), {"q.weight"}),

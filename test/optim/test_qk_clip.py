@@ -193,7 +193,10 @@ def test_layers_whose_logits_are_not_seen_are_named_at_the_first_step(kind):
 def test_multihead_attention_and_encoder_layers_are_seen(need_weights, batch_first):
     torch.manual_seed(0)
     options = {"batch_first": batch_first}
-    x, mask = torch.randn(4, 5, 16), torch.ones(4 if not batch_first else 5, 4 if not batch_first else 5, dtype=torch.bool).triu(1)
+    x, mask = (
+        torch.randn(4, 5, 16),
+        torch.ones(4 if not batch_first else 5, 4 if not batch_first else 5, dtype=torch.bool).triu(1),
+    )
     encoder = nn.TransformerEncoderLayer(16, 2, 32, **options)
     attention = nn.MultiheadAttention(16, 2, **options)
     calls = [(encoder, encoder.self_attn, lambda: encoder(x, src_mask=mask))]
@@ -219,6 +222,12 @@ def test_wrong_arguments_are_refused():
     assert "expected shapes [(4,)], got [(2,)]" in error_of(lambda: clip.step([torch.ones(2)]))
     assert "call watch()" in error_of(clip.step)
     assert "one module per layer" in error_of(lambda: clip.watch([]))
+    assert "takes a list of attention modules, one per layer, got Linear" in error_of(clip.watch, q)
+    for bad in (3.0, [[1.0] * 4], "maxima"):
+        assert error_of(clip.step, bad).startswith("ValueError: QKClip.step takes one maximum per query head"), bad
+    assert "takes a list of QKLayer, got Linear" in error_of(QKClip, [q])
+    assert "takes the Linear modules of queries and keys, got Parameter" in error_of(QKLayer.of, q.weight, k.weight, 2)
+    assert "its number of heads, an int, got Parameter and '2'" in error_of(QKLayer.of, q, k, "2")
     clip.watch([attention := Attention()], first_heads=2)
     assert "computes 4 from head 2 on" in error_of(lambda: attention(torch.randn(1, 3, 12)))
     assert "3 query heads, 2 key heads" in error_of(lambda: attention_maxima(torch.ones(1, 3, 2, 2), torch.ones(1, 2, 2, 2)))
@@ -269,7 +278,9 @@ class PlacementTest(unittest.TestCase):
         if rank == 0:
             attention.k.weight = nn.Parameter(attention.k.weight.detach().clone())
         text = error_of(clip.step)
-        assert ("the weight of a Linear, of shape (16, 16), was replaced" if rank == 0 else "see the error of that rank") in text, text
+        assert (
+            "the weight of a Linear, of shape (16, 16), was replaced" if rank == 0 else "see the error of that rank"
+        ) in text, text
         assert torch.equal(before, attention.q.weight)
 
     @ranks(4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Optional
 
@@ -19,6 +20,7 @@ from torch_ragged.optim._base import (
     agree_on_gradients,
     by_mesh,
     check_capture,
+    check_numbers,
     check_placement,
     check_warm,
     groups_on_host,
@@ -28,6 +30,7 @@ from torch_ragged.optim._base import (
     run_closure,
 )
 from torch_ragged.optim._gather import Batch, GatherToRoot, Placed, mesh_ranks, owners_of
+from torch_ragged.optim._matrix_groups import check_segments
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 
 __all__ = ["MatrixOptimizer"]
@@ -46,7 +49,7 @@ class MatrixOptimizer(RaggedOptimizer):
     _knobs = ("max_root_bytes", "check_gradients")
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_root_bytes: Optional[int], check_gradients: bool) -> None:
-        if max_root_bytes is not None and max_root_bytes < 1:
+        if max_root_bytes is not None and (not isinstance(max_root_bytes, numbers.Real) or max_root_bytes < 1):
             raise ValueError(f"{type(self).__name__} max_root_bytes must be a positive number or None, got {max_root_bytes!r}")
         self.max_root_bytes, self.check_gradients = max_root_bytes, check_gradients
         self._forget_plans()
@@ -96,11 +99,7 @@ class MatrixOptimizer(RaggedOptimizer):
         lr = group["lr"]
         if isinstance(lr, torch.Tensor) and lr.numel() != 1:
             raise ValueError(f"{name} lr must be a number or a tensor of one element, got {lr.numel()} elements")
-        if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-            raise ValueError(f"{name} betas must be two numbers in [0, 1), got {group['betas']!r}")
-        for option in ("lr", "weight_decay", "eps", "adamw_eps"):
-            if not group[option] >= 0.0:
-                raise ValueError(f"{name} {option} must be >= 0, got {group[option]!r}")
+        check_numbers(name, group, "lr", "weight_decay", "eps", "adamw_eps")
         for entry in group["params"]:
             self._check_param(entry[1] if isinstance(entry, tuple) else entry, group["algorithm"], group.get("segments"))
         self._check_group(group)
@@ -129,12 +128,14 @@ class MatrixOptimizer(RaggedOptimizer):
                 f'{tuple(param.shape)}: put it into a group with algorithm="adamw", for example with matrix_groups(model)'
             )
         if segments is not None and algorithm != "adamw":
-            self._check_segments(tuple(param.shape), *segments)
+            self._check_segments(tuple(param.shape), segments)
 
-    def _check_segments(self, shape: tuple[int, ...], sizes: Sequence[int], dim: int) -> None:
+    def _check_segments(self, shape: tuple[int, ...], segments: Any) -> None:
         name, ndim = type(self).__name__, len(shape)
         if not self.takes_segments:
             raise ValueError(f"{name} takes no segments: leave them out, and each parameter is one matrix")
+        check_segments(f"{name} segments", segments)
+        sizes, dim = segments
         if dim % ndim < ndim - 2 or not -ndim <= dim < ndim or min(sizes) < 1 or sum(sizes) != shape[dim]:
             raise ValueError(
                 f"{name} got segments of {', '.join(map(str, sizes))} along dimension {dim} for a parameter of shape {shape}: "

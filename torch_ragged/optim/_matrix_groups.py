@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
-__all__ = ["MatrixDecision", "MatrixGroups", "matrix_groups"]
+__all__ = ["MatrixDecision", "MatrixGroups", "check_segments", "matrix_groups"]
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _HAVE_MATRICES = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 """Modules of torch of which each parameter of two dimensions is a matrix, whatever its name."""
 
@@ -138,7 +137,9 @@ def matrix_groups(
             found = _decide(module, attribute, f"{prefix}.{attribute}", owned)
             if owned not in reasons or not found[0]:  # Tied: a matrix if each module that has it says so.
                 reasons[owned] = found
-    decisions, alike, rest = [], {None: []}, []  # type: ignore[var-annotated]
+    decisions: list[MatrixDecision] = []
+    alike: dict[Any, list[nn.Parameter]] = {None: []}  # Matrices, by their segments.
+    rest: list[nn.Parameter] = []
     for param, name in names.items():
         is_matrix, why = reasons[param]
         if is_matrix and param in heads:
@@ -159,10 +160,10 @@ def matrix_groups(
 def _decide(module: nn.Module, attribute: str, name: str, param: torch.Tensor) -> tuple[bool, str]:
     """Whether ``param`` is a matrix as ``attribute`` of ``module``, and why."""
     kind, shape = type(module).__name__, param.shape
-    own = "" if isinstance(module, nn.Linear) else kind.lower()  # Classes of the user's own are known by their names.
+    own = "" if isinstance(module, nn.Linear) else kind.lower()  # Other classes are known by their names.
     if isinstance(module, _EMBEDDINGS) or "embedding" in own:
         return False, f"of {kind}, an embedding"
-    if isinstance(module, _ConvNd):
+    if isinstance(module, _CONVOLUTIONS):
         return False, f"of {kind}, a convolution"
     if isinstance(module, _NORMS) or "norm" in own:
         return False, f"of {kind}, a norm"
@@ -228,15 +229,15 @@ def _fused(model: nn.Module, segments: Any, named: Mapping[str, nn.Parameter]) -
         )
     fused = {}
     for name, value in segments.items():
-        if (
-            not isinstance(value, (tuple, list))
-            or len(value) != 2
-            or not isinstance(value[0], (tuple, list))
-            or not all(isinstance(number, int) for number in (*value[0], value[1]))
-        ):
-            raise TypeError(
-                f"matrix_groups segments[{name!r}] must be the sizes of the matrices and the dimension along which they lie, "
-                f"as ((32, 32), 0), got {value!r}"
-            )
+        check_segments(f"matrix_groups segments[{name!r}]", value)
         fused[named[name]] = (tuple(value[0]), value[1])
     return fused
+
+
+def check_segments(name: str, value: Any) -> None:
+    """Raise ``TypeError`` if ``value`` is no pair of sizes and a dimension."""
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (tuple, list))
+    if not is_pair or not value[0] or not all(isinstance(number, int) for number in (*value[0], value[1])):
+        raise TypeError(
+            f"{name} must be the sizes of the matrices and the dimension along which they lie, as ((32, 32), 0), got {value!r}"
+        )

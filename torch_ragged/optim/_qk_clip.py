@@ -22,7 +22,7 @@ from torch_ragged.tensor._replaced import replaced
 __all__ = ["HeadRows", "QKClip", "QKLayer", "attention_maxima"]
 
 _SOFTMAX = ("_softmax", "_safe_softmax", "softmax", "special_softmax")
-"""The operations of ATen to whose first argument the logits of attention go, beside those of ``scaled_dot_product_attention``."""
+"""Operations of ATen whose first argument is the logits, beside those of ``scaled_dot_product_attention``."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class HeadRows:
         stride: rows from one head to the next. None: ``size``.
 
     Raises:
+        TypeError: the weight is no tensor, or the heads are no int.
         ValueError: the rows do not fit into the weight.
     """
 
@@ -49,6 +50,9 @@ class HeadRows:
     stride: Optional[int] = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.weight, torch.Tensor) or not isinstance(self.heads, int):
+            kind = type(self.weight).__name__
+            raise TypeError(f"HeadRows takes a weight and its number of heads, an int, got {kind} and {self.heads!r}")
         rows, size = self.weight.shape[0], self.row_size
         end = self.start + (self.heads - 1) * (self.stride or size) + size
         divides = self.size is not None or (rows - self.start) % max(self.heads, 1) == 0
@@ -111,7 +115,15 @@ class QKLayer:
 
     @staticmethod
     def of(query: nn.Linear, key: nn.Linear, heads: int, key_heads: Optional[int] = None) -> QKLayer:
-        """The layer of two projections, with their biases: attention with one key head per query head, or per several."""
+        """The layer of two projections, with their biases: attention with one key head per query head, or per several.
+
+        Raises:
+            TypeError: ``query`` or ``key`` is no module.
+            ValueError: the heads do not divide the rows.
+        """
+        for linear in (query, key):
+            if not isinstance(linear, nn.Module):
+                raise TypeError(f"QKLayer.of takes the Linear modules of queries and keys, got {type(linear).__name__}")
 
         def rows(linear: nn.Linear, heads: int) -> tuple[HeadRows, ...]:
             return tuple(HeadRows(each, heads) for each in (linear.weight, linear.bias) if each is not None)
@@ -164,6 +176,7 @@ class QKClip:
             the default group; without a process group, this process alone.
 
     Raises:
+        TypeError: a layer is no :class:`QKLayer`.
         ValueError: there is no layer, the threshold is not positive, or a weight is a Partial DTensor.
     """
 
@@ -171,6 +184,8 @@ class QKClip:
         self.layers, self.threshold, self.group = tuple(layers), float(threshold), group
         if not self.layers or not self.threshold > 0.0:
             raise ValueError(f"QKClip needs at least one layer and a positive threshold, got {len(self.layers)}, {threshold!r}")
+        if wrong := [type(layer).__name__ for layer in self.layers if not isinstance(layer, QKLayer)]:
+            raise TypeError(f"QKClip takes a list of QKLayer, got {wrong[0]}: make them with QKLayer.of(query, key, heads)")
         self._owners: dict[torch.Tensor, tuple[nn.Module, str]] = {}  # Of weights: where they were registered.
         self._current: dict[torch.Tensor, torch.Tensor] = {}  # By weights: what a step scales.
         for layer in self.layers:
@@ -214,9 +229,12 @@ class QKClip:
             the handles of the hooks, as ``register_forward_hook`` returns them.
 
         Raises:
+            TypeError: ``modules`` are no list of modules.
             ValueError: there is not one module per layer; or a weight of a layer is no parameter of its module, which has
                 DTensors: another library has replaced it.
         """
+        if isinstance(modules, nn.Module) or not all(isinstance(module, nn.Module) for module in modules):
+            raise TypeError(f"QKClip.watch takes a list of attention modules, one per layer, got {type(modules).__name__}")
         if len(modules) != len(self.layers):
             raise ValueError(f"QKClip.watch needs one module per layer: got {len(modules)} for {len(self.layers)} layers")
         self._find_owners(modules)
@@ -299,7 +317,9 @@ class QKClip:
         heads = [layer.heads for layer in self.layers]
         given = self._maxima(maxima)
         watches, self._watched = maxima is None, None if self._watched is None else [None] * len(self.layers)
-        shapes = None if given is None else [tuple(each.shape) for each in given]
+        shapes: Any = type(given).__name__
+        if isinstance(given, (list, tuple)):
+            shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__ for each in given]
         wrong = self._find_current()
         is_legal = shapes == [(count,) for count in heads] and not wrong
         device = local(self._current[self.layers[0].key[0].weight]).device
@@ -329,8 +349,8 @@ class QKClip:
             raise RuntimeError(
                 f"QKClip.watch has seen no attention logits of {self._text_of_unseen()}, on any rank, since the start: their "
                 "modules were not called, or call neither scaled_dot_product_attention nor a softmax of logits (batch, heads, "
-                "L, S). Watch the modules that compute attention; under tensor parallelism, give first_heads; or pass maxima to "
-                "step(): attention_maxima(query, key) computes them"
+                "L, S). Watch the modules that compute attention; under tensor parallelism, give first_heads; or pass maxima "
+                "to step(): attention_maxima(query, key) computes them"
             )
         for layer, largest in zip(self.layers, found):
             exceeds = (largest > self.threshold) & largest.isfinite()
@@ -444,9 +464,7 @@ class _Watch(TorchDispatchMode):
             query, key = (given[each] if given[each].ndim > 3 else given[each][None] for each in ("query", "key"))
             mask = given.get("attn_mask", given.get("attn_bias"))
             self._note(
-                attention_maxima(
-                    query, key, attn_mask=mask, is_causal=given.get("is_causal", False), scale=given.get("scale")
-                )
+                attention_maxima(query, key, attn_mask=mask, is_causal=given.get("is_causal", False), scale=given.get("scale"))
             )
         return func(*args, **kwargs)
 

@@ -128,7 +128,13 @@ def test_a_policy_that_does_not_quantize_a_matrix_says_why():
     """An embedding is never named, nor a vector."""
     mesh, float4 = init_device_mesh("cpu", (2,)), Float4Policy(torch.bfloat16, torch.float32)
     cases = [
-        (BFLOAT16, 256, torch.float32, {"orig_param_policy": lambda name, param: rows(1)}, "granularity cuts tiles of 128 x 128"),
+        (
+            BFLOAT16,
+            256,
+            torch.float32,
+            {"orig_param_policy": lambda name, param: rows(1)},
+            "granularity cuts tiles of 128 x 128",
+        ),
         (BFLOAT16, 256, torch.float32, {"shard_placement_fn": lambda param: Shard(0)}, "Shard(dim=0) cuts tiles"),
         (BFLOAT16, 256, torch.float64, {}, "torch.float64 is not quantized"),
         (float4, 72, torch.float32, {}, "72 columns are no multiple of 32"),

@@ -116,7 +116,7 @@ class Float8Policy(MixedPrecisionPolicy):
         return not self.why_plain(spec, dtype)
 
     def why_plain(self, spec: TensorSpec, dtype: torch.dtype) -> str:
-        """Why parameters of ``dtype`` with the layout ``spec`` are not all-gathered as float8, and what to do; "" if they are."""
+        """Why parameters of ``dtype`` with the layout ``spec`` are not quantized, and what to do; "" if they are."""
         if dtype not in _DTYPES:
             return f"{dtype} is not quantized, only float32, bfloat16 and float16 are"
         if not keeps_tiles(spec, self.tile[0]):
