@@ -245,10 +245,11 @@ class PlacementTest(unittest.TestCase):
             model = nn.Sequential(ByKind("products"), nn.Flatten(), nn.Linear(80, 2))
             clip = None
             for step in order:
-                if step == "clip":
+                if step == "layer":
                     layer = QKLayer.of(model[0].q, model[0].k, heads=2)
                     if makes_rows:
                         layer = QKLayer((HeadRows(model[0].q.weight, 2),), (HeadRows(model[0].k.weight, 2),))
+                elif step == "clip":
                     clip = QKClip([layer], threshold=0.01)
                 elif step == "watch":
                     clip.watch([model[0]])
@@ -259,13 +260,14 @@ class PlacementTest(unittest.TestCase):
             assert found.min() > 0.01
             return model[0].q.weight.full_tensor()
 
-        expected = trained(fully_shard, False, ("shard", "clip", "watch"))
+        expected = trained(fully_shard, False, ("shard", "layer", "clip", "watch"))
         for shard in (fully_shard, torch_fully_shard):
             for makes_rows in (False, True):
-                assert torch.equal(trained(shard, makes_rows, ("clip", "watch", "shard")), expected)
-        assert torch.equal(trained(fully_shard, True, ("clip", "shard", "watch")), expected)
-        assert torch.equal(trained(torch_fully_shard, False, ("clip", "shard", "watch")), expected)
-        text = error_of(trained, torch_fully_shard, True, ("clip", "shard", "watch"))
+                assert torch.equal(trained(shard, makes_rows, ("layer", "clip", "watch", "shard")), expected)
+        for order in (("layer", "clip", "shard", "watch"), ("layer", "shard", "clip", "watch")):
+            assert torch.equal(trained(fully_shard, True, order), expected)
+            assert torch.equal(trained(torch_fully_shard, False, order), expected)
+        text = error_of(trained, torch_fully_shard, True, ("layer", "clip", "shard", "watch"))
         assert "layer 0 has weights that are no parameters of its ByKind, which has DTensors" in text, text
 
     @ranks(2)

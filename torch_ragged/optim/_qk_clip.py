@@ -37,6 +37,8 @@ class HeadRows:
         start: the first row of head 0.
         size: rows per head. None: all rows from ``start`` on, divided by the heads.
         stride: rows from one head to the next. None: ``size``.
+        owner: the module that has the weight, and the weight's name there, or None. :class:`QKClip` finds there what has
+            replaced the weight since, such as the shards of ``fully_shard``.
 
     Raises:
         TypeError: the weight is no tensor, or the heads are no int.
@@ -48,6 +50,7 @@ class HeadRows:
     start: int = 0
     size: Optional[int] = None
     stride: Optional[int] = None
+    owner: Optional[tuple[nn.Module, str]] = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight, torch.Tensor) or not isinstance(self.heads, int):
@@ -85,14 +88,11 @@ class QKLayer:
         query: rows of query heads. A head's logits grow with them and with those of ``key``.
         key: rows of key heads; each serves as many query heads as there are per key head, in order.
         query_alone: rows of query heads whose keys are shared by all heads, and so do not change: these take the whole factor.
-        modules: modules that have these weights. :class:`QKClip` finds there what has replaced a weight since, such as the
-            shards of ``fully_shard``.
     """
 
     query: tuple[HeadRows, ...]
     key: tuple[HeadRows, ...]
     query_alone: tuple[HeadRows, ...] = ()
-    modules: tuple[nn.Module, ...] = ()
 
     def __post_init__(self) -> None:
         heads = {rows.heads for rows in (*self.query, *self.query_alone)}
@@ -126,9 +126,10 @@ class QKLayer:
                 raise TypeError(f"QKLayer.of takes the Linear modules of queries and keys, got {type(linear).__name__}")
 
         def rows(linear: nn.Linear, heads: int) -> tuple[HeadRows, ...]:
-            return tuple(HeadRows(each, heads) for each in (linear.weight, linear.bias) if each is not None)
+            named = {name: getattr(linear, name) for name in ("weight", "bias")}
+            return tuple(HeadRows(each, heads, owner=(linear, name)) for name, each in named.items() if each is not None)
 
-        return QKLayer(rows(query, heads), rows(key, key_heads or heads), modules=(query, key))
+        return QKLayer(rows(query, heads), rows(key, key_heads or heads))
 
     @staticmethod
     def latent(query: torch.Tensor, key_value: torch.Tensor, heads: int, nope: int, rope: int, value: int) -> QKLayer:
@@ -192,7 +193,8 @@ class QKClip:
             for rows in (*layer.query, *layer.key, *layer.query_alone):
                 check_placement(rows.weight, "QKClip")
                 self._current[rows.weight] = rows.weight
-            self._find_owners(layer.modules)
+                if rows.owner is not None:
+                    self._owners[rows.weight] = rows.owner
         self._modules: list[str] = []  # The classes of the watched ones.
         self._watched: Optional[list[Optional[torch.Tensor]]] = None
         # Heads without a maximum since the start. Equal on all ranks: steps set it by maxima over all ranks.
