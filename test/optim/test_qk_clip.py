@@ -231,6 +231,10 @@ def test_wrong_arguments_are_refused():
     clip.watch([attention := Attention()], first_heads=2)
     assert "computes 4 from head 2 on" in error_of(lambda: attention(torch.randn(1, 3, 12)))
     assert "3 query heads, 2 key heads" in error_of(lambda: attention_maxima(torch.ones(1, 3, 2, 2), torch.ones(1, 2, 2, 2)))
+    fewer = QKClip([QKLayer.of(q, k, 8, 4)])
+    fewer.watch([attention := Attention()])
+    text = error_of(lambda: attention(torch.randn(1, 3, 12)))
+    assert "layer 0 has 8 heads, and its module computes 4 from head 0 on: give QKClip.watch first_heads" in text, text
     attention_maxima(*torch.randn(2, 1, 4, 3, 2))  # No mode is left behind by the error.
     assert F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 2, 2)).shape == (1, 1, 2, 2)
 

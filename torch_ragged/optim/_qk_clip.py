@@ -165,8 +165,9 @@ class QKClip:
     each of these by what is left of its own ``g``. If a key head serves one query head, both get ``sqrt(g)``. It has no effect
     on weights before a normalization of queries and keys.
 
-    If ``fully_shard``, ``parallelize`` or ``reshard_to`` replaces a parameter, a step scales what is now in its module. But the
-    layers keep the replaced parameter in memory: better make them afterwards.
+    If ``fully_shard`` or ``parallelize`` replaces a parameter, a step scales what is now in its module. If another function
+    does so, such as ``reshard_to``, the module must be known: by :meth:`QKLayer.of`, the ``owner`` of :class:`HeadRows`, or
+    :meth:`watch`. The layers keep a replaced parameter in memory: better make them afterwards.
 
     Source: Kimi K2 technical report (2025), section 2.1.
 
