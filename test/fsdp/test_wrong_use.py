@@ -241,8 +241,16 @@ class ToolsTest(unittest.TestCase):
     def test_matrix_groups_takes_the_model_and_modules_for_adamw(self):
         text = error_of(matrix_groups, self.model.parameters())
         self.assertIn("expects the model, an nn.Module, got generator: pass model, not model.parameters()", text)
-        text = error_of(matrix_groups, self.model, adamw=["weight"])
-        self.assertIn("adamw takes modules and parameters, got 'weight': pass adamw=[model.head]", text)
+        text = error_of(matrix_groups, self.model, adamw=[3])
+        self.assertIn("adamw takes modules, parameters and names, got 3: pass adamw=[model.head]", text)
+        text = error_of(matrix_groups, self.model, adamw=["head"])
+        self.assertIn("adamw names 'head', and the FSDPLinear has no such parameter or module", text)
+        text = error_of(matrix_groups, self.model, matrices=["bias"])
+        self.assertIn("a parameter of shape (8,): a matrix has two dimensions, and a stack of matrices three", text)
+        text = error_of(matrix_groups, self.model, adamw="bias", matrices=[self.model], segments={"weight": ((4, 4), 0)})
+        self.assertEqual(text, "")
+        text = error_of(matrix_groups, self.model, adamw=self.model, matrices="weight")
+        self.assertIn("has weight in adamw and in matrices: name each parameter in one of them", text)
         self.assertEqual(len(matrix_groups(self.model, adamw=self.model)), 1)
 
     def test_tools_name_what_is_no_optimizer(self):

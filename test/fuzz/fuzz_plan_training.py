@@ -114,7 +114,8 @@ class Training:
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         kind, params = self.case["optimizer"], [p for p in model.parameters() if p.requires_grad]
         if kind == "muon":
-            groups = matrix_groups(model, lr=0.01, segments=self.segments)
+            stacks = [name for name, _ in model.named_parameters() if name.endswith((".w1", ".w2"))]
+            groups = matrix_groups(model, lr=0.01, matrices=stacks, segments=self.segments)
             for group in groups:
                 group["params"] = [p for p in group["params"] if p.requires_grad]
             return Muon([group for group in groups if group["params"]], lr=0.02)

@@ -20,9 +20,12 @@ EVERYWHERE = None
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
     "torch.utils._python_dispatch": (
-        ("random._recording", "spmd._recorder", "spmd._static_trial", "tensor._plain_ops", "tensor._redistribute"),
-        "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces; a "
-        "view in place changes the shape of a DTensor",
+        (
+            *("optim._qk_clip", "random._recording", "spmd._recorder", "spmd._static_trial"),
+            *("tensor._plain_ops", "tensor._redistribute"),
+        ),
+        "sees every op of a construction or a step that is recorded, and the logits of attention; a mesh's ranks are read "
+        "while torch.compile traces; a view in place changes the shape of a DTensor",
     ),
     "torch.utils._debug_mode": (("spmd._static_trial",), "hears of every redistribution, also of those that no plan asks for"),
     "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),

@@ -127,6 +127,9 @@ def test_codes_are_the_nearest_of_the_book(kind):
         codes = encode(values, kind, signed).long()
         assert bool((codes[values.argsort()].diff() >= 0).all()), "ascending"
         nearest = torch.bucketize(values.double(), (book[1:].double() + book[:-1].double()) / 2)
+        if not signed:  # Code 0 is for 0 alone.
+            nearest = torch.maximum(nearest, values > 0)
+            assert encode(torch.tensor([0.0, 1e-45, 1e-30]), kind, signed).tolist() == [0, 1, 1]
         apart, least = (book.double()[codes] - values).abs(), (book.double()[nearest] - values).abs()
         # For what float32 can tell where two are equally near; and zero reaches a little too far.
         assert bool((apart <= least * (1 + 5e-4) + (6e-8 if kind == "dynamic" else 0)).all())
@@ -174,6 +177,44 @@ def test_follows_32_bit_adam():
             moved = 0.05  # five steps of at most about 0.01
             assert (z - y).abs().mean() < 0.05 * moved, (z - y).abs().mean()
         assert {len(a.state[p]) for p in ours} == {3} and [len(c.state[p]) for p in coded] == [5, 5, 3, 5, 5, 3, 5]
+
+
+def _idle_rows(step, generator):
+    """Each second row has a gradient in each fifth step: units that are off, or tokens that are rare."""
+    gradient = torch.randn(64, 96, generator=generator) * 1e-2
+    gradient[1::2] *= step % 5 == 0
+    return gradient
+
+
+def _idle_matrix(step, generator):
+    """An expert that gets no token in each second step."""
+    return torch.randn(64, 96, generator=generator) * 1e-2 * (step % 2)
+
+
+def _zipf_rows(step, generator):
+    """An embedding: rare tokens have small gradients at times, in the blocks of frequent ones."""
+    rank = torch.arange(1.0, 65.0).view(-1, 1)
+    return torch.randn(64, 96, generator=generator) * 1e-2 / rank * (torch.rand(64, 1, generator=generator) < 3 / rank)
+
+
+def _outlier(step, generator):
+    gradient = torch.randn(64, 96, generator=generator) * 1e-2
+    gradient[0, 0] = 100.0
+    return gradient
+
+
+@pytest.mark.parametrize("code", ["dynamic", "linear"])
+@pytest.mark.parametrize("gradients", [_idle_rows, _idle_matrix, _zipf_rows, _outlier])
+def test_a_step_moves_no_weight_by_much_more_than_the_learning_rate(gradients, code):
+    """A second moment that rounds to 0 beside a first one that does not would move weights by hundreds of learning rates."""
+    for block in ((32, 32), (1, 96)):
+        param, generator = nn.Parameter(torch.zeros(64, 96)), torch.Generator().manual_seed(0)
+        optimizer = AdamW8bit([param], lr=1.0, weight_decay=0.0, code=code, policy=BlockPolicy(block, min_numel=0))
+        for step in range(40):
+            before, param.grad = param.detach().clone(), gradients(step, generator)
+            optimizer.step()
+            largest = float((param.detach() - before).abs().max())
+            assert largest < 2, f"step {step}: {largest} learning rates"
 
 
 def test_state_takes_two_bytes_per_element():

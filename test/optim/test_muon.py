@@ -770,6 +770,15 @@ def test_bad_input_is_refused():
     }.items():
         message = error_of(Muon, [matrix], **{name: bad})
         assert message.startswith("ValueError") and name in message, message
+    for name in ("lr", "momentum", "weight_decay", "eps", "flops_per_byte", "max_root_bytes"):
+        message = error_of(Muon, [matrix], **{name: "2e-2"})
+        assert message.startswith(f"ValueError: Muon {name} must be a") and message.endswith("got '2e-2'"), message
+    assert "betas must be two numbers in [0, 1), got 0.9" in error_of(Muon, [matrix], betas=0.9)
+    for bad in ((32, 32), {"w": ((4, 4), 0)}, (("4", "4"), 0), ((), 0)):
+        assert error_of(Muon, [matrix], segments=bad).startswith("TypeError: Muon segments must be the sizes"), bad
+        text = error_of(matrix_groups, nn.Linear(8, 8), segments={"weight": bad})
+        assert text.startswith("TypeError: matrix_groups segments['weight'] must be the sizes"), text
+    assert "segments must be a dict" in error_of(matrix_groups, nn.Linear(8, 8), segments=["weight"])
     for bad in ("polar", [], [(1.0, 2.0, "x")], [(1.0, 2.0, 3.0), 4.0]):
         assert "['polar_express']" in error_of(Muon, [matrix], ns_coefficients=bad), bad
     assert "rows or columns" in error_of(Muon, [nn.Parameter(torch.zeros(2, 4, 4))], segments=((1, 1), 0))

@@ -18,7 +18,7 @@ ORDERED = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "dot", "linalg_vecto
 def make(name, params):
     if name == "AdamW8bit":
         return AdamW8bit(params, lr=0.01, policy=BlockPolicy((4, 4), min_numel=1000))
-    groups = matrix_groups(nn.ParameterList(params))
+    groups = matrix_groups(nn.ParameterList(params), matrices=[param for param in params if param.ndim in (2, 3)])
     return Muon(groups, lr=0.02) if name == "Muon" else Shampoo(groups, lr=0.01, interval=2)
 
 

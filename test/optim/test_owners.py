@@ -4,7 +4,7 @@ import math
 import unittest
 
 import torch
-from common import error_of, ranks
+from common import error_of, fake_group, ranks
 from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,7 +93,17 @@ class PolicyTest(unittest.TestCase):
 
     def test_wrong_numbers_are_refused(self):
         for name in ("bandwidth", "flops", "sent_bytes"):
-            self.assertIn(f"{name} must be positive", error_of(lambda name=name: muon_policy(**{name: 0})))
+            for bad in (0, "50e9"):
+                text = error_of(lambda name=name, bad=bad: muon_policy(**{name: bad}))
+                self.assertIn(f"ValueError: muon_policy {name} must be a positive number, got {bad!r}", text)
+        self.assertIn("TypeError: muon_policy takes must be a function (name, parameter) -> bool", error_of(muon_policy, ["w"]))
+
+    @fake_group(2)
+    def test_the_imbalance_of_ranks_without_buffers_is_refused(self):
+        policy = muon_policy()
+        self.assertIn("none yet: pass the policy to fully_shard first; got 2", error_of(policy.imbalance, 2))
+        fully_shard(nn.Linear(8, 8), orig_param_policy=policy)
+        self.assertIn("over which fully_shard has cut buffers, 2; got 64", error_of(policy.imbalance, 64))
 
 
 class Experts(nn.Module):

@@ -53,7 +53,7 @@ def _encode(normalized, dynamic: tl.constexpr, signed: tl.constexpr):  # type: i
     if not dynamic:
         if signed:
             return _whole(tl.maximum(normalized * 128.0 + 127.0, 0.0)).to(tl.uint8)
-        return _whole(normalized * 255.0).to(tl.uint8)
+        return tl.maximum(_whole(normalized * 255.0), (normalized > 0.0).to(tl.int32)).to(tl.uint8)
     magnitude = tl.abs(normalized)
     line = magnitude * (1e6 / 0.9) + 8 / 9
     for decade in tl.static_range(1, 7):
@@ -65,7 +65,7 @@ def _encode(normalized, dynamic: tl.constexpr, signed: tl.constexpr):  # type: i
     is_first = (cell & (cell - 1 if signed else cell + 1)) == 0
     cell = tl.where(is_first & (line - (whole - 8388608.0) < 0.2), cell - 1, cell)
     if not signed:
-        return tl.where(line >= 254.75, 255, cell).to(tl.uint8)
+        return tl.maximum(tl.where(line >= 254.75, 255, cell), (normalized > 0.0).to(tl.int32)).to(tl.uint8)
     cell = tl.where(line >= 127.75, 128, cell)
     return tl.where(normalized < 0.0, 127 - tl.minimum(cell, 127), 127 + cell).to(tl.uint8)
 

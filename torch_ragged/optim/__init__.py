@@ -11,7 +11,7 @@ optimizers). Kernels are in ``torch_ragged._kernels``.
 
 from torch_ragged.optim._adam8bit import Adam8bit, AdamW8bit
 from torch_ragged.optim._blocks import BlockPolicy
-from torch_ragged.optim._matrix import matrix_groups
+from torch_ragged.optim._matrix_groups import MatrixDecision, MatrixGroups, matrix_groups
 from torch_ragged.optim._muon import Muon
 from torch_ragged.optim._owners import MuonPolicy, Owners, muon_policy
 from torch_ragged.optim._qk_clip import HeadRows, QKClip, QKLayer, attention_maxima
@@ -23,6 +23,8 @@ __all__ = [
     "AdamW8bit",
     "BlockPolicy",
     "HeadRows",
+    "MatrixDecision",
+    "MatrixGroups",
     "Muon",
     "MuonPolicy",
     "Owners",

@@ -24,6 +24,7 @@ from torch_ragged.optim._base import (
     RaggedOptimizer,
     agree_on_gradients,
     check_capture,
+    check_numbers,
     check_placement,
     check_warm,
     from_flat,
@@ -208,11 +209,7 @@ class Adam8bit(RaggedOptimizer):
         name, group = type(self).__name__, {**self.defaults, **param_group}
         given = group["params"]
         group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
-        for option in ("lr", "eps", "weight_decay"):
-            if not group[option] >= 0.0:
-                raise ValueError(f"{name} {option} must be >= 0, got {group[option]!r}")
-        if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-            raise ValueError(f"{name} betas must be two numbers in [0, 1), got {group['betas']!r}")
+        check_numbers(name, group, "lr", "eps", "weight_decay")
         for entry in group["params"]:
             param = entry[1] if isinstance(entry, tuple) else entry
             if isinstance(param, torch.Tensor):

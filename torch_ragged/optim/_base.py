@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -249,6 +250,19 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
     if isinstance(param, DTensor) and isinstance(gradient, DTensor) and gradient.placements != param.placements:
         gradient = gradient.redistribute(placements=param.placements)
     return local(gradient)
+
+
+def check_numbers(name: str, group: dict[str, Any], *options: str) -> None:
+    """Raise ``ValueError`` if one of these options is no number >= 0, or ``betas`` are not two numbers in [0, 1)."""
+    kinds: Any = numbers.Real, torch.Tensor
+    for option in options:
+        value = group[option]
+        if not isinstance(value, kinds) or not value >= 0.0:
+            raise ValueError(f"{name} {option} must be a number >= 0, got {value!r}")
+    betas = group["betas"]
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not is_pair or not all(isinstance(beta, kinds) and 0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"{name} betas must be two numbers in [0, 1), got {betas!r}")
 
 
 def check_placement(param: torch.Tensor, name: str) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+import numbers
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Optional
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged.optim._base import (
@@ -20,6 +20,7 @@ from torch_ragged.optim._base import (
     agree_on_gradients,
     by_mesh,
     check_capture,
+    check_numbers,
     check_placement,
     check_warm,
     groups_on_host,
@@ -29,66 +30,10 @@ from torch_ragged.optim._base import (
     run_closure,
 )
 from torch_ragged.optim._gather import Batch, GatherToRoot, Placed, mesh_ranks, owners_of
+from torch_ragged.optim._matrix_groups import check_segments
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 
-__all__ = ["MatrixOptimizer", "matrix_groups"]
-
-
-def matrix_groups(
-    model: nn.Module,
-    *,
-    adamw: Iterable[nn.Module | nn.Parameter] = (),
-    segments: Mapping[str, tuple[Sequence[int], int]] | None = None,
-    **adamw_options: Any,
-) -> list[dict[str, Any]]:
-    """Parameter groups for :class:`Muon` and :class:`Shampoo`: one of matrices, and one that AdamW trains.
-
-    The AdamW group has all embeddings, all parameters that do not have two or three dimensions, and ``adamw``.
-
-    Args:
-        model: the model with the parameters. Call this function after ``fully_shard``.
-        adamw: further modules (such as the output head) and parameters (such as biases of fused experts) for AdamW.
-        segments: by name, the sizes of the matrices that a fused weight has side by side, and the dimension along which they
-            lie: ``{"attention.qkv.weight": ((4096, 1024, 1024), 0)}``. :class:`Muon` steps each as a matrix of its own. A model
-            that a plan has distributed has them in ``model.plan_ir.segments``.
-        adamw_options: options of the AdamW group, such as ``lr``.
-
-    Returns:
-        the groups that have parameters, as dicts for the constructor of the optimizer.
-
-    Raises:
-        TypeError: ``model`` is no module, or ``adamw`` has something other than modules and parameters.
-        ValueError: ``segments`` names no parameter of ``model``.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"matrix_groups expects the model, an nn.Module, got {type(model).__name__}: pass model, not model.parameters()"
-        )
-    others: list[Any] = [adamw] if isinstance(adamw, (nn.Module, torch.Tensor)) else list(adamw)
-    for each in others:
-        if not isinstance(each, (nn.Module, nn.Parameter)):
-            raise TypeError(f"matrix_groups adamw takes modules and parameters, got {each!r}: pass adamw=[model.head]")
-    apart: set[nn.Parameter] = set()
-    for each in (*others, *(module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))):
-        apart.update(each.parameters() if isinstance(each, nn.Module) else [each])
-    params = list(model.parameters())
-    is_matrix = [param.ndim in (2, 3) and param not in apart for param in params]
-    named = dict(model.named_parameters(remove_duplicate=False))
-    if unknown := [name for name in segments or () if name not in named]:
-        raise ValueError(
-            f"matrix_groups segments names {', '.join(unknown)}, and the {type(model).__name__} has no such parameter: give "
-            "names of model.named_parameters()"
-        )
-    fused = {named[name]: (tuple(sizes), dim) for name, (sizes, dim) in (segments or {}).items()}
-    alike: dict[Any, list[nn.Parameter]] = {None: []}
-    for param, flag in zip(params, is_matrix):
-        if flag:
-            alike.setdefault(fused.get(param), []).append(param)
-    groups: list[dict[str, Any]] = [
-        {"params": members} if each is None else {"params": members, "segments": each} for each, members in alike.items()
-    ]
-    rest = [p for p, flag in zip(params, is_matrix) if not flag]
-    return [group for group in (*groups, {"params": rest, "algorithm": "adamw", **adamw_options}) if group["params"]]
+__all__ = ["MatrixOptimizer"]
 
 
 class MatrixOptimizer(RaggedOptimizer):
@@ -104,7 +49,7 @@ class MatrixOptimizer(RaggedOptimizer):
     _knobs = ("max_root_bytes", "check_gradients")
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_root_bytes: Optional[int], check_gradients: bool) -> None:
-        if max_root_bytes is not None and max_root_bytes < 1:
+        if max_root_bytes is not None and (not isinstance(max_root_bytes, numbers.Real) or max_root_bytes < 1):
             raise ValueError(f"{type(self).__name__} max_root_bytes must be a positive number or None, got {max_root_bytes!r}")
         self.max_root_bytes, self.check_gradients = max_root_bytes, check_gradients
         self._forget_plans()
@@ -154,11 +99,7 @@ class MatrixOptimizer(RaggedOptimizer):
         lr = group["lr"]
         if isinstance(lr, torch.Tensor) and lr.numel() != 1:
             raise ValueError(f"{name} lr must be a number or a tensor of one element, got {lr.numel()} elements")
-        if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-            raise ValueError(f"{name} betas must be two numbers in [0, 1), got {group['betas']!r}")
-        for option in ("lr", "weight_decay", "eps", "adamw_eps"):
-            if not group[option] >= 0.0:
-                raise ValueError(f"{name} {option} must be >= 0, got {group[option]!r}")
+        check_numbers(name, group, "lr", "weight_decay", "eps", "adamw_eps")
         for entry in group["params"]:
             self._check_param(entry[1] if isinstance(entry, tuple) else entry, group["algorithm"], group.get("segments"))
         self._check_group(group)
@@ -187,12 +128,14 @@ class MatrixOptimizer(RaggedOptimizer):
                 f'{tuple(param.shape)}: put it into a group with algorithm="adamw", for example with matrix_groups(model)'
             )
         if segments is not None and algorithm != "adamw":
-            self._check_segments(tuple(param.shape), *segments)
+            self._check_segments(tuple(param.shape), segments)
 
-    def _check_segments(self, shape: tuple[int, ...], sizes: Sequence[int], dim: int) -> None:
+    def _check_segments(self, shape: tuple[int, ...], segments: Any) -> None:
         name, ndim = type(self).__name__, len(shape)
         if not self.takes_segments:
             raise ValueError(f"{name} takes no segments: leave them out, and each parameter is one matrix")
+        check_segments(f"{name} segments", segments)
+        sizes, dim = segments
         if dim % ndim < ndim - 2 or not -ndim <= dim < ndim or min(sizes) < 1 or sum(sizes) != shape[dim]:
             raise ValueError(
                 f"{name} got segments of {', '.join(map(str, sizes))} along dimension {dim} for a parameter of shape {shape}: "

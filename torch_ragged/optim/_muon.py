@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_ragged.optim._base import add_scaled, local, scalar, zeros_placed
+from torch_ragged.optim._base import add_scaled, check_numbers, local, scalar, zeros_placed
 from torch_ragged.optim._block_moment import moment_nbytes, moment_shapes, update_moment, zero_moment
 from torch_ragged.optim._blocks import BlockLayout, BlockPolicy, layout_of
 from torch_ragged.optim._gather import Batch, Placed
@@ -395,8 +395,7 @@ class Muon(RootStateOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        if not group["momentum"] >= 0.0:
-            raise ValueError(f"{name} momentum must be >= 0, got {group['momentum']!r}")
+        check_numbers(name, group, "momentum", "flops_per_byte")
         if group["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(f"{name} adjust_lr_fn must be one of {_ADJUSTMENTS}, got {group['adjust_lr_fn']!r}")
         if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
@@ -404,8 +403,6 @@ class Muon(RootStateOptimizer):
         schedule_of(group["ns_coefficients"], group["ns_steps"])
         if not isinstance(group["row_blocks"], int) or group["row_blocks"] < 1:
             raise ValueError(f"{name} row_blocks must be a positive integer, got {group['row_blocks']!r}")
-        if not group["flops_per_byte"] >= 0:
-            raise ValueError(f"{name} flops_per_byte must be >= 0, got {group['flops_per_byte']!r}")
         block = _block_of(group)
         if block is not None:
             height, width = BlockPolicy(block).block

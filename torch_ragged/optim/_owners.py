@@ -58,8 +58,13 @@ class MuonPolicy(GroupPolicy):
         momentum_block: Optional[int | tuple[int, int]] = None,
     ) -> None:
         for name, value in (("bandwidth", bandwidth), ("flops", flops), ("sent_bytes", sent_bytes)):
-            if not value > 0:
-                raise ValueError(f"muon_policy {name} must be positive, got {value!r}")
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"muon_policy {name} must be a positive number, got {value!r}")
+        if not callable(takes):
+            raise TypeError(
+                f"muon_policy takes must be a function (name, parameter) -> bool, got {takes!r}: for a list of names, pass "
+                "lambda name, param: name in names"
+            )
         self.takes, self.bandwidth, self.flops, self.sent_bytes, self.ns_steps = takes, bandwidth, flops, sent_bytes, ns_steps
         self._blocks = None if momentum_block is None else BlockPolicy(momentum_block)  # type: ignore[arg-type]
         self.groups: list[Owners] = []
@@ -145,8 +150,13 @@ class MuonPolicy(GroupPolicy):
         """The modelled work of the most loaded of ``ranks`` ranks and its lower bound, both relative to the mean.
 
         Raises:
-            KeyError: no buffer has so many shards.
+            ValueError: no buffer has so many shards.
         """
+        if ranks not in self._loads:
+            known = " or ".join(map(str, self._loads)) or "none yet: pass the policy to fully_shard first"
+            raise ValueError(
+                f"MuonPolicy.imbalance takes the ranks over which fully_shard has cut buffers, {known}; got {ranks!r}"
+            )
         loads = self._loads[ranks]
         mean = loads.total / ranks
         bound = max(mean, loads.largest)
@@ -214,6 +224,7 @@ def muon_policy(
         momentum_block: that of the optimizer: matrices that are cut are cut between blocks, also in the plan without a policy.
 
     Raises:
+        TypeError: ``takes`` is no function.
         ValueError: a number is not positive, or ``momentum_block`` is none of :class:`BlockPolicy`.
     """
     return MuonPolicy(takes or (lambda name, param: True), bandwidth, flops, sent_bytes, ns_steps, momentum_block)

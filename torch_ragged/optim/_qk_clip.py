@@ -12,14 +12,17 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged.optim._base import check_placement, local, placed_of
+from torch_ragged.tensor._replaced import replaced
 
 __all__ = ["HeadRows", "QKClip", "QKLayer", "attention_maxima"]
+
+_SOFTMAX = ("_softmax", "_safe_softmax", "softmax", "special_softmax")
+"""Operations of ATen whose first argument is the logits, beside those of ``scaled_dot_product_attention``."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,11 @@ class HeadRows:
         start: the first row of head 0.
         size: rows per head. None: all rows from ``start`` on, divided by the heads.
         stride: rows from one head to the next. None: ``size``.
+        owner: the module that has the weight, and the weight's name there, or None. :class:`QKClip` finds there what has
+            replaced the weight since, such as the shards of ``fully_shard``.
 
     Raises:
+        TypeError: the weight is no tensor, or the heads are no int.
         ValueError: the rows do not fit into the weight.
     """
 
@@ -44,8 +50,12 @@ class HeadRows:
     start: int = 0
     size: Optional[int] = None
     stride: Optional[int] = None
+    owner: Optional[tuple[nn.Module, str]] = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.weight, torch.Tensor) or not isinstance(self.heads, int):
+            kind = type(self.weight).__name__
+            raise TypeError(f"HeadRows takes a weight and its number of heads, an int, got {kind} and {self.heads!r}")
         rows, size = self.weight.shape[0], self.row_size
         end = self.start + (self.heads - 1) * (self.stride or size) + size
         divides = self.size is not None or (rows - self.start) % max(self.heads, 1) == 0
@@ -105,10 +115,19 @@ class QKLayer:
 
     @staticmethod
     def of(query: nn.Linear, key: nn.Linear, heads: int, key_heads: Optional[int] = None) -> QKLayer:
-        """The layer of two projections, with their biases: attention with one key head per query head, or per several."""
+        """The layer of two projections, with their biases: attention with one key head per query head, or per several.
+
+        Raises:
+            TypeError: ``query`` or ``key`` is no module.
+            ValueError: the heads do not divide the rows.
+        """
+        for linear in (query, key):
+            if not isinstance(linear, nn.Module):
+                raise TypeError(f"QKLayer.of takes the Linear modules of queries and keys, got {type(linear).__name__}")
 
         def rows(linear: nn.Linear, heads: int) -> tuple[HeadRows, ...]:
-            return tuple(HeadRows(each, heads) for each in (linear.weight, linear.bias) if each is not None)
+            named = {name: getattr(linear, name) for name in ("weight", "bias")}
+            return tuple(HeadRows(each, heads, owner=(linear, name)) for name, each in named.items() if each is not None)
 
         return QKLayer(rows(query, heads), rows(key, key_heads or heads))
 
@@ -137,15 +156,18 @@ class QKClip:
 
         layers = [QKLayer.of(block.attn.q_proj, block.attn.k_proj, heads=32, key_heads=8) for block in model.layers]
         clip = QKClip(layers, threshold=100.0)
-        clip.watch([block.attn for block in model.layers])   # reads the logits of scaled_dot_product_attention
+        clip.watch([block.attn for block in model.layers])   # reads the logits of attention
         ...
         optimizer.step()
         clip.step()                                          # or clip.step(maxima), with maxima of your own
 
     With ``g = threshold / maximum`` per head, the key head is scaled by ``sqrt`` of the smallest ``g`` of its query heads, and
-    each of these by what is left of its own ``g``. If a key head serves one query head, both get ``sqrt(g)``. Make it after
-    ``fully_shard`` or ``parallelize``, which replace parameters. It has no effect on weights before a normalization of queries
-    and keys.
+    each of these by what is left of its own ``g``. If a key head serves one query head, both get ``sqrt(g)``. It has no effect
+    on weights before a normalization of queries and keys.
+
+    If ``fully_shard`` or ``parallelize`` replaces a parameter, a step scales what is now in its module. If another function
+    does so, such as ``reshard_to``, the module must be known: by :meth:`QKLayer.of`, the ``owner`` of :class:`HeadRows`, or
+    :meth:`watch`. The layers keep a replaced parameter in memory: better make them afterwards.
 
     Source: Kimi K2 technical report (2025), section 2.1.
 
@@ -156,6 +178,7 @@ class QKClip:
             the default group; without a process group, this process alone.
 
     Raises:
+        TypeError: a layer is no :class:`QKLayer`.
         ValueError: there is no layer, the threshold is not positive, or a weight is a Partial DTensor.
     """
 
@@ -163,51 +186,91 @@ class QKClip:
         self.layers, self.threshold, self.group = tuple(layers), float(threshold), group
         if not self.layers or not self.threshold > 0.0:
             raise ValueError(f"QKClip needs at least one layer and a positive threshold, got {len(self.layers)}, {threshold!r}")
+        if wrong := [type(layer).__name__ for layer in self.layers if not isinstance(layer, QKLayer)]:
+            raise TypeError(f"QKClip takes a list of QKLayer, got {wrong[0]}: make them with QKLayer.of(query, key, heads)")
+        self._owners: dict[torch.Tensor, tuple[nn.Module, str]] = {}  # Of weights: where they were registered.
+        self._current: dict[torch.Tensor, torch.Tensor] = {}  # By weights: what a step scales.
         for layer in self.layers:
             for rows in (*layer.query, *layer.key, *layer.query_alone):
                 check_placement(rows.weight, "QKClip")
+                self._current[rows.weight] = rows.weight
+                if rows.owner is not None:
+                    self._owners[rows.weight] = rows.owner
+        self._modules: list[str] = []  # The classes of the watched ones.
         self._watched: Optional[list[Optional[torch.Tensor]]] = None
+        # Heads without a maximum since the start. Equal on all ranks: steps set it by maxima over all ranks.
+        self._unseen = [torch.ones(layer.heads, dtype=torch.bool, device="cpu") for layer in self.layers]
 
-    def watch(self, modules: Sequence[nn.Module], first_heads: Sequence[int] | int = 0) -> list[Any]:
-        """Read the logits of every ``scaled_dot_product_attention`` that these modules call, without gradients.
+    def _find_owners(self, modules: Sequence[nn.Module]) -> None:
+        """Note where weights are registered: in one of ``modules``, or where they were when they were replaced."""
+        for weight in self._current:
+            if weight in replaced and (owner := replaced[weight][0]()) is not None:
+                self._owners.setdefault(weight, (owner, replaced[weight][1]))
+        for module in modules:
+            for each in module.modules():
+                for name, param in each._parameters.items():
+                    if param is not None and param in self._current:
+                        self._owners.setdefault(param, (each, name))
 
-        It costs one more product of queries and keys per layer, and its memory is that of the logits of one sequence. Use it in
-        eager mode.
+    def watch(self, modules: Sequence[nn.Module], first_heads: Sequence[int] | int | None = None) -> list[Any]:
+        """Read the logits of the attention that these modules compute, without gradients.
+
+        It sees ``scaled_dot_product_attention`` and ``softmax``, wherever they are called: in attention by products or einsum,
+        in ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``. Logits that enter a softmax have the shape
+        (batch, heads, L, S), (batch, L, heads, S), (batch, key heads, query heads per key head, L, S) or, without
+        ``first_heads``, (batch times heads, L, S). Other kernels are not seen. Use it in eager mode.
+
+        ``scaled_dot_product_attention`` costs one more product of queries and keys, and its memory is that of the logits of one
+        sequence.
 
         Args:
             modules: the attention module of each layer, in the order of ``layers``.
-            first_heads: under tensor parallelism, the first query head of this rank, for all layers or for each.
+            first_heads: under tensor parallelism, the first query head of this rank, for all layers or for each. None: the
+                modules compute all heads.
 
         Returns:
             the handles of the hooks, as ``register_forward_hook`` returns them.
 
         Raises:
-            ValueError: there is not one module per layer.
+            TypeError: ``modules`` are no list of modules.
+            ValueError: there is not one module per layer; or a weight of a layer is no parameter of its module, which has
+                DTensors: another library has replaced it.
         """
+        if isinstance(modules, nn.Module) or not all(isinstance(module, nn.Module) for module in modules):
+            raise TypeError(f"QKClip.watch takes a list of attention modules, one per layer, got {type(modules).__name__}")
         if len(modules) != len(self.layers):
             raise ValueError(f"QKClip.watch needs one module per layer: got {len(modules)} for {len(self.layers)} layers")
-        firsts = [first_heads] * len(modules) if isinstance(first_heads, int) else list(first_heads)
-        self._watched = [None] * len(modules)
+        self._find_owners(modules)
+        for index, (layer, module) in enumerate(zip(self.layers, modules)):
+            weights = [rows.weight for rows in (*layer.query, *layer.key, *layer.query_alone)]
+            is_lost = any(not isinstance(each, DTensor) and each not in self._owners for each in weights)
+            if is_lost and any(isinstance(param, DTensor) for param in module.parameters()):
+                raise ValueError(
+                    f"QKClip layer {index} has weights that are no parameters of its {type(module).__name__}, which has "
+                    "DTensors: they were replaced since. Make the layers afterwards"
+                )
+        firsts = [first_heads] * len(modules) if isinstance(first_heads, (int, type(None))) else list(first_heads)
+        self._watched, self._modules = [None] * len(modules), [type(module).__name__ for module in modules]
         handles = []
         for index, (module, first) in enumerate(zip(modules, firsts)):
-            mode = _Watch(functools.partial(self._note, index, first))
+            mode = _Watch(functools.partial(self._note, index, first), self.layers[index].heads, first is None)
             handles.append(module.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None))
             handles.append(
                 module.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), always_call=True)
             )
         return handles
 
-    def _note(self, index: int, first: int, maxima: torch.Tensor) -> None:
+    def _note(self, index: int, first: int | None, maxima: torch.Tensor) -> None:
         assert self._watched is not None
-        noted = self._watched[index]
-        if noted is None:
-            noted = torch.full((self.layers[index].heads,), -torch.inf, dtype=torch.float32, device=maxima.device)
-        if first + len(maxima) > len(noted):
+        noted, heads, start = self._watched[index], self.layers[index].heads, first or 0
+        if start + len(maxima) > heads or (first is None and len(maxima) != heads):
             raise ValueError(
-                f"layer {index} has {len(noted)} heads, and its module computes {len(maxima)} from head {first} on: give "
+                f"layer {index} has {heads} heads, and its module computes {len(maxima)} from head {start} on: give "
                 "QKClip.watch first_heads, the first head of this rank, or the layer its number of heads"
             )
-        noted[first : first + len(maxima)].copy_(torch.maximum(noted[first : first + len(maxima)], maxima))
+        if noted is None:
+            noted = torch.full((heads,), -torch.inf, dtype=torch.float32, device=maxima.device)
+        noted[start : start + len(maxima)].copy_(torch.maximum(noted[start : start + len(maxima)], maxima))
         self._watched[index] = noted
 
     def _maxima(self, given: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor] | None:
@@ -219,10 +282,27 @@ class QKClip:
             for layer, noted in zip(self.layers, self._watched)
         ]
 
+    def _find_current(self) -> str:
+        """Look for what has replaced weights in their modules. Returns what is wrong."""
+        self._find_owners(())
+        for weight, (module, name) in self._owners.items():
+            param, current = module._parameters.get(name), self._current[weight]
+            if param is current:
+                continue
+            if isinstance(param, DTensor):
+                check_placement(param, "QKClip")
+                self._current[weight] = param
+            elif not isinstance(current, DTensor):  # Of DTensors, it is the unsharded parameter of a unit.
+                return (
+                    f"the {name} of a {type(module).__name__}, of shape {tuple(weight.shape)}, was replaced, and not by a "
+                    "DTensor: make the layers of QKClip afterwards; or its unit is unsharded: call reshard() before the step"
+                )
+        return ""
+
     @torch.no_grad()
     def step(self, maxima: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Scale the weights. Every rank of the group must call it. Issues one all-reduce (max) of a float32 number per head
-        and one further.
+        and two further.
 
         Args:
             maxima: for each layer, the largest logit of each query head on this rank since the last step, of shape (heads,);
@@ -234,23 +314,31 @@ class QKClip:
         Raises:
             ValueError: ``maxima`` have other shapes, or are None without :meth:`watch`, on any rank. Every rank of the group
                 raises, and no weight is changed.
+            RuntimeError: :meth:`watch` has seen no logits of a head on any rank, in no step so far; or a weight was replaced by
+                a tensor that is no DTensor. Every rank of the group raises, and no weight is changed.
         """
         heads = [layer.heads for layer in self.layers]
-        given, self._watched = self._maxima(maxima), None if self._watched is None else [None] * len(self.layers)
-        shapes = None if given is None else [tuple(each.shape) for each in given]
-        is_legal = shapes == [(count,) for count in heads]
-        device = local(self.layers[0].key[0].weight).device
-        # The last number tells all ranks of a wrong argument: no rank waits for one that has raised.
-        packed = torch.full((sum(heads) + 1,), -torch.inf, device=device)
-        packed[-1] = float(not is_legal)
+        given = self._maxima(maxima)
+        watches, self._watched = maxima is None, None if self._watched is None else [None] * len(self.layers)
+        shapes: Any = type(given).__name__
+        if isinstance(given, (list, tuple)):
+            shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__ for each in given]
+        wrong = self._find_current()
+        is_legal = shapes == [(count,) for count in heads] and not wrong
+        device = local(self._current[self.layers[0].key[0].weight]).device
+        # The last two numbers tell all ranks of a wrong argument and of watching: no rank waits for one that has raised.
+        packed = torch.full((sum(heads) + 2,), -torch.inf, device=device)
+        packed[-2], packed[-1] = float(watches), float(not is_legal)
         if given is not None and is_legal:
             # NaN becomes infinity: a maximum of NaN and a number may be either.
             values = torch.cat([each.to(device, torch.float32) for each in given])
-            packed[:-1].copy_(values.nan_to_num(torch.inf, torch.inf, -torch.inf))
+            packed[:-2].copy_(values.nan_to_num(torch.inf, torch.inf, -torch.inf))
         if dist.is_initialized() and dist.get_world_size(self.group) > 1:
             dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
         # On the host, once: where nothing exceeds the threshold, no weight is touched.
-        *found, is_wrong = packed.cpu().split([*heads, 1])
+        *found, any_watches, is_wrong = packed.cpu().split([*heads, 1, 1])
+        if wrong:
+            raise RuntimeError(f"QKClip.step: {wrong}")
         if given is None:
             raise ValueError("QKClip.step has no maxima: pass them, or call watch() before the forward pass")
         if not is_legal:
@@ -259,6 +347,14 @@ class QKClip:
             )
         if is_wrong.item():
             raise ValueError("another rank has no legal maxima for QKClip.step, so no rank scales: see the error of that rank")
+        self._unseen = [unseen & largest.isneginf() for unseen, largest in zip(self._unseen, found)]
+        if any_watches.item() and any(unseen.any() for unseen in self._unseen):
+            raise RuntimeError(
+                f"QKClip.watch has seen no attention logits of {self._text_of_unseen()}, on any rank, since the start: their "
+                "modules were not called, or call neither scaled_dot_product_attention nor a softmax of logits (batch, heads, "
+                "L, S). Watch the modules that compute attention; under tensor parallelism, give first_heads; or pass maxima "
+                "to step(): attention_maxima(query, key) computes them"
+            )
         for layer, largest in zip(self.layers, found):
             exceeds = (largest > self.threshold) & largest.isfinite()
             if exceeds.any():
@@ -267,8 +363,17 @@ class QKClip:
                 of_queries = scale / of_keys.repeat_interleave(layer.heads // layer.key_heads)
                 for parts, factors in ((layer.query, of_queries), (layer.key, of_keys), (layer.query_alone, scale)):
                     for rows in parts:
-                        _scale_rows(rows.weight, rows.factors(factors))
+                        _scale_rows(self._current[rows.weight], rows.factors(factors))
         return found
+
+    def _text_of_unseen(self) -> str:
+        """The layers and, if only some of its heads are unseen, these heads."""
+        texts = []
+        for index, unseen in enumerate(self._unseen):
+            name = f"layer {index}" + (f" ({self._modules[index]})" if self._modules else "")
+            if unseen.any():
+                texts.append(name if unseen.all() else f"heads {unseen.nonzero().flatten().tolist()} of {name}")
+        return ", ".join(texts)
 
 
 def _scale_rows(weight: torch.Tensor, factors: torch.Tensor) -> None:
@@ -329,34 +434,61 @@ def attention_maxima(
     return result
 
 
-class _Watch(TorchFunctionMode):
-    """While a module computes: notes the maxima of its attention."""
+def _maxima_of(logits: torch.Tensor) -> torch.Tensor:
+    """The largest logit of each head, of shape (batch, heads, L, S); ``-inf`` if the maximum of each row was subtracted."""
+    # Only attention with weights of zeros also has such rows, and no other numbers; masks have large ones.
+    is_shifted = (logits.amax(-1) == 0).all() & ((logits < 0) & (logits > -1e3)).any()
+    return torch.where(is_shifted, -torch.inf, logits.amax((0, 2, 3)).float())
 
-    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+
+class _Watch(TorchDispatchMode):
+    """While a module computes: notes the maxima of its attention.
+
+    It sees ATen operations. A function mode would not see what functions such as ``F.multi_head_attention_forward`` call: it is
+    off inside of them.
+    """
+
+    def __init__(self, note: Callable[[torch.Tensor], None], heads: int, has_all_heads: bool) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._heads, self._has_all_heads = note, heads, has_all_heads
 
-    def start(self, *_: Any) -> None:
-        """A pre-forward hook."""
-        self.__enter__()
-
-    def stop(self, *_: Any) -> None:
-        """A forward hook."""
-        self.__exit__(None, None, None)
-
-    def __torch_function__(
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            given = {**dict(zip(names, args)), **kwargs}
-            query, key = given["query"], given["key"]
-            if isinstance(query, DTensor):
-                raise NotImplementedError(
-                    "QKClip.watch reads plain tensors, and this attention has DTensors: pass maxima to QKClip.step, for "
-                    "example of attention_maxima(query.to_local(), key.to_local())"
-                )
-            options = {name: given[name] for name in ("attn_mask", "is_causal", "scale") if name in given}
-            self._note(attention_maxima(query.detach(), key.detach(), **options))
+        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
+        if name in _SOFTMAX:
+            logits = self._by_head(args[0], args[1])
+            if logits is not None:
+                self._check_plain(logits)
+                self._note(_maxima_of(logits))
+        elif "scaled_dot_product" in name and func._schema.arguments[0].name == "query":
+            given = {**{each.name: value for each, value in zip(func._schema.arguments, args)}, **kwargs}
+            self._check_plain(given["query"])
+            query, key = (given[each] if given[each].ndim > 3 else given[each][None] for each in ("query", "key"))
+            mask = given.get("attn_mask", given.get("attn_bias"))
+            self._note(
+                attention_maxima(query, key, attn_mask=mask, is_causal=given.get("is_causal", False), scale=given.get("scale"))
+            )
         return func(*args, **kwargs)
+
+    def _by_head(self, logits: torch.Tensor, dim: int) -> torch.Tensor | None:
+        """What enters a softmax with the heads as dimension 1; None if it does not look like logits of attention."""
+        shape = logits.shape
+        if len(shape) not in (3, 4, 5) or dim % len(shape) < len(shape) - 2 or not logits.numel():
+            return None
+        if len(shape) == 3:
+            is_folded = self._has_all_heads and shape[0] % self._heads == 0
+            return logits.unflatten(0, (-1, self._heads)) if is_folded else None
+        logits = logits.flatten(1, 2) if len(shape) == 5 else logits
+        if not self._has_all_heads:
+            return logits
+        # Of equal sizes, the usual order counts: heads before the sequence.
+        return next((logits.transpose(1, dim) for dim in (1, 2) if logits.shape[dim] == self._heads), None)
+
+    @staticmethod
+    def _check_plain(tensor: torch.Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            raise NotImplementedError(
+                "QKClip.watch reads plain tensors, and this attention has DTensors: pass maxima to QKClip.step, for example of "
+                "attention_maxima(query.to_local(), key.to_local())"
+            )

@@ -40,8 +40,10 @@ def code_book(kind: str, signed: bool, device: torch.device) -> torch.Tensor:
 def encode(normalized: torch.Tensor, kind: str, signed: bool) -> torch.Tensor:
     """The codes (uint8) of float32 values in [-1, 1] or [0, 1]: the nearest value of the book, found by arithmetic.
 
-    There is one exception: near half of the dynamic book's smallest number, a value may get code 0 although this is up to 6e-8
-    farther away than the nearest.
+    There are two exceptions. Without a sign, only 0 gets code 0: a positive value gets at least code 1. A second moment that
+    rounds to 0 beside a first moment that does not would make a step of ``m / eps``, hundreds of learning rates. With a sign,
+    near half of the dynamic book's smallest number, a value may get code 0 although this is up to 6e-8 farther away than the
+    nearest.
 
     A search in a table takes one step per bit, which would cost a GPU more than the memory traffic of an Adam step. Instead,
     each number of the dynamic book is the middle of a cell. In one decade all cells have equal width, and the decade has twice
@@ -53,7 +55,8 @@ def encode(normalized: torch.Tensor, kind: str, signed: bool) -> torch.Tensor:
     """
     if kind == "linear":
         line = normalized * 128.0 + 127.0 if signed else normalized * 255.0
-        return line.clamp_(min=0.0).round_().to(torch.uint8)
+        codes = line.clamp_(min=0.0).round_()
+        return (codes if signed else torch.maximum(codes, normalized > 0)).to(torch.uint8)
     magnitude = normalized.abs()
     line = magnitude * (1e6 / 0.9) + 8 / 9
     for decade in range(1, 7):
@@ -66,7 +69,9 @@ def encode(normalized: torch.Tensor, kind: str, signed: bool) -> torch.Tensor:
     cell -= (is_first & (line - whole < 0.2)).int()
     top = 128 if signed else 255
     cell.masked_fill_(line >= top - 0.25, top)
-    return (torch.where(normalized < 0, 127 - cell.clamp(max=127), 127 + cell) if signed else cell).to(torch.uint8)
+    if not signed:
+        return torch.maximum(cell, magnitude > 0).to(torch.uint8)
+    return torch.where(normalized < 0, 127 - cell.clamp(max=127), 127 + cell).to(torch.uint8)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor) -> torch.Tensor:

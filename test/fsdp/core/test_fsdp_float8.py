@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import unittest
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from float8_net import Net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged._kernels import float8
@@ -17,6 +19,7 @@ from torch_ragged._kernels.tiles import TileRun, TileTable
 from torch_ragged.fsdp import (
     HIERARCHICAL,
     ZERO2,
+    Float4Policy,
     Float8Policy,
     blocks,
     elements,
@@ -118,6 +121,34 @@ def test_parameters_of_other_dtypes_are_gathered_as_they_are():
         (group,) = model._ragged_groups(recurse=True)
         assert isinstance(group.encoding, Float8Encoding) is quantizes, dtype
         assert not any(buffer.is_allocated for buffer in group.encoding.buffers())
+
+
+@fake_group(2)
+def test_a_policy_that_does_not_quantize_a_matrix_says_why():
+    """An embedding is never named, nor a vector."""
+    mesh, float4 = init_device_mesh("cpu", (2,)), Float4Policy(torch.bfloat16, torch.float32)
+    cases = [
+        (
+            BFLOAT16,
+            256,
+            torch.float32,
+            {"orig_param_policy": lambda name, param: rows(1)},
+            "granularity cuts tiles of 128 x 128",
+        ),
+        (BFLOAT16, 256, torch.float32, {"shard_placement_fn": lambda param: Shard(0)}, "Shard(dim=0) cuts tiles"),
+        (BFLOAT16, 256, torch.float64, {}, "torch.float64 is not quantized"),
+        (float4, 72, torch.float32, {}, "72 columns are no multiple of 32"),
+        (float4, 256, torch.float32, {}, None),
+        (BFLOAT16, 256, torch.float32, {"orig_param_policy": lambda name, param: rows(128)}, None),
+    ]
+    case = unittest.TestCase()
+    for policy, columns, dtype, options, text in cases:
+        model = nn.Sequential(nn.Embedding(4, columns), nn.Linear(columns, 256)).to(dtype)
+        with case.assertLogs("torch_ragged.fsdp", "DEBUG") if text else case.assertNoLogs("torch_ragged.fsdp") as logs:
+            fully_shard(model, mesh=mesh, mp_policy=policy, **options)
+        if text:
+            (line,) = logs.output
+            assert f"{type(policy).__name__} has no effect on 1.weight: " in line and text in line, line
 
 
 def test_which_parameters_keep_their_tiles():

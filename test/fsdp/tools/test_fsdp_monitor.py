@@ -244,6 +244,7 @@ class MonitorTest(unittest.TestCase):
         model, optimizer, before = trained_once()
         with monitor(model, [optimizer]) as watch:
             assert "ValueError: another monitor watches this model" in error_of(monitor, model)
+            assert "takes the number of tokens of this step, or nothing, got '12'" in error_of(watch.step, "12")
         assert_as_before(model, optimizer, before)
         assert "RuntimeError: the monitor is closed" in error_of(watch.step)
         watch.close()

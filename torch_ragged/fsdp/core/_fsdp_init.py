@@ -86,6 +86,7 @@ def plan_groups(
     """
     buckets: dict[Any, list[tuple[FoundParam, Granularity]]] = {}
     meshes: dict[Any, DataParallelMesh] = {}
+    unquantized: dict[str, list[str]] = {}  # Names of matrices, by why they are not quantized.
     for fqn, (param, registered) in found.items():
         cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
         if isinstance(mp_policy, Float8Policy) and policy is shard_placement_fn is None:
@@ -107,11 +108,17 @@ def plan_groups(
         dtype = _param_dtype(fqn, param, mp_policy)
         shard_dim = cut.dim if isinstance(cut, Shard) else None
         one = FoundParam(fqn, registered, param, Distribution(fqn, param, mesh, shard_dim))
-        tile = _tile_of(one, cut, dtype or param.dtype, mp_policy)
+        tile, why = _tile_of(one, cut, dtype or param.dtype, mp_policy)
+        if why and param.numel() and mp_policy.takes(param, registered):
+            unquantized.setdefault(why, []).append(fqn)
         apart = is_typed or (fqn if shard_dim is not None else None)
         key = (mesh.key, param.dtype, dtype, param.is_meta, apart, tile)
         meshes[key] = mesh
         buckets.setdefault(key, []).append((one, elements() if isinstance(cut, Shard) else cut))
+    for why, names in unquantized.items():
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        level = logging.WARNING if dist.get_rank() == 0 else logging.DEBUG
+        _logger.log(level, f"{type(mp_policy).__name__} has no effect on {listed}: {why}")
     plans = []
     for key, members in buckets.items():
         params, dp, tile = [param for param, _ in members], meshes[key], key[-1]
@@ -193,12 +200,15 @@ def make_group(plan: GroupPlan) -> FSDPParamGroup:
 
 def _tile_of(
     param: FoundParam, cut: Granularity | Shard, compute_dtype: torch.dtype, policy: MixedPrecisionPolicy
-) -> tuple[int, int] | None:
-    """The tile of a parameter that is all-gathered as float8; None if it is all-gathered in its compute dtype."""
-    if not isinstance(policy, Float8Policy) or isinstance(cut, Shard):
-        return None
+) -> tuple[tuple[int, int] | None, str]:
+    """The tile of a parameter that is all-gathered as float8; or None and, under a policy of float8, why it is not."""
+    if not isinstance(policy, Float8Policy):
+        return None, ""
+    if isinstance(cut, Shard):
+        return None, f"{cut!r} cuts tiles: return a granularity from shard_placement_fn, or give orig_param_policy"
     spec = param.distribution.tensor_spec(cut)
-    return policy.tile if all(policy.quantizes(spec, dtype) for dtype in (param.value.dtype, compute_dtype)) else None
+    why = policy.why_plain(spec, param.value.dtype) or policy.why_plain(spec, compute_dtype)
+    return (None, why) if why else (policy.tile, "")
 
 
 def layout_of(

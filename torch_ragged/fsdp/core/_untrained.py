@@ -23,13 +23,13 @@ from torch_ragged._register._torch import backward_id
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
+from torch_ragged.tensor._replaced import replaced as replaced_params
 
 __all__ = ["note_ignored", "note_replaced", "note_root", "sharded_originals", "warn_of_unsharded", "watch_optimizers"]
 
 sharded_originals = WeakTensorKeyDictionary()
 """The parameters that ``fully_shard`` has replaced, with their names."""
 
-_owners = WeakTensorKeyDictionary()  # The modules of these parameters, weakly, the names there, and what has replaced them.
 _ignored = WeakTensorKeyDictionary()  # Those that the user reduces, and those that a warning has named.
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _LOOKS = 2  # The first step may be the one without gradients by which a checkpoint makes the optimizer's states.
@@ -45,7 +45,7 @@ _ADVICE = (
 
 def note_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str, call: str = "fully_shard") -> None:
     """``call`` has replaced ``param``, which was ``name`` of ``module``. An optimizer that holds it trains nothing."""
-    sharded_originals[param], _owners[param] = fqn, (weakref.ref(module), name, call)
+    sharded_originals[param], replaced_params[param] = fqn, (weakref.ref(module), name, call)
     _seen.clear()  # Also optimizers that have made steps may hold it.
 
 
@@ -114,7 +114,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _refuse_unsharded(optimizer, params)
     _refuse_promoted(optimizer, params)
     texts = []
-    replaced = [_owners[param] for param in params if param in _owners]
+    replaced = [replaced_params[param] for param in params if param in replaced_params]
     if names := _names((module(), name) for module, name, _ in replaced):
         call = replaced[0][2]
         texts.append(
@@ -210,7 +210,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 def _of_alone(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]:
     """Parameters with gradients in no group, if the optimizer has sharded ones, too: otherwise it may train another model."""
-    alone = [param for param in params if _is_alone(param) and param.grad is not None and param not in _owners]
+    alone = [param for param in params if _is_alone(param) and param.grad is not None and param not in replaced_params]
     if not alone or not _has_ranks():
         return []
     sharded = {id(param.sharded) for group in all_groups for param in group.params}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -173,8 +174,11 @@ class Monitor:
             tokens: the tokens of this step. Give the tokens of all ranks to get the throughput of all ranks.
 
         Raises:
+            TypeError: ``tokens`` is no number.
             RuntimeError: the monitor is closed.
         """
+        if tokens is not None and not isinstance(tokens, (numbers.Real, torch.Tensor)):
+            raise TypeError(f"the step() of a monitor takes the number of tokens of this step, or nothing, got {tokens!r}")
         if not self._is_open:
             raise RuntimeError("the monitor is closed: call step() inside its with block")
         at = functools.partial(self._clock.seconds, self._start)

@@ -40,7 +40,7 @@ class Float8Policy(MixedPrecisionPolicy):
     ``blocks(128, 128)``, ``rows(n)`` of whole tiles, ``tensor()``. If ``fully_shard`` gets neither ``orig_param_policy`` nor
     ``shard_placement_fn``, parameters with two or more dimensions get ``blocks(*tile)``, except embeddings. All other
     parameters are all-gathered in ``param_dtype``, in another group. So a module with both kinds has one more all-gather and
-    one more reduce-scatter.
+    one more reduce-scatter. One line of the log names the matrices that are not quantized, except embeddings, and says why.
 
     An all-gather sends 1 byte per element and 4 bytes per tile; bfloat16 needs 2 bytes per element. An all-gather in flight
     holds only the codes. While the codes are dequantized, the parameters in ``param_dtype`` are allocated, too.
@@ -100,16 +100,32 @@ class Float8Policy(MixedPrecisionPolicy):
         """The kind and tile of the planes of forward, and of backward if it has its own."""
         return [(policy.planes, policy.tile) for policy in (self, self.backward) if policy is not None]
 
+    @staticmethod
+    def takes(param: torch.Tensor, places: Sequence[tuple[nn.Module, str]]) -> bool:
+        """Whether a user expects ``param`` to be quantized: it has rows and columns, and is no embedding."""
+        is_embedding = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module, _ in places)
+        return param.ndim >= 2 and not is_embedding
+
     def default_granularity(self, param: torch.Tensor, places: Sequence[tuple[nn.Module, str]]) -> Granularity:
         """The granularity of a parameter for which the caller of ``fully_shard`` gives none."""
-        is_embedding = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module, _ in places)
         height, width = (max(sizes) for sizes in zip(*(tile for _, tile in self.forms)))
-        return elements() if is_embedding or param.ndim < 2 else blocks(height, width)
+        return blocks(height, width) if self.takes(param, places) else elements()
 
     def quantizes(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
         """Whether parameters of ``dtype`` with the layout ``spec`` are all-gathered as float8."""
-        fits = dtype in _DTYPES and keeps_tiles(spec, self.tile[0])
-        return fits and (self.backward is None or self.backward.quantizes(spec, dtype))
+        return not self.why_plain(spec, dtype)
+
+    def why_plain(self, spec: TensorSpec, dtype: torch.dtype) -> str:
+        """Why parameters of ``dtype`` with the layout ``spec`` are not quantized, and what to do; "" if they are."""
+        if dtype not in _DTYPES:
+            return f"{dtype} is not quantized, only float32, bfloat16 and float16 are"
+        if not keeps_tiles(spec, self.tile[0]):
+            height, width = self.tile
+            return (
+                f"their granularity cuts tiles of {height} x {width} elements: orig_param_policy must return "
+                f"blocks({height}, {width}), rows({height}) or tensor() for them"
+            )
+        return self.backward.why_plain(spec, dtype) if self.backward is not None else ""
 
 
 @dataclass(frozen=True)
@@ -148,8 +164,13 @@ class Float4Policy(Float8Policy):
         if self.weight_factory is None:
             raise TypeError("Float4Policy weight_factory must be a function, such as float4_weight, got None")
 
-    def quantizes(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
-        return super().quantizes(spec, dtype) and spec.shape[-1] % self.tile[1] == 0
+    def why_plain(self, spec: TensorSpec, dtype: torch.dtype) -> str:
+        if spec.shape[-1] % self.tile[1] == 0:
+            return super().why_plain(spec, dtype)
+        return (
+            f"{spec.shape[-1]} columns are no multiple of {self.tile[1]}: change the width of the layers, or give Float8Policy "
+            "for their modules"
+        )
 
 
 def keeps_tiles(spec: TensorSpec, height: int) -> bool:
