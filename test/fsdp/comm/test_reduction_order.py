@@ -175,7 +175,7 @@ class ReductionOrderTest(unittest.TestCase):
         check_seeds(range(2))
 
     @pytest.mark.slow
-    @ranks(4)
+    @ranks(4, timeout=600)
     def test_ranks_that_wait_in_different_orders_get_the_gradients_of_one_process_for_50_seeds():
         check_seeds(range(50))
 
