@@ -150,13 +150,19 @@ def gather_numbers(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -
 
 
 def _difference(answers: dict[int, tuple[str, str]], claim: str) -> str:
-    """The first line that differs between the claims of the lowest rank and of another rank."""
+    """The first line that differs between the claims of the lowest rank and of another rank.
+
+    If it is ``name: value`` on both, as of an option, it is shown as this name and both values.
+    """
     claims = {rank: text.splitlines() for rank, (_, text) in answers.items()}
     first = min(claims)
     for rank in sorted(claims):
         if claims[rank] != claims[first]:
             pairs = zip(claims[first] + ["nothing more"], claims[rank] + ["nothing more"])
             ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+            name, colon, _ = ours.partition(": ")
+            if colon and theirs.startswith(name + colon):
+                return f"{ours} on rank {first}, {theirs.removeprefix(name + colon)} on rank {rank}"
             return f"rank {first} has {ours}, rank {rank} has {theirs}"
     raise AssertionError(f"ranks agree on {claim}")
 
