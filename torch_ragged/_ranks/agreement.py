@@ -121,11 +121,14 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
     Raises:
         PeerError: a rank died, or did not take part; the error names ``call``.
     """
+    is_watched = is_gloo(group, numbers.device)
+    if is_watched:
+        announce()  # It may be the first call of this package: other ranks find out that this one waits here.
     # One name on all ranks: ranks that wait here in calls with different names come to an agreement, too.
     ticket = issued_on(group).issue("agreement")
     with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group), [ticket]):
         # Over gloo, a rank that waits looks at times whether others have failed.
-        work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_gloo(group, numbers.device))
+        work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_watched)
         if isinstance(work, dist.Work):
             wait_for(work)
         elif work is not None:  # Of a simulated group.
