@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,46 +90,21 @@ def stream(
         raise TypeError(f"stream(dtype=) takes a floating-point dtype or None, got {dtype!r}")
     device = torch.accelerator.current_accelerator(check_available=True)
     issuing = None if device is None else torch.accelerator.current_stream(device)
-    return _stream(_named_tensors(model, dtype), max_bytes, _Gather(dtype, issuing))
-
-
-def _named_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, which ranks have compared."""
     given = model.state_dict() if isinstance(model, nn.Module) else model
     pairs = given.items() if isinstance(given, Mapping) else given
     # A state dict may have other objects.
     tensors = ((name, value) for name, value in pairs if isinstance(value, torch.Tensor) and not is_extra_state(name))
-    # Pairs are read as they are needed: a program may make each tensor when it is asked for.
-    for some in [list(tensors)] if isinstance(given, Mapping) else ([pair] for pair in tensors):
-        _agree(some, dtype)
-        yield from some
-
-
-def _agree(tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> None:
-    """Return if all ranks of each mesh are about to gather the same tensors, in one order. Otherwise, all of them raise.
-
-    Otherwise shards of one tensor would meet those of another: in a tensor of wrong values, or in messages of other sizes.
-
-    Raises:
-        ValueError: they are not.
-    """
-    claims: dict[DeviceMesh, list[str]] = {}
-    for name, tensor in tensors:
-        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
-            placed = f"{tuple(tensor.shape)} placed as {tensor.placements}"
-            line = f"{name} of {tensor.dtype} and shape {placed}, yielded as {dtype or tensor.dtype}"
-            claims.setdefault(tensor.device_mesh, []).append(line)
-    # Ranks that hold the tensors in different orders compare their meshes in one order.
-    for mesh in sorted(claims, key=lambda mesh: str(mesh.mesh.tolist())):
-        groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-        if groups:
-            agree(groups, device_of_messages(groups[0]), _CALL, "\n".join(claims[mesh]), None, _ADVICE)
+    return _stream(tensors, max_bytes, _Gather(dtype, issuing), at_once=isinstance(given, Mapping))
 
 
 def _stream(
-    tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int, gather: _Gather
+    tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int, gather: _Gather, at_once: bool
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     in_flight: deque[tuple[str, _Issued, _Need]] = deque()
+    if at_once:
+        known = list(tensors)
+        gather.compare(known)
+        tensors = iter(known)
     upcoming, held = next(tensors, None), 0
 
     def fits(need: _Need) -> bool:
@@ -141,6 +116,8 @@ def _stream(
         while True:
             while upcoming is not None and fits(need := gather.need(upcoming[1])):
                 name, tensor = upcoming
+                if not at_once:  # Pairs are read as they are needed: a program may make each tensor when it is asked for.
+                    gather.compare([upcoming])
                 in_flight.append((name, gather.issue(name, tensor), need))
                 upcoming, held = next(tensors, None), held + need.whole
             if not in_flight:
@@ -156,6 +133,8 @@ def _stream(
             gather.wait(issued)
         in_flight.clear()
         for pair in () if upcoming is None else itertools.chain([upcoming], tensors):
+            if not at_once:
+                gather.compare([pair])
             gather.wait(gather.issue(*pair))
         raise
 
@@ -196,6 +175,26 @@ class _Gather:
         if not gathers:
             return _Need(nbytes if self._dtype_of(tensor) != tensor.dtype else 0, 0)
         return _Need(nbytes, 0 if len(gathers) == 1 and _is_everything(gathers[0].receives) else nbytes)
+
+    def compare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Return if all ranks of each mesh are about to gather the same tensors, in one order. Otherwise, all of them raise.
+
+        The shards of one tensor would meet those of another: in a tensor of wrong values, or in messages of other sizes.
+
+        Raises:
+            ValueError: they are not.
+        """
+        claims: dict[DeviceMesh, list[str]] = {}
+        for name, tensor in tensors:
+            if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
+                line = f"{name} of {tensor.dtype} and shape {tuple(tensor.shape)} placed as {tensor.placements}"
+                claims.setdefault(tensor.device_mesh, [f"dtype: {self._dtype}"]).append(line)
+        with self._issuing or contextlib.nullcontext():
+            # Ranks that hold the tensors in different orders compare their meshes in one order.
+            for mesh in sorted(claims, key=lambda mesh: str(mesh.mesh.tolist())):
+                groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+                if groups:
+                    agree(groups, device_of_messages(groups[0]), _CALL, "\n".join(claims[mesh]), None, _ADVICE)
 
     def issue(self, name: str, tensor: torch.Tensor) -> _Issued:
         """Issue the collectives; those of the last step are in flight."""
