@@ -6,9 +6,11 @@ import inspect
 import unittest
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks
+from delays import delays
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -27,6 +29,7 @@ from torch_ragged.fsdp import (
     fully_shard,
     rows,
 )
+from torch_ragged.transfer import stream
 
 DIMS = SimpleNamespace(shard_names=("dp",), replicate_names=())
 PLACEMENTS = BufferPlacements.__new__(BufferPlacements)  # One of no legal combination, which has other values of all fields.
@@ -130,6 +133,22 @@ def check_each_option(mesh, tp=None, odd_rank=0, names=WRONG, **options):
     fully_shard(linear(tp), mesh=mesh, **options)
 
 
+def check_under_delays(seeds):
+    """For each seed, another rank has another value of another option: all ranks raise, whichever comes first, then train."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for seed in seeds:
+        with delays(seed):
+            check_each_option(mesh["dp"], mesh["tp"], seed % 4, [list(WRONG)[seed % len(WRONG)]])
+            text = error_of(lambda: list(stream(reordered(mesh["dp"], seed % 2), 1)))
+            assert "transfer.stream was called differently" in text, (seed, text)
+
+
+def reordered(mesh, odd_rank):
+    """Two tensors, in another order on one rank of the mesh."""
+    named = {name: distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]) for name in "ab"}
+    return {name: named[name] for name in sorted(named, reverse=mesh.get_local_rank() == odd_rank)}
+
+
 class OptionsOfRanksTest(unittest.TestCase):
     def test_every_field_of_every_option_is_compared_or_may_differ(self):
         for kind, (value, others) in FIELDS.items():
@@ -187,6 +206,15 @@ class OptionsOfRanksTest(unittest.TestCase):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for odd_rank in (0, 3):
             check_each_option(mesh["dp"], mesh["tp"], odd_rank)
+
+    @ranks(4)
+    def test_one_rank_differs_and_ranks_come_at_any_time():
+        check_under_delays(range(3))
+
+    @pytest.mark.slow
+    @ranks(4)
+    def test_one_rank_differs_and_ranks_come_at_any_time_for_50_seeds():
+        check_under_delays(range(50))
 
     @ranks(4)
     def test_one_rank_differs_with_dp_mesh_dims():

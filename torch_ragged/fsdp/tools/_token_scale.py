@@ -41,7 +41,8 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
 
     Raises:
         TypeError: ``tokens`` is no number of tokens. All ranks raise.
-        ValueError: ``tokens`` is negative, or 0 on all ranks; this rank is not in ``mesh``; or there is no process group.
+        ValueError: ``tokens`` is negative, or 0 on all ranks; this rank is not in ``mesh``; ranks pass different meshes; or
+            there is no process group.
         RuntimeError: another rank raised.
         PeerError: a rank died, or did not make this call.
     """
