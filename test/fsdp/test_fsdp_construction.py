@@ -531,8 +531,8 @@ class ConstructionTest(unittest.TestCase):
         words = (
             "rank 0 has 128 shards",
             "in blocks of",
-            "options (True",
-            "options (None, (None",
+            "reshard_after_forward: True on rank 0, False on rank 1",
+            "mp_policy: MixedPrecisionPolicy(param_dtype=None, ",
             "frozen",
             "orig_param_policy('weight') returned 3",
             "it should be a factor of 3, not 7",
@@ -554,7 +554,7 @@ class ConstructionTest(unittest.TestCase):
         words = (
             "(8, 8) placed by the model as",
             "placed by the model as",
-            "dp_mesh_dims None",
+            "placements: None on rank 0, BufferPlacements(",
             "got NoneType",
             "'pp' not found",
         )

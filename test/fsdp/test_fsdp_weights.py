@@ -191,6 +191,14 @@ class WeightsTest(unittest.TestCase):
             assert "tokens must be" in mine, (wrong, mine)
         assert "no rank has tokens" in error_of(token_scale, 0)
 
+    @ranks(2)
+    def test_token_scale_before_any_fully_shard_is_an_error_on_all_ranks_if_they_differ():
+        meshes = [init_device_mesh("cpu", shape) for shape in ((2,), (2, 1))]
+        text = error_of(token_scale, 3, meshes[dist.get_rank()])
+        assert "token_scale was called with different meshes on different ranks" in text, text
+        assert "tokens must be" in error_of(token_scale, -1 if dist.get_rank() else 3)
+        assert token_scale(2) == 0.5
+
     @ranks(3)
     def test_collectives_are_compared_in_debug_mode():
         with mock.patch.dict(os.environ, TORCH_RAGGED_DEBUG="1"):

@@ -16,9 +16,9 @@ from common import run_mortal_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ragged import checkpoint
+from torch_ragged import checkpoint, transfer
 from torch_ragged._ranks import peers, standstill
-from torch_ragged.fsdp import fully_shard, reshard_to
+from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to, token_scale
 from torch_ragged.fsdp.comm import _call_log
 
 __all__ = ["ALONE", "OTHERS", "outcomes"]
@@ -55,6 +55,9 @@ ALONE = {
     "checkpoint.save": lambda model: checkpoint.save(tempfile.mkdtemp(), checkpoint.TrainState(model)),
     "reshard_to": lambda model: reshard_to(model, None, mesh=init_device_mesh("cpu", (RANKS,))),
     "fully_shard": lambda model: fully_shard(nn.Linear(SIZE, SIZE)),
+    "transfer.stream": lambda model: list(transfer.stream(model, 1)),
+    "NeighbourCopies": lambda model: NeighbourCopies(model, None),
+    "token_scale": lambda model: token_scale(3),
     "barrier": lambda model: dist.barrier(),
 }
 OTHERS = {

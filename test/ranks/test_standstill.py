@@ -85,6 +85,7 @@ class StandstillTest(unittest.TestCase):
 
     def test_all_ways_in_which_one_rank_is_alone_are_errors_on_all_ranks(self):
         self.check_alone("a forward without gradients", "barrier")
+        self.check_alone("transfer.stream", "barrier")
 
     @pytest.mark.slow
     def test_each_way_in_which_one_rank_is_alone_is_an_error_on_all_ranks(self):

@@ -144,6 +144,47 @@ class StreamTest(unittest.TestCase):
                 assert time.monotonic() < deadline, "a dropped tensor is alive"
                 time.sleep(0.001)
 
+    @ranks(2)
+    def test_ranks_that_stream_other_tensors_raise_before_they_are_gathered():
+        """Another order, another name, another dtype: of a mapping at the first tensor, of pairs at the first that differs."""
+        rank, tensors = dist.get_rank(), equal_tensors(3)
+        other = {name: tensors[name] for name in reversed(tensors)} if rank else tensors
+        start = "ValueError: transfer.stream was called differently on different ranks: "
+
+        def streamed(model, dtype=None):
+            names = []
+            text = error_of(lambda: names.extend(name for name, _ in stream(model, 1, dtype=dtype)))
+            return names, text.removeprefix(start).partition(" of torch")[0]
+
+        with CommDebugMode() as mode:
+            assert streamed(other) == ([], "rank 0 has 0")
+        assert not any("broadcast" in str(op) for op in mode.get_comm_counts())
+        assert streamed({"a" if rank else "b": tensors["0"]}) == ([], "rank 0 has b")
+        assert streamed(tensors, torch.bfloat16 if rank else None)[1].startswith(
+            "dtype: None on rank 0, torch.bfloat16 on rank 1"
+        )
+        pairs = [("0", tensors["0"]), *(other.items())]
+        assert streamed(pair for pair in pairs) == (["0"], "rank 0 has 0")
+        assert streamed(tensors) == (list("012"), "")  # Ranks are still in step.
+
+    @ranks(2)
+    def test_a_rank_whose_tensors_have_another_dtype_is_an_error_on_both():
+        model = fully_shard(whole_net()).to(torch.bfloat16 if dist.get_rank() else torch.float32)
+        text = error_of(lambda: list(stream(model, LARGE)))
+        assert "rank 0 has embedding.weight of torch.float32" in text and "of torch.bfloat16 and" in text, text
+
+    @ranks(4)
+    def test_tensors_on_several_meshes_are_compared_on_each_of_them():
+        """Ranks hold different tensors where meshes differ, and take the meshes in one order."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x, rank = torch.arange(8.0), dist.get_rank()
+        named = {name: distribute_tensor(x, mesh[name], [Shard(0)]) for name in ("dp", "tp")}
+        named["both"] = distribute_tensor(x, mesh, [Replicate(), Shard(0)])
+        assert all(torch.equal(tensor, x) for _, tensor in stream(named, LARGE))
+        wrong = {**named, "other": named["tp"]} if rank == 3 else named
+        text = error_of(lambda: list(stream(wrong, LARGE)))
+        assert ("nothing more" in text and "other of torch.float32" in text) == (rank > 1), text
+
     def test_a_rank_that_breaks_does_not_stop_the_others(self):
         run_ranks(3, check_early_end, "break")
 

@@ -121,11 +121,14 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
     Raises:
         PeerError: a rank died, or did not take part; the error names ``call``.
     """
+    is_watched = is_gloo(group, numbers.device)
+    if is_watched:
+        announce()  # It may be the first call of this package: other ranks find out that this one waits here.
     # One name on all ranks: ranks that wait here in calls with different names come to an agreement, too.
     ticket = issued_on(group).issue("agreement")
     with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group), [ticket]):
         # Over gloo, a rank that waits looks at times whether others have failed.
-        work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_gloo(group, numbers.device))
+        work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_watched)
         if isinstance(work, dist.Work):
             wait_for(work)
         elif work is not None:  # Of a simulated group.
@@ -150,13 +153,19 @@ def gather_numbers(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -
 
 
 def _difference(answers: dict[int, tuple[str, str]], claim: str) -> str:
-    """The first line that differs between the claims of the lowest rank and of another rank."""
+    """The first line that differs between the claims of the lowest rank and of another rank.
+
+    If it is ``name: value`` on both, as of an option, it is shown as this name and both values.
+    """
     claims = {rank: text.splitlines() for rank, (_, text) in answers.items()}
     first = min(claims)
     for rank in sorted(claims):
         if claims[rank] != claims[first]:
             pairs = zip(claims[first] + ["nothing more"], claims[rank] + ["nothing more"])
             ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+            name, colon, _ = ours.partition(": ")
+            if colon and theirs.startswith(name + colon):
+                return f"{ours} on rank {first}, {theirs.removeprefix(name + colon)} on rank {rank}"
             return f"rank {first} has {ours}, rank {rank} has {theirs}"
     raise AssertionError(f"ranks agree on {claim}")
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial
 
 from torch_ragged._ranks.agreement import agree, agreement
+from torch_ragged._ranks.claims import text_of
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
@@ -144,7 +145,8 @@ def fully_shard(
     """
     mesh = _default_mesh() if mesh is None else mesh
     _check_mesh(mesh)
-    ranks, device = groups_of(mesh), device_of(mesh)
+    # First: a rank whose arguments are wrong must tell those of model parallelism, too.
+    ranks, device = groups_of(mesh) + _model_groups(module, mesh), device_of(mesh)
     agree_on_groups(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
         modules, ignored = _root_modules(module), _parameters(ignored_params)
@@ -154,7 +156,6 @@ def fully_shard(
             _check_weights(weights, reshard_after_forward, placements)
         if optional and len(modules) > 1:
             raise ValueError(f"optional=True expects one module, got {len(modules)}: call fully_shard for each of them")
-        ranks += _model_groups(modules, mesh)
         _check_mp_policy(mp_policy)
         _check_function("orig_param_policy", orig_param_policy)
         _check_function("shard_placement_fn", shard_placement_fn)
@@ -162,18 +163,25 @@ def fully_shard(
         makes_groups = _check_placements(mesh, dp_mesh_dims, placements) or dp_mesh_dims is not None
         if isinstance(mp_policy, Float8Policy) and placements is not None and placements.stay_gathered:
             raise ValueError(f"Float8Policy does not support {placements}, which keeps parameters gathered: use ZERO3 or HSDP")
-        if makes_groups:
-            claim.append(f"dp_mesh_dims {dp_mesh_dims}, placements {placements}")
+        # What users write, which must be equal on all ranks. The results of the two functions are compared below.
+        options = {
+            "mesh": (mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names),
+            "dp_mesh_dims": dp_mesh_dims,
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "ignored_params": _names(modules, ignored),
+            "placements": placements,
+            "optional": bool(optional),
+            "weights": weights,
+        }
+        written = [f"{name}: {text_of(value)}" for name, value in options.items()]
+        claim += written if makes_groups else []
     with agreement(ranks, device, "fully_shard") as claim:
         dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored)
         plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn, weights)
-        casts: list[Any] = [mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype]
-        casts += [mp_policy.tile] if isinstance(mp_policy, Float8Policy) else []
-        casts.append(mp_policy.cast_forward_inputs)
-        casts += ["optional"] if optional else []
-        casts += [f"weights {tuple(weights)}"] if weights is not None else []
-        claim += _claim(plans, list(found), reshard_after_forward, tuple(casts), offload_policy, placements)
+        claim += written + _claim(plans, list(found))
     _move(modules, found if dp.is_member else {}, device)
     in_files = any(plan.parameters_folder is not None for plan in plans)
     with agreement(ranks, device, "fully_shard") if in_files else nullcontext([]) as claim:
@@ -419,26 +427,33 @@ def _check_mesh(mesh: Any) -> None:
     raise problem
 
 
-def _model_groups(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The process groups of the meshes that the modules' parameters are distributed over, without those of ``mesh``."""
-    params = [param for module in modules for param in module.parameters() if isinstance(param, DTensor)]
+def _model_groups(module: Any, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The process groups of the meshes that the parameters to shard are distributed over, without those of ``mesh``."""
+    modules = [each for each in (module if isinstance(module, (list, tuple)) else [module]) if isinstance(each, nn.Module)]
+    params = [param for each in modules for param in each.parameters() if isinstance(param, DTensor)]
     meshes = dict.fromkeys(param.device_mesh for param in params)
     known = groups_of(mesh)
     return [group for other in meshes for group in groups_of(other) if group not in known]
 
 
-def _claim(plans: Sequence[GroupPlan], names: Sequence[str], *options: Any) -> list[str]:
-    """The plans and options as lines of text, which must be equal on all ranks, also on those of model parallelism.
+def _names(modules: Sequence[nn.Module], params: set[nn.Parameter]) -> list[str]:
+    """The names of those of ``params`` that are in the modules."""
+    return [name for each in modules for name, param in each.named_parameters() if param in params] if params else []
+
+
+def _claim(plans: Sequence[GroupPlan], names: Sequence[str]) -> list[str]:
+    """The plans as lines of text, which must be equal on all ranks, also on those of model parallelism.
 
     Devices may differ: programs load the weights on rank 0, keep the other ranks on the meta device, and broadcast afterwards.
     """
     pairs = {param.fqn: (param, spec) for plan in plans for param, spec in zip(plan.params, plan.layout.tensors)}
-    # First what users write, in the order of the modules. The first line that differs is in the error.
-    lines = [f"{len(names)} parameters{f', {names[0]} to {names[-1]}' if names else ''}", f"options {options}"]
+    # In the order of the modules. The first line that differs is in the error.
+    lines = [f"{len(names)} parameters{f', {names[0]} to {names[-1]}' if names else ''}"]
     for param, spec in map(pairs.__getitem__, names):
-        value, frozen = param.value, "" if param.value.requires_grad else ", frozen"
-        blocks = f", {spec.text}" if spec.text else ""
-        lines.append(f"{param.fqn} of {value.dtype} and shape {param.distribution.text}{frozen}{blocks}")
+        value, frozen, cut = param.value, "" if param.value.requires_grad else ", frozen", param.distribution.shard_dim
+        lines.append(f"{param.fqn} of {value.dtype} and shape {param.distribution.text}{frozen}")
+        where = (spec.text or "in single elements") if cut is None else f"along dimension {cut}"
+        lines.append(f"orig_param_policy or shard_placement_fn of {param.fqn}: cut {where}")
     for plan in plans:
         layout, mesh = plan.layout, plan.dp.mesh
         casts = (

@@ -5,14 +5,17 @@
     all-gather 0   all-gather 1 | yield 0   all-gather 2 | yield 1   ...      | is a wait, for the tensor that is yielded
 
 Each rank writes its shard into the whole tensor, and receives the others' beside it: shards of any sizes need no other buffer.
+Before ranks gather tensors, they compare them: those of a mapping at once, pairs one by one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_ragged._ranks.groups import is_gloo
+from torch_ragged._ranks.agreement import agree
+from torch_ragged._ranks.groups import device_of_messages, is_gloo
+from torch_ragged._ranks.peers import issued_on, peers_named, wait_for
 from torch_ragged._register._torch import local_tensor, waited
 from torch_ragged.tensor._global_layout import layout_of
 from torch_ragged.tensor._redistribute import copy_into, part_view, plan, warn_of_order
@@ -28,6 +33,9 @@ from torch_ragged.tensor._route import Gather, Part
 from torch_ragged.transfer._sides import is_extra_state
 
 __all__ = ["stream"]
+
+_CALL = "transfer.stream"
+_ADVICE = "give it the same tensors in the same order, and the same dtype, on all ranks"
 
 
 def stream(
@@ -66,12 +74,15 @@ def stream(
         iterates on another one, where they would wait for the consumer's own collectives, and ranks could deadlock.
 
     Raises:
-        ValueError: ``max_bytes`` is not a positive integer.
+        ValueError: ``max_bytes`` is not a positive integer; or, when ranks iterate, they differ in the tensors of a mesh or in
+            ``dtype``. On all ranks, before these tensors are gathered.
         TypeError: ``dtype`` is not a floating-point dtype.
+        PeerError: another rank died, or does not iterate.
 
     Source: TRL's and verl's loops over ``param.full_tensor()``, which gather one tensor at a time.
     Collectives: for each DTensor and each mesh dimension that cuts it, one all-gather; over gloo, or if shards are uneven, one
-    broadcast per shard. For a Partial, those of ``redistribute`` to ``Replicate()``.
+    broadcast per shard. For a Partial, those of ``redistribute`` to ``Replicate()``. Before them, to compare: for each mesh, or
+    for each of ``pairs``, one all-reduce of 24 bytes per mesh dimension, for which the host waits.
     """
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
         raise ValueError(f"stream(max_bytes=) takes a positive number of bytes, got {max_bytes!r}")
@@ -79,20 +90,21 @@ def stream(
         raise TypeError(f"stream(dtype=) takes a floating-point dtype or None, got {dtype!r}")
     device = torch.accelerator.current_accelerator(check_available=True)
     issuing = None if device is None else torch.accelerator.current_stream(device)
-    return _stream(_named_tensors(model), max_bytes, _Gather(dtype, issuing))
-
-
-def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    pairs = model.state_dict() if isinstance(model, nn.Module) else model
-    pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
+    given = model.state_dict() if isinstance(model, nn.Module) else model
+    pairs = given.items() if isinstance(given, Mapping) else given
     # A state dict may have other objects.
-    return ((name, value) for name, value in pairs if isinstance(value, torch.Tensor) and not is_extra_state(name))
+    tensors = ((name, value) for name, value in pairs if isinstance(value, torch.Tensor) and not is_extra_state(name))
+    return _stream(tensors, max_bytes, _Gather(dtype, issuing), at_once=isinstance(given, Mapping))
 
 
 def _stream(
-    tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int, gather: _Gather
+    tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int, gather: _Gather, at_once: bool
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     in_flight: deque[tuple[str, _Issued, _Need]] = deque()
+    if at_once:
+        known = list(tensors)
+        gather.compare(known)
+        tensors = iter(known)
     upcoming, held = next(tensors, None), 0
 
     def fits(need: _Need) -> bool:
@@ -104,7 +116,9 @@ def _stream(
         while True:
             while upcoming is not None and fits(need := gather.need(upcoming[1])):
                 name, tensor = upcoming
-                in_flight.append((name, gather.issue(tensor), need))
+                if not at_once:  # Pairs are read as they are needed: a program may make each tensor when it is asked for.
+                    gather.compare([upcoming])
+                in_flight.append((name, gather.issue(name, tensor), need))
                 upcoming, held = next(tensors, None), held + need.whole
             if not in_flight:
                 return
@@ -118,8 +132,10 @@ def _stream(
         for _, issued, _ in in_flight:
             gather.wait(issued)
         in_flight.clear()
-        for tensor in () if upcoming is None else (upcoming[1], *(value for _, value in tensors)):
-            gather.wait(gather.issue(tensor))
+        for pair in () if upcoming is None else itertools.chain([upcoming], tensors):
+            if not at_once:
+                gather.compare([pair])
+            gather.wait(gather.issue(*pair))
         raise
 
 
@@ -131,12 +147,17 @@ class _Need(NamedTuple):
 
 
 class _Issued(NamedTuple):
-    """A tensor on its way: ``received``, which is unpacked by ``receives`` if shards are not consecutive in memory."""
+    """A tensor on its way: ``received``, which is unpacked by ``receives`` if shards are not consecutive in memory.
+
+    ``call`` names the collectives in errors, and to ranks that wait for this one.
+    """
 
     received: torch.Tensor
     works: Sequence[dist.Work] = ()
     receives: tuple[Part, ...] = ()
     shape: tuple[int, ...] | None = None
+    call: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    wait: Callable[[dist.Work], object] = dist.Work.wait
 
 
 class _Gather:
@@ -155,7 +176,27 @@ class _Gather:
             return _Need(nbytes if self._dtype_of(tensor) != tensor.dtype else 0, 0)
         return _Need(nbytes, 0 if len(gathers) == 1 and _is_everything(gathers[0].receives) else nbytes)
 
-    def issue(self, tensor: torch.Tensor) -> _Issued:
+    def compare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Return if all ranks of each mesh are about to gather the same tensors, in one order. Otherwise, all of them raise.
+
+        The shards of one tensor would meet those of another: in a tensor of wrong values, or in messages of other sizes.
+
+        Raises:
+            ValueError: they are not.
+        """
+        claims: dict[DeviceMesh, list[str]] = {}
+        for name, tensor in tensors:
+            if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
+                line = f"{name} of {tensor.dtype} and shape {tuple(tensor.shape)} placed as {tensor.placements}"
+                claims.setdefault(tensor.device_mesh, [f"dtype: {self._dtype}"]).append(line)
+        with self._issuing or contextlib.nullcontext():
+            # Ranks that hold the tensors in different orders compare their meshes in one order.
+            for mesh in sorted(claims, key=lambda mesh: str(mesh.mesh.tolist())):
+                groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+                if groups:
+                    agree(groups, device_of_messages(groups[0]), _CALL, "\n".join(claims[mesh]), None, _ADVICE)
+
+    def issue(self, name: str, tensor: torch.Tensor) -> _Issued:
         """Issue the collectives; those of the last step are in flight."""
         with torch.no_grad(), self._issuing or contextlib.nullcontext():
             tensor, dtype, gathers = tensor.detach(), self._dtype_of(tensor), _gathers(tensor)
@@ -169,8 +210,8 @@ class _Gather:
             if not gathers:
                 return _Issued(local.to(dtype).to(mesh.device_type))
             for step in gathers[:-1]:
-                local = self._completed(_gather(local, step, mesh, dtype))
-            return _gather(local, gathers[-1], mesh, dtype)
+                local = self._completed(_gather(name, local, step, mesh, dtype))
+            return _gather(name, local, gathers[-1], mesh, dtype)
 
     def wait(self, issued: _Issued) -> torch.Tensor:
         with self._issuing or contextlib.nullcontext():
@@ -180,8 +221,9 @@ class _Gather:
         return tensor
 
     def _completed(self, issued: _Issued) -> torch.Tensor:
-        for work in issued.works:
-            work.wait()
+        with issued.call:
+            for work in issued.works:
+                issued.wait(work)
         tensor = waited(issued.received)
         if issued.receives and not _is_everything(issued.receives):
             result = tensor.new_empty(tensor.numel())
@@ -219,7 +261,7 @@ def _is_everything(parts: Sequence[Part]) -> bool:
     return len(parts) == 0 or (len(parts) == 1 and parts[0].is_contiguous)
 
 
-def _gather(local: torch.Tensor, step: Gather, mesh: DeviceMesh, dtype: torch.dtype) -> _Issued:
+def _gather(name: str, local: torch.Tensor, step: Gather, mesh: DeviceMesh, dtype: torch.dtype) -> _Issued:
     """Issue one all-gather: of ``received``, each rank writes its part, cast, and gets the others'."""
     where = list(mesh.get_coordinate() or ())
     rank, splits = where[step.mesh_dim], tuple(step.splits)
@@ -234,12 +276,17 @@ def _gather(local: torch.Tensor, step: Gather, mesh: DeviceMesh, dtype: torch.dt
         for part, place in zip(step.sends, own.split([part.numel for part in step.sends])):
             place.view(part.sizes).copy_(part_view(flat, part))
     group = mesh.get_group(step.mesh_dim)
+    over_gloo = is_gloo(group, received.device)
+    call = peers_named(
+        _CALL, name, functools.partial(dist.get_process_group_ranks, group), [issued_on(group).issue(_CALL, name)]
+    )
     pieces = received.view(torch.uint8).split([split * dtype.itemsize for split in splits])
     # Of a mesh whose ranks do not ascend, the group has another order. gloo's all-gather fills memory of its own first.
-    if len(set(splits)) == 1 and ranks == sorted(ranks) and not is_gloo(group, received.device):
+    if len(set(splits)) == 1 and ranks == sorted(ranks) and not over_gloo:
         works = [dist.all_gather_into_tensor(received.view(torch.uint8), pieces[rank], group=group, async_op=True)]
     else:
         works = [
             dist.broadcast(piece, source, group=group, async_op=True) for source, piece in zip(ranks, pieces) if piece.numel()
         ]
-    return _Issued(received, works, step.receives, step.local_shape)
+    # Over gloo, a rank that waits looks at times whether others have failed, or do not iterate.
+    return _Issued(received, works, step.receives, step.local_shape, call, wait_for if over_gloo else dist.Work.wait)

@@ -287,6 +287,22 @@ class NeighbourCopiesTest(unittest.TestCase):
         text = error_of(NeighbourCopies, model, optimizer, distance=4 if rank == 1 else 1)
         assert "expected every >= 1 and a distance between 1 and 3" in text, text
 
+    @ranks(2)
+    def test_models_and_optimizers_that_differ_are_an_error_on_all_ranks():
+        """Copies of two models in another order, of another dtype, with another optimizer: their shards would be mixed up."""
+        rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+        model, optimizer = make(mesh)
+        small = fully_shard(nn.Linear(3, 3), mesh=mesh)
+        other = make(mesh)[0].to(torch.bfloat16)
+        for mine in (
+            (small, None) if rank else (model, optimizer),
+            (other, None) if rank else (model, None),
+            (model, torch.optim.SGD(model.parameters())) if rank else (model, optimizer),
+        ):
+            text = error_of(NeighbourCopies, *mine)
+            assert text.startswith("ValueError: NeighbourCopies was called differently on different ranks: rank 0 has"), text
+        NeighbourCopies(model, optimizer)  # Ranks are still in step.
+
     @ranks(4)
     def test_a_state_that_cannot_be_copied_is_an_error_on_all_ranks():
         """The state of one rank cannot be copied: all ranks raise, and the last copy stays."""

@@ -34,11 +34,13 @@ __all__ = [
     "ReduceScatterTraits",
     "Reduction",
     "ScaledWork",
+    "TwoStepWork",
     "Work",
     "all_gather_single",
     "as_real",
     "division_of",
     "done",
+    "finish",
     "is_debug",
     "wait_all",
 ]
@@ -53,7 +55,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Work(Protocol):
-    """A collective in flight. After ``wait()``, the current stream may use its result."""
+    """A collective in flight. After ``wait()``, the current stream may use its result.
+
+    ``wait()`` issues no collective: ranks call it at different moments, and in different orders.
+    """
 
     def wait(self) -> object: ...
 
@@ -76,7 +81,8 @@ class ReduceScatterTraits(NamedTuple):
 
     Attributes:
         adds_wide: whether the output may have a wider dtype than the input. The sum is then computed in the output's dtype. If
-            False, a group casts its gradients to the wider dtype before the reduce-scatter.
+            False, a group casts its gradients to the wider dtype before the reduce-scatter. False of a reduce-scatter in two
+            steps.
         holds_second_buffer: whether a receive buffer is allocated until ``wait()``.
     """
 
@@ -100,7 +106,10 @@ class Collectives(Protocol):
         """
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        """Reduce ``buffer`` (ranks * S elements) over ranks; ``output`` gets this rank's slice (S elements)."""
+        """Reduce ``buffer`` (ranks * S elements) over ranks; ``output`` gets this rank's slice (S elements).
+
+        After ``wait()``, ``buffer`` may be written to. ``output`` is complete after :func:`finish`.
+        """
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         """Reduce ``tensor`` over replicas, in place."""
@@ -168,11 +177,9 @@ class ProcessGroupCollectives:
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         """Over gloo, a reduce-scatter is an all-to-all and a local sum: see ``_gloo.reduce_scatter``."""
         group = self._group
-        # If there are several reducers, wait() issues the next collective. Ranks wait for a second buffer at different moments,
-        # so such a reduction must not report one.
-        is_one = self.custom_reduce_scatter is None and len(self.reducers) == 1
-        is_exchange = is_one and group is not None and group.size() > 1 and self._over_gloo[group, device.type]
-        return ReduceScatterTraits(adds_wide=is_exchange, holds_second_buffer=is_exchange)
+        is_own = all(reducer.custom_reduce_scatter is None for reducer in self.reducers)
+        is_exchange = is_own and group is not None and group.size() > 1 and self._over_gloo[group, device.type]
+        return ReduceScatterTraits(is_exchange and len(self.reducers) == 1, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
         """If ``enable``, make a second process group of the same ranks for reductions. Otherwise, use the first one again."""
@@ -288,6 +295,40 @@ class _All:
 def wait_all(works: Sequence[Work]) -> Work:
     """Several collectives as one. If some fail, ``wait()`` raises the first error when none of them is in flight."""
     return _All(works)
+
+
+class TwoStepWork:
+    """A reduce-scatter in two steps: the second one reads what the first one has reduced.
+
+    ::
+
+        issued by   reduce_scatter()        finish()
+        step        first, reads the input  second, writes the output
+        ranks       same order              same order; between the two, wait() at any moment
+
+    Args:
+        first: the first step, in flight.
+        second: issues the second step.
+    """
+
+    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
+        self.first, self.second = first, second
+
+    def wait(self) -> None:
+        """Wait for the first step."""
+        self.first.wait()
+
+    def finish(self) -> None:
+        """Issue the second step, and wait for it."""
+        # Not in wait(): a rank with a late gradient waits for its group's reduction before others, and another rank without
+        # this gradient does not. Their second steps would meet those of other groups, and swap gradients.
+        self.second().wait()
+
+
+def finish(work: Work) -> None:
+    """After ``wait()`` of a reduce-scatter: do its second step, if it has two. All ranks call this in the same order."""
+    if isinstance(work, (TwoStepWork, _NamedWork)):
+        work.finish()
 
 
 class ScaledWork:
@@ -491,3 +532,8 @@ class _NamedWork(peers_named):
     def wait(self) -> None:
         with profiler_range(_WAITS[self._collective], self.fqn), self:
             self.work.wait()
+
+    def finish(self) -> None:
+        if isinstance(self.work, TwoStepWork):
+            with profiler_range("reduce_scatter_second_step", self.fqn), self:
+                self.work.finish()

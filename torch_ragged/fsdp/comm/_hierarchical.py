@@ -5,13 +5,12 @@ All-gathers stay one collective over all ranks here; ``core/keepers/_resident.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, Work, wait_all
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, TwoStepWork, Work, wait_all
 
 __all__ = ["HierarchicalCollectives", "Levels"]
 
@@ -57,16 +56,4 @@ class HierarchicalCollectives(ProcessGroupCollectives):
         works = [self._within.reduce_scatter(part, node, reduction) for part, node in parts]
         # The first step applies the user's divisor. If there is none, each step divides by its own number of ranks.
         rest = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
-        # The second step reads ``partial``, so it is issued when the first step has finished.
-        return _Then(wait_all(works), lambda: self._across.reduce_scatter(output, partial, rest))
-
-
-class _Then:
-    """A collective that ``wait()`` issues after another one has finished. All ranks must wait for these in the same order."""
-
-    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
-        self._first, self._second = first, second
-
-    def wait(self) -> None:
-        self._first.wait()
-        self._second().wait()
+        return TwoStepWork(wait_all(works), lambda: self._across.reduce_scatter(output, partial, rest))

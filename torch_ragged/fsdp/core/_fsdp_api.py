@@ -7,12 +7,14 @@ import inspect
 import math
 import os
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Any, TypeVar
 
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._ranks.claims import compared_as
 
 __all__ = [
     "BufferPlacements",
@@ -138,7 +140,8 @@ class Offload(OffloadPolicy):
 
     optimizer: float = 1.0
     parameters: bool | str = False
-    to: str = "cpu"
+    # Each rank may have a folder of its own.
+    to: str = field(default="cpu", metadata=compared_as(lambda to: to if to == "cpu" else "a folder"))
 
     def __post_init__(self) -> None:
         if not isinstance(self.to, (str, os.PathLike)) or not os.fspath(self.to):

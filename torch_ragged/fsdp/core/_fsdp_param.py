@@ -129,12 +129,11 @@ class Distribution:
     @property
     def text(self) -> str:
         """A description, equal on all ranks."""
-        cut = "" if self.shard_dim is None else f" cut along dimension {self.shard_dim}"
         model = ""
         if self.is_dtensor:
             model = f" placed by the model as {self._model_placements} on {tuple(self._model_mesh.shape)}"
             model += f" {self._model_mesh.mesh_dim_names}"
-        return f"{tuple(self.shape)}{cut}{model or ' plain'}"
+        return f"{tuple(self.shape)}{model or ' plain'}"
 
     # -- for the planner -------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import dtensor_like, dtensor_of, profiler_range
-from torch_ragged.fsdp.comm._collectives import NamedCollectives, Reduction, Work
+from torch_ragged.fsdp.comm._collectives import NamedCollectives, Reduction, Work, finish
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
@@ -45,7 +45,7 @@ class GradientState(Enum):
     REDUCING = auto()
     """A reduce-scatter that reads the gradient buffer is in flight."""
     REDUCED = auto()
-    """The reduced shard is complete, and the gradient buffer is free. An all-reduce over replicas may be in flight.
+    """The gradient buffer is free. An all-reduce over replicas may be in flight, or a second step may follow in ``finish()``.
 
     Or the reduce-scatter has failed: then there is no shard until the gradients are dropped.
     """
@@ -99,7 +99,8 @@ class GradReduction:
         GradBuffer
            | start(): one reduce-scatter; if it sends the narrow dtype, a second one for gradients in a wider dtype
         output     DBuffer Shard(0), reduce_dtype
-           | finish(): an all-reduce of what is pending over the model's mesh dimensions, and one over replicas (HSDP)
+           | finish(): the second step of the reduce-scatter, if it has two; an all-reduce of what is pending over the model's
+           | mesh dimensions, and one over replicas (HSDP)
         reduced    DBuffer Shard(0), reduce_dtype      the sum of all reductions since ``.grad`` was set
            | set_grads(): a cast, a copy to the CPU, or nothing
         .grad      views of a DBuffer Shard(0)         DTensors placed as their parameters
@@ -133,7 +134,8 @@ class GradReduction:
         self._collectives, self._has_replicas, self._settings, self._log = collectives, has_replicas, settings, log
         self._intervals = [sharded.interval(index) for index in range(len(params))]
         self._reduce_scatter: Work | None = None  # In flight.
-        self._output: DBuffer | None = None  # Its output, also after it has ended.
+        self._waited: Work | None = None  # It was waited for; its second step was not issued.
+        self._output: DBuffer | None = None  # The output of either, also after it has ended.
         self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
         self._kept: DBuffer | None = None  # Reduced within each replica only.
@@ -207,14 +209,23 @@ class GradReduction:
         finally:  # Also if the wait raises: the next backward pass must not add to these gradients.
             self._buffer.free()
         # Only now: an output without a complete sum must not reach ``.grad``.
-        self._output = output
+        self._waited, self._output = work, output
 
     def finish(self) -> None:
-        """Wait for the reduce-scatter in flight, free its input, and issue the all-reduce of the shard (HSDP)."""
+        """Wait for the reduce-scatter in flight, free its input, and issue what follows. All ranks call it in one order.
+
+        That is its second step, if it has two, and the all-reduce of the shard (HSDP).
+        """
         self.wait()
+        work, self._waited = self._waited, None
         output, self._output = self._output, None
-        if output is None:
+        if work is None or output is None:
             return
+        try:
+            finish(work)
+        except BaseException:
+            self._has_failed = True
+            raise
         self._reduce_pending(output, self._pending)
         self._pending = {}
         self._add_output(output)
@@ -345,7 +356,7 @@ class GradReduction:
         in_flight = [self._reduce_scatter, None if self._all_reduce is None else self._all_reduce[0]]
         for shard in self.buffers():
             self._log.note(-shard.nbytes)
-        self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
+        self._reduce_scatter = self._waited = self._output = self._all_reduce = self._reduced = self._kept = None
         self._has_failed = self.is_set = False
         self._pending = {}
         self._buffer.drop()
@@ -432,7 +443,9 @@ class GradReduction:
             copy = DBuffer(like.layout, Shard(0), like.rank, self._buffer.reduce_dtype, self._device)
             if self._holds_unreduced:
                 source = self._buffer.copied()
-                self._collectives.reduce_scatter(copy.flat, source, self._settings.reduction).wait()
+                work = self._collectives.reduce_scatter(copy.flat, source, self._settings.reduction)
+                work.wait()
+                finish(work)
                 self._reduce_pending(copy, self._buffer.pending())
             else:
                 copy.flat.zero_()

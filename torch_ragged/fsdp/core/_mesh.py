@@ -39,7 +39,7 @@ def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     return [] if mesh.get_coordinate() is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
-def agree_on_groups(mesh: DeviceMesh) -> None:
+def agree_on_groups(mesh: DeviceMesh, call: str = "fully_shard") -> None:
     """Raise on all ranks if they pass meshes with different process groups. No collective.
 
     Ranks compare a group once, or with ``TORCH_RAGGED_DEBUG=1`` in each call.
@@ -53,7 +53,7 @@ def agree_on_groups(mesh: DeviceMesh) -> None:
             continue
         where = f"a mesh of shape {tuple(mesh.shape)} with ranks {mesh.mesh.tolist()}, dimension {dim}"
         claim = f"process group {group.group_name} of {where}{', TORCH_RAGGED_DEBUG=1' if is_debug() else ''}"
-        agree_on_group(group, claim, "fully_shard", timeout_of(group, device_of(mesh)).total_seconds())
+        agree_on_group(group, claim, call, timeout_of(group, device_of(mesh)).total_seconds())
         _agreed.add(group)
 
 

@@ -128,7 +128,8 @@ class NeighbourCopies:
             host, as torchrun sets it, if the mesh has more ranks; otherwise 1.
 
     Raises:
-        ValueError: the model is not sharded, or has replicas; ``every`` or ``distance`` does not fit, or differs between ranks.
+        ValueError: the model is not sharded, or has replicas; ``every`` or ``distance`` does not fit, or they, the
+            model or the optimizers differ between ranks.
 
     Collectives: two all-reduces of up to 24 bytes, on the mesh. The copies have a process group of their own, with the timeout
     of the mesh's group.
@@ -154,6 +155,7 @@ class NeighbourCopies:
                     f"distance between 1 and {dp.ranks - 1}"
                 )
             claim.append(f"every={every}, distance={distance}")
+            claim += self._move(None).lines()  # Or the copies of two models, or of two dtypes, would meet.
         announce()  # So that other ranks can ask whether this process lives.
         self._mesh = dp.mesh
         self._ranks = tuple(dp.mesh.mesh.tolist())

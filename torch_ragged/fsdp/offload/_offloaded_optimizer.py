@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_ragged._ranks.agreement import agree, agreement
+from torch_ragged._ranks.claims import text_of
 from torch_ragged.fsdp._fully_shard import named_groups
 from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._fsdp_api import Offload
@@ -107,7 +108,8 @@ def offloaded(
         rules: Rules = ElementWise(optimizer) if optimizer in ElementWise.CLASSES else OwnRules(template)
         result = OffloadedOptimizer(template, groups, rules, in_backward)
         offload = [group.plan.offload for group in groups]
-        claim.append(f"{optimizer.__name__}, {offload}, {len(result.param_groups)} parameter groups, in_backward={in_backward}")
+        claim += [f"optimizer: {text_of(optimizer)}", f"offload_policy: {text_of(offload)}", f"in_backward: {in_backward}"]
+        claim.append(f"{len(result.param_groups)} parameter groups")
     return result
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._ranks.peers import issued_on, peers_named
-from torch_ragged.fsdp.core._mesh import groups_of
+from torch_ragged.fsdp.core._mesh import agree_on_groups, groups_of
 
 __all__ = ["token_scale"]
 
@@ -41,7 +41,8 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
 
     Raises:
         TypeError: ``tokens`` is no number of tokens. All ranks raise.
-        ValueError: ``tokens`` is negative, or 0 on all ranks; this rank is not in ``mesh``; or there is no process group.
+        ValueError: ``tokens`` is negative, or 0 on all ranks; this rank is not in ``mesh``; ranks pass different meshes; or
+            there is no process group.
         RuntimeError: another rank raised.
         PeerError: a rank died, or did not make this call.
     """
@@ -50,6 +51,8 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
         raise ValueError(f"token_scale: rank {dist.get_rank()} is not in {mesh}: call it on the ranks of the mesh")
     if groups[0] is None:
         raise ValueError("token_scale needs a process group: call torch.distributed.init_process_group() first")
+    if mesh is not None:
+        agree_on_groups(mesh, _CALL)
     device = device_of_messages(groups[0])
     with agreement([group for group in groups if group is not None], device, _CALL) as claim:
         total = torch.tensor([_count(tokens)], dtype=torch.int64, device=device)
