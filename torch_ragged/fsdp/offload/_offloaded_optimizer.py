@@ -200,6 +200,9 @@ class OffloadedOptimizer(Optimizer):
         # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
         self._ranks, self._device = _ranks_of(groups)
         self._has_files = any(_folder_of(group) is not None for group in groups)
+        # What lies in a file, or in two tiers, can be read as a copy only. A state dict of which a part is copies would be of two
+        # steps, if it is kept while training goes on. Equal on all ranks, whichever elements they have.
+        self._copies_states = self._has_files or any(0 < _fraction_of(group) < 1 for group in groups)
         self.has_failed = False
         beside, chunked = self._cut()
         self._chunks: list[tuple[Chunk, Tier]] = []
@@ -235,6 +238,9 @@ class OffloadedOptimizer(Optimizer):
                 self._parts.setdefault(piece.param, []).append(_Part(piece, chunk, tier))
         for parts in self._parts.values():
             parts.sort(key=lambda part: part.piece.start)
+        # In the order of the parameters, which is equal on all ranks. Each rank cuts other chunks, and a full state dict gathers
+        # one parameter after the other.
+        self._parts = dict(sorted(self._parts.items(), key=lambda item: item[1][0].piece.number))
         self._last: Chunk | None = None  # The chunk that was stepped last.
         self._after: dict[Chunk, tuple[Chunk, Tier]] = {}  # Which chunk followed, the last time.
         self._of_groups: dict[FSDPParamGroup, list[tuple[Chunk, Tier]]] = {}
@@ -526,7 +532,10 @@ class OffloadedOptimizer(Optimizer):
     # -- state dicts -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.state_dict``. States in files are read into memory, all of them.
+        """As ``torch.optim.Optimizer.state_dict``. The order of parameters and states is equal on all ranks.
+
+        With states in files, or a fraction of them in host memory, all of its states are copies in host memory, of this step.
+        Otherwise they are the states themselves, as torch's, and follow later steps.
 
         Raises:
             RuntimeError: a step has failed, and no checkpoint was loaded since then.
@@ -535,6 +544,7 @@ class OffloadedOptimizer(Optimizer):
         self._wait()
         self._check_states_are_valid()
         try:
+            self.state.are_copied = self._copies_states  # type: ignore[attr-defined]
             found = super().state_dict()
             for group in found["param_groups"]:
                 for name in self._rules.unsaved:
@@ -544,6 +554,8 @@ class OffloadedOptimizer(Optimizer):
             # A read may go well at the next try. What could not be written is lost.
             self.has_failed = any(tier.has_lost for _, tier in self._chunks if isinstance(tier, FileTier))
             raise
+        finally:
+            self.state.are_copied = False  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as ``torch.optim.Optimizer.load_state_dict`` does. States are copied into their tiers.
@@ -603,12 +615,22 @@ class _Shell:
         self.states = states
 
 
+def _copied(value: Any) -> Any:
+    """A copy in host memory: of the states on an accelerator, the device may have no room for a second set."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if value.ndim == 0 else value.detach().to("cpu", copy=True)
+
+
 class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
     """By parameter, its states as the optimizer has them without offload. Parameters without states are left out.
 
     Args:
         optimizer: whose states they are.
         parts: by parameter, its pieces in order.
+
+    Attributes:
+        are_copied: whether all states that are read now are copies. Otherwise, those in one piece in memory are views.
     """
 
     def __init__(
@@ -619,6 +641,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         rules: Rules,
     ) -> None:
         self._of, self._parts, self._members, self._rules = weakref.ref(optimizer), parts, members, rules
+        self.are_copied = False
 
     @property
     def _optimizer(self) -> OffloadedOptimizer:
@@ -630,23 +653,29 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         self._optimizer._wait()
         parts = self._parts[param]
-        states = []
+        is_copy = self.are_copied or len(parts) > 1 or parts[0].tier.is_transient
+        states: list[dict[str, Any]] = []
         for part in parts:
             found = part.chunk.states_of(part.piece, part.tier.look(part.chunk))
-            if part.tier.is_transient:
-                found = {name: value.clone() if name in part.piece.sizes else value for name, value in found.items()}
-            states.append(found)
-        if parts[0].piece.is_whole:
+            # What a window of a tier has now, the next look replaces.
+            states.append({name: _copied(value) for name, value in found.items()} if is_copy else found)
+        member = self._members.get(param)
+        if member is None:  # A plain parameter, in one piece.
             return states[0]
+        # One order on all ranks: that in which optimizers make their states. A piece on the device has that of what was loaded.
+        sizes = self._rules.sizes(member, self._optimizer.param_groups[member.group_number], 0, member.numel)
+        names = [*(name for name in states[0] if name not in sizes), *(name for name in sizes if name in states[0])]
+        if parts[0].piece.is_whole:
+            return {name: states[0][name] for name in names}
         # Between steps, the pieces of a parameter have the same states: those with elements, and counters, which are equal.
-        return {name: self._joined(param, name, [each[name] for each in states]) for name in states[0]}
+        return {name: self._joined(member, name, [each[name] for each in states]) for name in names}
 
-    def _joined(self, param: torch.Tensor, name: str, values: Sequence[Any]) -> Any:
+    def _joined(self, member: Member, name: str, values: Sequence[Any]) -> Any:
         first = values[0]
         if not isinstance(first, torch.Tensor) or first.ndim == 0:
             return first
         flat = first if len(values) == 1 else torch.cat([value.cpu() for value in values])
-        return self._rules.as_dtensor(self._members[param], name, flat)
+        return self._rules.as_dtensor(member, name, flat)
 
     def __setitem__(self, param: torch.Tensor, states: Mapping[str, Any]) -> None:
         for part in self._parts[param]:
