@@ -169,6 +169,9 @@ class MatrixOptimizer(RaggedOptimizer):
         if algorithm not in (self.algorithm, "adamw"):
             raise ValueError(f"{type(self).__name__} algorithm must be {self.algorithm!r} or 'adamw', got {algorithm!r}")
 
+    def _follows_dtype(self, group: dict[str, Any], name: str) -> bool:
+        return group["algorithm"] != self.algorithm and super()._follows_dtype(group, name)
+
     def _check_states(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
             self._check_algorithm(group.get("algorithm", self.algorithm))
