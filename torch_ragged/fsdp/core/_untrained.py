@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import backward_id
+from torch_ragged.fsdp.core._fsdp_api import Offload
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
@@ -121,7 +122,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"has parameters that {call} has replaced since: {_listed(names)}. Its step does not train the model: make the "
             f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}"
         )
-    texts += _of_detached(params) + _of_alone(optimizer, params)
+    texts += _of_detached(params) + _of_alone(optimizer, params) + _of_offload(optimizer, params)
     pending: dict[int, tuple[nn.Module, str]] = {}
     if backward_id() == -1:
         alone = (param for group in all_groups if group.is_pending for param in group.params)
@@ -222,6 +223,25 @@ def _of_alone(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]
     note_ignored(alone)
     texts = [names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in alone]
     return [f"trains parameters that fully_shard has not sharded, beside sharded ones: {_listed(texts)}. {_ADVICE}"]
+
+
+def _of_offload(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]:
+    """A policy without effect: the states of an ordinary optimizer lie where its parameters do."""
+    if getattr(optimizer, "follows_offload", False):
+        return []
+    held, found = {id(param) for param in params}, {}
+    for group in all_groups:
+        policy = group.plan.offload
+        if isinstance(policy, Offload) and policy.optimizer and (policy.to != "cpu" or not policy.parameters):
+            found.update({param.registered_names[0]: policy for param in group.params if id(param.sharded) in held})
+    if not (names := _names(found)):
+        return []
+    name, policy = type(optimizer).__name__, next(iter(found.values()))
+    return [
+        f"keeps all of its states beside the parameters, and fully_shard(..., offload_policy={policy!r}) has no effect on "
+        f"them: {_listed(names)}. Make the optimizer that follows the policy by offloaded({name}, model, ...), or leave the "
+        "policy out"
+    ]
 
 
 def _is_alone(param: torch.Tensor) -> bool:

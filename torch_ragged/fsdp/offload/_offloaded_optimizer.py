@@ -88,7 +88,7 @@ def offloaded(
         options: the options of ``optimizer``.
 
     Raises:
-        TypeError: ``optimizer`` is not one of these classes.
+        TypeError: ``optimizer`` is not one of these classes, or ``model`` is no module.
         ValueError: no group under ``model`` has an ``Offload``; ``differentiable=True``; a parameter is of a tensor type with
             its own all-gather, or has 8-bit blocks that ranks share; ``optimizer`` refuses its options; or ranks disagree. All
             ranks raise.
@@ -121,7 +121,7 @@ def _ranks_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.ProcessGroup]
 def _check_class(optimizer: Any) -> None:
     if optimizer in ElementWise.CLASSES or (isinstance(optimizer, type) and hasattr(optimizer, "piece_optimizer")):
         return
-    given = optimizer.__name__ if isinstance(optimizer, type) else repr(optimizer)
+    given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"an object of {type(optimizer).__name__}"
     raise TypeError(
         f"offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit and AdamW8bit of torch_ragged.optim, got {given}: "
         "give one of these classes, not an object of it; or make the optimizer without offloaded(), all states on the device"
@@ -129,6 +129,11 @@ def _check_class(optimizer: Any) -> None:
 
 
 def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the second argument of offloaded is the model, an nn.Module, got {type(model).__name__}: write "
+            "offloaded(torch.optim.AdamW, model). Parameters, or parameter groups, are the third one"
+        )
     if not any(isinstance(group.plan.offload, Offload) for group in groups):
         what = f"{len(groups)} groups of {type(model).__name__}" if groups else f"{type(model).__name__}, which has no groups,"
         raise ValueError(
@@ -176,6 +181,7 @@ class OffloadedOptimizer(Optimizer):
     parameter lie in two tiers, it has copies of them.
 
     Attributes:
+        follows_offload: True: a step of any other optimizer of such a model warns.
         has_failed: whether a scratch file, or a step in backward, has failed, and no states were loaded since then. After a
             step, it is equal on all ranks, and ``state`` is empty. If a load fails, it may be true on one rank: the next step
             raises on all.
@@ -186,6 +192,8 @@ class OffloadedOptimizer(Optimizer):
         rules: how parameters are cut and stepped.
         in_backward: whether groups are stepped in backward.
     """
+
+    follows_offload = True
 
     def __init__(self, template: Optimizer, groups: Sequence[FSDPParamGroup], rules: Rules, in_backward: bool = False) -> None:
         self._is_complete = False
