@@ -10,7 +10,7 @@ import itertools
 import json
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +150,9 @@ class TrainState:
 class Contents:
     """Collects what :func:`save` writes for a ``state``. Nothing in ``state`` is changed.
 
+    Args:
+        is_staged: whether all tensors are copied next. Otherwise, states in files are read when they are written.
+
     Attributes:
         state_dict: the state dict for DCP. Its tensors are those of the model, not copies.
         rng: the state of each random generator of this rank.
@@ -158,7 +161,7 @@ class Contents:
         tied: the first name of each parameter of the model that has several names, by its other names.
     """
 
-    def __init__(self, state: TrainState, rank: int) -> None:
+    def __init__(self, state: TrainState, rank: int, is_staged: bool = False) -> None:
         objects = {
             f"extra.{name}": _value_of(value, f"extra.{name}")
             for name, value in state.extra.items()
@@ -191,7 +194,8 @@ class Contents:
             "rng": {str(rank): self.rng},
         }
         if state.optimizers:
-            self.state_dict["optimizer"] = optimizer_with_layouts(_optimizer_state(state), self.state_dict["model"])
+            found = _optimizer_state(state, "views" if is_staged else "stored")
+            self.state_dict["optimizer"] = optimizer_with_layouts(found, self.state_dict["model"])
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
@@ -264,7 +268,7 @@ class _Before:
                 group.update(before)  # get_optimizer_state_dict sets the learning rate to 0 for its step.
 
 
-def _optimizer_state(state: TrainState) -> dict[str, Any]:
+def _optimizer_state(state: TrainState, form: str = "stored") -> dict[str, Any]:
     """The state dict of all optimizers by parameter names, without states for an optimizer that has never stepped.
 
     ``get_optimizer_state_dict`` steps such an optimizer with zero gradients, which leaves its step counters at 1. This step is
@@ -273,7 +277,7 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
     fresh = {id(p) for o in state.optimizers if not o.state for group in o.param_groups for p in group["params"]}
     before = _Before(state)
     try:
-        result = _initialized(state)
+        result = _initialized(state, form)
     finally:
         before.restore()
     for name, parameter in state.model.named_parameters():
@@ -282,13 +286,23 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
     return result
 
 
-def _initialized(state: TrainState) -> dict[str, Any]:
-    """The state dict of all optimizers by parameter names. An optimizer that has never stepped gets initial states."""
+def _initialized(state: TrainState, form: str = "stored") -> dict[str, Any]:
+    """The state dict of all optimizers by parameter names. An optimizer that has never stepped gets initial states.
+
+    Args:
+        form: of the states of offloaded optimizers, see ``OffloadedOptimizer.states_as``.
+    """
     gradients = [(p, p.grad) for p in state.parameters]
     try:
         for parameter, _ in gradients:
             parameter.grad = None  # DCP's function creates states only if no gradient is set.
-        return get_optimizer_state_dict(state.model, state.optimizers)
+        with ExitStack() as stack:
+            for optimizer in state.optimizers:
+                if hasattr(optimizer, "states_as"):
+                    stack.enter_context(optimizer.states_as(form))
+                    if not optimizer.state:  # DCP's function would make gradients of all parameters at once.
+                        optimizer.make_states()
+            return get_optimizer_state_dict(state.model, state.optimizers)
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

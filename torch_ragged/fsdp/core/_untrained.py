@@ -229,14 +229,15 @@ def _of_offload(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[st
     """A policy without effect: the states of an ordinary optimizer lie where its parameters do."""
     if getattr(optimizer, "follows_offload", False):
         return []
-    held, found = {id(param) for param in params}, {}
+    policies = {}
     for group in all_groups:
         policy = group.plan.offload
         if isinstance(policy, Offload) and policy.optimizer and (policy.to != "cpu" or not policy.parameters):
-            found.update({param.registered_names[0]: policy for param in group.params if id(param.sharded) in held})
-    if not (names := _names(found)):
+            policies.update({id(param.sharded): (param.registered_names[0], policy) for param in group.params})
+    found = [policies[id(param)] for param in params if id(param) in policies]
+    if not found:
         return []
-    name, policy = type(optimizer).__name__, next(iter(found.values()))
+    names, name, policy = _names(owner for owner, _ in found), type(optimizer).__name__, found[0][1]
     return [
         f"keeps all of its states beside the parameters, and fully_shard(..., offload_policy={policy!r}) has no effect on "
         f"them: {_listed(names)}. Make the optimizer that follows the policy by offloaded({name}, model, ...), or leave the "

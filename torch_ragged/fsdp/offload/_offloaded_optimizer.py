@@ -5,6 +5,7 @@ It does not reduce gradients. A step communicates only to tell other ranks that 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -25,8 +26,9 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
-from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, leaf_of
+from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, StateSizes, leaf_of
 from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
+from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
@@ -210,6 +212,7 @@ class OffloadedOptimizer(Optimizer):
         self._has_files = any(_folder_of(group) is not None for group in groups)
         # What lies in a file, or in two tiers, can be read as a copy only. A state dict of which a part is copies would be of two
         # steps, if it is kept while training goes on. Equal on all ranks, whichever elements they have.
+        self._form: str | None = None
         self._copies_states = self._has_files or any(0 < _fraction_of(group) < 1 for group in groups)
         self.has_failed = False
         beside, chunked = self._cut()
@@ -447,6 +450,30 @@ class OffloadedOptimizer(Optimizer):
             raise
         return loss
 
+    @torch.no_grad()
+    def make_states(self) -> None:
+        """Make the states of all parameters, as DCP does before a load: by a step with gradients of zeros, and a ``lr`` of 0.
+
+        One group after the other, so that gradients of all parameters are never in memory together. ``.grad`` must be None.
+        """
+        groups: dict[FSDPParamGroup | None, list[torch.Tensor]] = {}
+        for param in self._parts:
+            member = self._members.get(param)
+            groups.setdefault(None if member is None else member.group, []).append(param)
+        rates = [options["lr"] for options in self.param_groups]
+        try:
+            for options, rate in zip(self.param_groups, rates):
+                options["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            for group, params in groups.items():
+                for param in params:
+                    param.grad = torch.zeros_like(param) if param.requires_grad else None
+                self._step_chunks(self._chunks if group is None else self._of_groups.get(group, ()))
+                for param in params:
+                    param.grad = None
+        finally:
+            for options, rate in zip(self.param_groups, rates):
+                options["lr"] = rate
+
     def step_group(self, group: FSDPParamGroup) -> None:
         """Step the parameters of one group, whose gradients are complete: a part of a step in backward."""
         self._check_states_are_valid()
@@ -551,19 +578,36 @@ class OffloadedOptimizer(Optimizer):
         """
         self._wait()
         self._check_states_are_valid()
-        try:
-            self.state.are_copied = self._copies_states  # type: ignore[attr-defined]
+        with self._noting_losses(), self.states_as(self._form or ("copies" if self._copies_states else "views")):
             found = super().state_dict()
-            for group in found["param_groups"]:
-                for name in self._rules.unsaved:
-                    group.pop(name, None)
-            return found
+        for group in found["param_groups"]:
+            for name in self._rules.unsaved:
+                group.pop(name, None)
+        return found
+
+    @contextlib.contextmanager
+    def states_as(self, form: str) -> Iterator[None]:
+        """The form of the states that ``state_dict()`` and ``state`` have inside, for checkpoints.
+
+        Args:
+            form: ``"copies"``: all of them. ``"views"``: of states in one piece in memory, the states themselves; copies of
+                the others. ``"stored"``: the same, with a ``StoredTensor`` in place of a copy, which reads and writes the
+                tiers. If one was written to, :meth:`load_state_dict` must follow.
+        """
+        before, self._form = self._form, form
+        try:
+            yield
+        finally:
+            self._form = before
+
+    @contextlib.contextmanager
+    def _noting_losses(self) -> Iterator[None]:
+        try:
+            yield
         except OSError:
             # A read may go well at the next try. What could not be written is lost.
-            self.has_failed = any(tier.has_lost for _, tier in self._chunks if isinstance(tier, FileTier))
+            self.has_failed |= any(tier.has_lost for _, tier in self._chunks if isinstance(tier, FileTier))
             raise
-        finally:
-            self.state.are_copied = False  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as ``torch.optim.Optimizer.load_state_dict`` does. States are copied into their tiers.
@@ -602,11 +646,14 @@ class OffloadedOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self.param_groups = state["param_groups"]
-        self.state.clear()
+        loaded = {param: shell.states for param, shell in state["state"].items() if isinstance(shell, _Shell)}
+        if not any(self.state.has_stored(param, states) for param, states in loaded.items()):  # type: ignore[attr-defined]
+            self.state.clear()
+        for param in self.state.keys() - loaded.keys():  # Those that a checkpoint has filled stay where they are.
+            del self.state[param]
         self.has_failed = self._has_files or self._in_backward is not None  # Until all states are set.
-        for param, shell in state["state"].items():
-            if isinstance(shell, _Shell):
-                self.state[param] = shell.states
+        for param, states in loaded.items():
+            self.state[param] = states
         self.has_failed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -623,6 +670,48 @@ class _Shell:
         self.states = states
 
 
+class _Runs:
+    """The ``Store`` of one state of one parameter: its elements lie in the pieces of the parameter, each in a tier.
+
+    Args:
+        states: all states.
+        param, name: the parameter and the name of the state.
+    """
+
+    def __init__(self, states: _States, param: torch.Tensor, name: str) -> None:
+        self.states, self.param, self.name = states, param, name
+        self.numel, self.dtype = states._sizes(states._members[param])[name]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        self.states._optimizer._wait()
+        result = torch.empty(stop - start, dtype=self.dtype, device="cpu")
+        with self.states._optimizer._noting_losses():
+            for part, there, here in self._parts(start, stop):
+                result[here].copy_(self._look(part)[there])
+        return result
+
+    def write(self, start: int, data: torch.Tensor) -> None:
+        optimizer, width = self.states._optimizer, self.dtype.itemsize
+        optimizer._wait()
+        optimizer.has_failed = True  # Until load_state_dict() says that all states are there.
+        for part, there, here in self._parts(start, start + data.numel() // width):
+            self._look(part)[there].view(torch.uint8).copy_(data[here.start * width : here.stop * width])
+            part.tier.store(part.chunk)
+
+    def _look(self, part: _Part) -> torch.Tensor:
+        found = part.chunk.states_of(part.piece, part.tier.look(part.chunk))[self.name]
+        return local_of(found).view(-1)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[_Part, slice, slice]]:
+        """The pieces of a run, and of each the elements there, and in the run."""
+        states = self.states
+        for part in states._parts[self.param]:
+            begin, end = states._rules.run(states._members[self.param], self.name, part.piece.start, part.piece.stop)
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                yield part, slice(first - begin, last - begin), slice(first - start, last - start)
+
+
 def _copied(value: Any) -> Any:
     """A copy in host memory: of the states on an accelerator, the device may have no room for a second set."""
     if not isinstance(value, torch.Tensor):
@@ -636,9 +725,6 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
     Args:
         optimizer: whose states they are.
         parts: by parameter, its pieces in order.
-
-    Attributes:
-        are_copied: whether all states that are read now are copies. Otherwise, those in one piece in memory are views.
     """
 
     def __init__(
@@ -649,7 +735,6 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         rules: Rules,
     ) -> None:
         self._of, self._parts, self._members, self._rules = weakref.ref(optimizer), parts, members, rules
-        self.are_copied = False
 
     @property
     def _optimizer(self) -> OffloadedOptimizer:
@@ -660,23 +745,38 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         self._optimizer._wait()
-        parts = self._parts[param]
-        is_copy = self.are_copied or len(parts) > 1 or parts[0].tier.is_transient
+        parts, form, member = self._parts[param], self._optimizer._form, self._members.get(param)
+        is_apart = len(parts) > 1 or parts[0].tier.is_transient
+        # One order on all ranks: that in which optimizers make their states. A piece on the device has that of what was loaded.
+        sizes = {} if member is None else self._sizes(member)
+        first = parts[0].chunk.own_states_of(parts[0].piece)
+        names = [*(name for name in first if name not in sizes), *(n for n in sizes if n in first or n in parts[0].piece.sizes)]
+        if member is not None and is_apart and form == "stored":
+            stored = {name: StoredTensor(_Runs(self, param, name)) for name in names if name in sizes}
+            return {n: self._rules.as_dtensor(member, n, stored[n]) if n in stored else first[n] for n in names}
         states: list[dict[str, Any]] = []
         for part in parts:
             found = part.chunk.states_of(part.piece, part.tier.look(part.chunk))
             # What a window of a tier has now, the next look replaces.
+            is_copy = is_apart or form == "copies"
             states.append({name: _copied(value) for name, value in found.items()} if is_copy else found)
-        member = self._members.get(param)
-        if member is None:  # A plain parameter, in one piece.
-            return states[0]
-        # One order on all ranks: that in which optimizers make their states. A piece on the device has that of what was loaded.
-        sizes = self._rules.sizes(member, self._optimizer.param_groups[member.group_number], 0, member.numel)
-        names = [*(name for name in states[0] if name not in sizes), *(name for name in sizes if name in states[0])]
-        if parts[0].piece.is_whole:
+        if member is None or parts[0].piece.is_whole:
             return {name: states[0][name] for name in names}
         # Between steps, the pieces of a parameter have the same states: those with elements, and counters, which are equal.
         return {name: self._joined(member, name, [each[name] for each in states]) for name in names}
+
+    def _sizes(self, member: Member) -> StateSizes:
+        """The states of all elements of a parameter on this rank."""
+        return self._rules.sizes(member, self._optimizer.param_groups[member.group_number], 0, member.numel)
+
+    def has_stored(self, param: torch.Tensor, states: Mapping[str, Any]) -> bool:
+        """Whether one of ``states`` is a StoredTensor of these states of ``param``."""
+        return any(self._is_stored(param, value) for value in states.values())
+
+    def _is_stored(self, param: torch.Tensor, value: Any) -> bool:
+        local = local_of(value) if isinstance(value, torch.Tensor) else None
+        runs = local.store if isinstance(local, StoredTensor) else None
+        return isinstance(runs, _Runs) and runs.states is self and runs.param is param
 
     def _joined(self, member: Member, name: str, values: Sequence[Any]) -> Any:
         first = values[0]
@@ -686,6 +786,12 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         return self._rules.as_dtensor(member, name, flat)
 
     def __setitem__(self, param: torch.Tensor, states: Mapping[str, Any]) -> None:
+        given = {name: value for name, value in states.items() if not self._is_stored(param, value)}
+        if len(given) < len(states):  # The others are there already. These are counters.
+            for part in self._parts[param]:
+                mine = {name: self._part_of(part.piece, name, value) for name, value in given.items()}
+                part.chunk.own_states_of(part.piece).update(mine)
+            return
         for part in self._parts[param]:
             mine = {
                 name: value for name, given in states.items() if (value := self._part_of(part.piece, name, given)) is not None
