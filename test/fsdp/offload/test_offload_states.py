@@ -7,6 +7,7 @@ import tempfile
 import time
 import unittest
 import warnings
+import weakref
 from unittest import mock
 
 import pytest
@@ -86,16 +87,16 @@ class OrderTest(unittest.TestCase):
     @ranks(2)
     def test_a_full_state_dict_is_that_without_offload():
         """Each rank cuts other chunks: the order of parameters must not follow them, or ranks gather different states."""
-        for weights in (None, [0, 1]):
-            for kind, options in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})):
-                model, optimizer = trained_pairs(None, kind, weights, **options)
-                want = get_optimizer_state_dict(model, optimizer, options=FULL)
-                with folder_of_ranks() as folder:
-                    for policy in policies(folder):
-                        model, optimizer = trained_pairs(policy, kind, weights, **options)
-                        got = get_optimizer_state_dict(model, optimizer, options=FULL)
-                        assert_same_states(got.get("state", {}), want.get("state", {}))
-                    del model, optimizer
+        adamw, sgd = (torch.optim.AdamW, {}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+        for weights, (kind, options) in ((None, adamw), ([0, 1], adamw), ([0, 1], sgd)):
+            model, optimizer = trained_pairs(None, kind, weights, **options)
+            want = get_optimizer_state_dict(model, optimizer, options=FULL)
+            with folder_of_ranks() as folder:
+                for policy in policies(folder)[1 if kind is torch.optim.SGD else 0 :: 2]:
+                    model, optimizer = trained_pairs(policy, kind, weights, **options)
+                    got = get_optimizer_state_dict(model, optimizer, options=FULL)
+                    assert_same_states(got.get("state", {}), want.get("state", {}))
+                del model, optimizer
 
     @ranks(2)
     def test_states_keep_their_order_whatever_was_loaded():
@@ -206,11 +207,11 @@ class CheckpointTest(unittest.TestCase):
                 train(source, optimizer, schedules=False)
                 checkpoint.save(path, checkpoint.TrainState(source, optimizer, step=step), read_back=True)
                 assert_equal(optimizer, reference)
-                for policy in (in_files(folder, 0.4), in_files(folder), Offload(0.5)):
+                for policy in (in_files(folder, 0.4), Offload(0.5)):
                     model = build(policy, **knobs)
                     mine = make(model, kind, policy, **options)
-                    for fresh in (True, False):
-                        if not fresh:
+                    for is_fresh in (True, False):
+                        if not is_fresh:
                             train(model, mine, start=5, steps=1, schedules=False)
                         checkpoint.load(path, checkpoint.TrainState(model, mine))
                         assert_equal(mine, reference)
@@ -255,11 +256,9 @@ class CheckpointTest(unittest.TestCase):
 
             def read(self):
                 found = real(self)
-                held.append(weak(found))
+                held.append(weakref.ref(found))
                 most[0] = max(most[0], sum(each() is not None for each in held))
                 return found
-
-            from weakref import ref as weak
 
             state = checkpoint.TrainState(model, optimizer, step=1)
             with mock.patch.object(StoredTensor, "read", read):
