@@ -369,16 +369,16 @@ class Request:
             "per_rank": own,
             "rng": rng_request(state.rng, self.manifest, metadata, self.rank),
         }
-        if state.optimizers:  # The options that were saved, of all parameter groups: ranks agree on them before tensors are filled.
+        if state.optimizers:  # The options of all saved parameter groups: they are checked before tensors are filled.
             names = [name for name in metadata.state_dict_metadata if name.startswith(GROUPS)]
             self.objects.update({name: _placeholder(metadata, name) for name in names})
         self.tensors: dict[str, Any] = {"model": _model_state(state), "extra": _tensors_of(state)}
         for optimizer in self._lost:  # It has no states to fill. Now it is loaded as if it had never stepped.
             optimizer.state.clear()
         if state.optimizers:
-            optimizer = optimizer_with_layouts(self._optimizer_state(), self.tensors["model"])
-            self._groups = optimizer.pop("param_groups")
-            self.tensors["optimizer"] = optimizer
+            wanted = optimizer_with_layouts(self._optimizer_state(), self.tensors["model"])
+            self._groups = wanted.pop("param_groups")
+            self.tensors["optimizer"] = wanted
         return self.tensors
 
     def _sources(self, name: str) -> list[int]:
@@ -459,7 +459,7 @@ class Request:
         set_rng(state.rng, states, manifest, self.rank)
 
     def _load_optimizers(self, states: Mapping[str, Any]) -> None:
-        """Let each optimizer load its groups, and the states of their parameters. A parameter without a saved state gets none."""
+        """Let each optimizer load its groups, and the states of their parameters. Without a saved state, one gets none."""
         state, groups = self.state, iter(self._groups)
         if any(isinstance(module, FullyShardedDataParallel) for module in state.model.modules()):  # Its states are converted.
             options = StateDictOptions(strict=False)

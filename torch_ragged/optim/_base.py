@@ -372,7 +372,7 @@ class RaggedOptimizer(torch.optim.Optimizer):
         return {name: tuple(param.shape) for name in ("exp_avg", "exp_avg_sq")}  # Those of AdamW.
 
     def _follows_dtype(self, group: dict[str, Any], name: str) -> bool:
-        """Whether the state ``name`` of a parameter of ``group`` has the dtype of the parameter. Other states have their own."""
+        """Whether the state ``name`` of a parameter of ``group`` has the parameter's dtype. Other states have their own."""
         return name in ("exp_avg", "exp_avg_sq")  # Those of AdamW.
 
     def _check_states(self, state_dict: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ class StoredTensor(torch.Tensor):
     def __new__(cls, store: Store, like: torch.Tensor | None = None) -> StoredTensor:
         like = torch.empty(store.numel, dtype=store.dtype, device="meta") if like is None else like
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device="cpu"
+            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=torch.device("cpu")
         )
         self.store, self._like = store, like
         return self
@@ -119,7 +119,7 @@ class StoredTensor(torch.Tensor):
                 first.write(args[1].read() if isinstance(args[1], StoredTensor) else args[1])
                 return first
             if func._schema.is_mutable:
-                raise RuntimeError(f"{func} of a tensor whose elements lie in a file, or in two memories: only copy_ writes there")
+                raise RuntimeError(f"{func} writes to a tensor whose elements lie in a file, or in two memories: use copy_")
             if any(result.alias_info is not None for result in func._schema.returns):
                 likes = func(first._like, *args[1:], **kwargs)
                 return pytree.tree_map_only(torch.Tensor, lambda like: StoredTensor(first.store, like), likes)

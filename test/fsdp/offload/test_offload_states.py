@@ -1,6 +1,5 @@
-"""States of offloaded optimizers as other code sees them: state dicts, checkpoints, gradients that a step in backward has used."""
+"""States of offloaded optimizers as other code sees them: state dicts, checkpoints; and gradients that a step has used."""
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from common import error_of, ranks
 from delays import delays
-from offload_cases import ADAMW, BLOCKS, POLICY, SGD, assert_equal, backward, build, chunks_of, folder_of_ranks, in_files, make, train
+from offload_cases import ADAMW, BLOCKS, POLICY, SGD, assert_equal, build, chunks_of, folder_of_ranks, in_files, make, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -243,7 +242,7 @@ class CheckpointTest(unittest.TestCase):
 
     @ranks(1)
     def test_no_more_than_some_chunks_are_in_memory():
-        """Tensors with memory that a save or a load makes: none has more than a parameter's states, and all are gone after it."""
+        """Of the tensors that a save or a load reads from files, one is in memory at a time: a state of one parameter."""
         with folder_of_ranks() as folder, tempfile.TemporaryDirectory() as path, chunks_of(2048):
             model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
             for each in (*model, model):

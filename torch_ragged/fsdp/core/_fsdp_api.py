@@ -163,6 +163,11 @@ class Offload(OffloadPolicy):
             )
 
     @property
+    def moves_states(self) -> bool:
+        """Whether states shall lie elsewhere than the parameters, as those of an ordinary optimizer do."""
+        return self.optimizer > 0 and (self.to != "cpu" or not self.parameters)
+
+    @property
     def parameters_folder(self) -> str | None:
         """The folder of the files of parameters; None: they lie in memory."""
         return self.to if self.parameters == "files" else None

@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import backward_id
-from torch_ragged.fsdp.core._fsdp_api import Offload
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
@@ -232,7 +231,7 @@ def _of_offload(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[st
     policies = {}
     for group in all_groups:
         policy = group.plan.offload
-        if isinstance(policy, Offload) and policy.optimizer and (policy.to != "cpu" or not policy.parameters):
+        if getattr(policy, "moves_states", False):
             policies.update({id(param.sharded): (param.registered_names[0], policy) for param in group.params})
     found = [policies[id(param)] for param in params if id(param) in policies]
     if not found:

@@ -210,9 +210,9 @@ class OffloadedOptimizer(Optimizer):
         # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
         self._ranks, self._device = _ranks_of(groups)
         self._has_files = any(_folder_of(group) is not None for group in groups)
-        # What lies in a file, or in two tiers, can be read as a copy only. A state dict of which a part is copies would be of two
-        # steps, if it is kept while training goes on. Equal on all ranks, whichever elements they have.
-        self._form: str | None = None
+        self._form: str | None = None  # Of the states that are read now, see states_as().
+        # What lies in a file, or in two tiers, is read as a copy. If a part of a state dict were copies, it would be of two
+        # steps when it is kept while training goes on. Equal on all ranks, also if a rank has no such elements.
         self._copies_states = self._has_files or any(0 < _fraction_of(group) < 1 for group in groups)
         self.has_failed = False
         beside, chunked = self._cut()
@@ -249,8 +249,8 @@ class OffloadedOptimizer(Optimizer):
                 self._parts.setdefault(piece.param, []).append(_Part(piece, chunk, tier))
         for parts in self._parts.values():
             parts.sort(key=lambda part: part.piece.start)
-        # In the order of the parameters, which is equal on all ranks. Each rank cuts other chunks, and a full state dict gathers
-        # one parameter after the other.
+        # In the order of the parameters, which is equal on all ranks: a full state dict gathers one after the other. The order
+        # of chunks is not, since each rank has other elements.
         self._parts = dict(sorted(self._parts.items(), key=lambda item: item[1][0].piece.number))
         self._last: Chunk | None = None  # The chunk that was stepped last.
         self._after: dict[Chunk, tuple[Chunk, Tier]] = {}  # Which chunk followed, the last time.
