@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 import unittest
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -148,6 +149,25 @@ class OtherGroupsTest(unittest.TestCase):
             group["lr"] *= 2
         check_goes_on(saved, loaded, "lr is a tensor")
         assert [group["lr"] for group in loaded[1].param_groups] == [group["lr"] for group in saved[1].param_groups]
+
+
+class AccumulationTest(unittest.TestCase):
+    @ranks(2)
+    def test_a_save_while_gradients_accumulate_says_nothing_and_changes_nothing():
+        """DCP makes the states of an optimizer that has made no step, by a step."""
+        (model, optimizer), (other, reference) = make("ab"), make("ab")
+        for each in (model, other):
+            each.set_requires_gradient_sync(False)
+            each(torch.ones(2, 8)).square().mean().backward()
+        with Folder() as path, warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            checkpoint.save(path, checkpoint.TrainState(model, optimizer))
+        assert not optimizer.state
+        for each, mine in ((model, optimizer), (other, reference)):
+            each.set_requires_gradient_sync(True)
+            each(torch.full((2, 8), 2.0)).square().mean().backward()
+            mine.step()
+        assert same(model, other)
 
 
 if __name__ == "__main__":

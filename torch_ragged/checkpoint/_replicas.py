@@ -73,7 +73,8 @@ class ReplicaShares:
                 if isinstance(local, StoredTensor):  # One at a time: together, they would not fit into memory.
                     received = local.read().contiguous()
                     dist.broadcast(received, src=ranks[reader], group=group)
-                    local.copy_(received)
+                    if ranks[reader] != dist.get_rank():
+                        local.copy_(received)
                     continue
                 buffer = local.contiguous()
                 in_flight.append((dist.broadcast(buffer, src=ranks[reader], group=group, async_op=True), buffer, local))

@@ -456,6 +456,7 @@ class OffloadedOptimizer(Optimizer):
 
         One group after the other, so that gradients of all parameters are never in memory together. ``.grad`` must be None.
         """
+        self._check_step()
         groups: dict[FSDPParamGroup | None, list[torch.Tensor]] = {}
         for param in self._parts:
             member = self._members.get(param)
@@ -647,10 +648,14 @@ class OffloadedOptimizer(Optimizer):
                 group.setdefault(name, value)
         self.param_groups = state["param_groups"]
         loaded = {param: shell.states for param, shell in state["state"].items() if isinstance(shell, _Shell)}
-        if not any(self.state.has_stored(param, states) for param, states in loaded.items()):  # type: ignore[attr-defined]
+        if any(self.state.has_stored(param, states) for param, states in loaded.items()):  # type: ignore[attr-defined]
+            # A checkpoint has filled the tiers. These states stay where they are.
+            if self._in_backward is not None:
+                self._in_backward.reset()
+            for param in self.state.keys() - loaded.keys():
+                del self.state[param]
+        else:
             self.state.clear()
-        for param in self.state.keys() - loaded.keys():  # Those that a checkpoint has filled stay where they are.
-            del self.state[param]
         self.has_failed = self._has_files or self._in_backward is not None  # Until all states are set.
         for param, states in loaded.items():
             self.state[param] = states
@@ -745,6 +750,8 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         self._optimizer._wait()
+        if param in self._parts and param not in self:
+            return {}
         parts, form, member = self._parts[param], self._optimizer._form, self._members.get(param)
         is_apart = len(parts) > 1 or parts[0].tier.is_transient
         # One order on all ranks: that in which optimizers make their states. A piece on the device has that of what was loaded.
