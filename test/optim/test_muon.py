@@ -208,7 +208,8 @@ def _check_shared(cases, expected, narrow):
     assert_same(capped, narrow, f"bfloat16, capped {kind} {mesh_shape}")
     params = make_params("ragged", init_device_mesh("cpu", (dist.get_world_size(),)), [(64, 128), (33, 65)])
     counts = _count(_make_shared(params, check_gradients=False), params)
-    assert counts["c10d_functional.all_to_all_single"] in (4 + 9, 4 + 18), counts  # One flight has shared matrices, or both.
+    # One flight; or two, of which one has shared matrices, or both: the cuts are uneven, and roots follow them.
+    assert counts["c10d_functional.all_to_all_single"] in (2 + 9, 4 + 9, 4 + 18), counts
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -142,7 +142,7 @@ def async_save(
             "async_save got no process_group. It needs a process group of its own, which training does not use: pass "
             "process_group=dist.new_group(backend='gloo')"
         )
-    tensors, writer = _prepare(Path(path), state, process_group)
+    tensors, writer = _prepare(Path(path), state, process_group, is_staged=True)
     folder, what = writer.folder, f"saving {writer.folder}"
     stager = DefaultStager(
         StagingOptions(
@@ -305,7 +305,9 @@ def _rank_of(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> tuple[dict[str, Any], CheckpointWriter]:
+def _prepare(
+    path: Path, state: TrainState, group: dist.ProcessGroup | None, is_staged: bool = False
+) -> tuple[dict[str, Any], CheckpointWriter]:
     """Check ``state`` and clear the folder. Returns the state dict to save and its writer.
 
     Collective: every check is agreed on, so either all ranks go on to DCP or none does.
@@ -317,7 +319,7 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     collected: list[Contents] = []
 
     def collect() -> dict[str, Any]:
-        collected.append(Contents(state, rank))
+        collected.append(Contents(state, rank, is_staged))
         return boxes_of(collected[0].state_dict)
 
     refuse_gaps(gather(collect, what, group), what)

@@ -114,6 +114,8 @@ class HashingFileSystem(FileSystem):
                 _disk.sync(stream)  # Before any rename makes the file visible.
         except Exception as error:  # Errors of write, fsync and close do not name the file.
             cause = (hashing and hashing.failure) or error
+            if cause is error and getattr(error, "filename", None) not in (None, str(path)):
+                raise  # It names another file: what is written is read from there.
             if isinstance(cause, OSError):
                 needed = max(self.planned, hashing.asked if hashing else 0)
                 raise OSError(cause.errno, _reason(cause, path, needed), str(path)) from error

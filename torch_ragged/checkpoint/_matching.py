@@ -18,6 +18,7 @@ from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, describe
 from torch_ragged.checkpoint._replicas import ReplicaShares
+from torch_ragged.checkpoint._state import GROUPS
 
 __all__ = ["CheckingPlanner", "differences"]
 
@@ -66,7 +67,11 @@ def differences(wanted: Mapping[str, TensorRecord], saved: Mapping[str, TensorRe
     """
     whole = {name.partition(".")[0] for name in wanted} & {"model", "optimizer"}
     missing = [name for name in wanted if name not in saved]
-    surplus = [name for name in saved if name not in wanted and name.partition(".")[0] in whole]
+    surplus = [
+        name
+        for name in saved
+        if name not in wanted and name.partition(".")[0] in whole and not name.startswith(GROUPS)  # Read as objects.
+    ]
     problems = [
         f"{name} is {saved[name].what} in the checkpoint, {record.what} here"
         for name, record in wanted.items()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_ragged._ranks.groups import group_of
+from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["ReplicaShares"]
 
@@ -69,6 +70,12 @@ class ReplicaShares:
             group = group_of(ranks)
             in_flight = []
             for local, reader in replicas.tensors.values():
+                if isinstance(local, StoredTensor):  # One at a time: together, they would not fit into memory.
+                    received = local.read().contiguous()
+                    dist.broadcast(received, src=ranks[reader], group=group)
+                    if ranks[reader] != dist.get_rank():
+                        local.copy_(received)
+                    continue
                 buffer = local.contiguous()
                 in_flight.append((dist.broadcast(buffer, src=ranks[reader], group=group, async_op=True), buffer, local))
             for work, buffer, local in in_flight:

@@ -6,10 +6,11 @@ Nothing here reads or writes files. Until :meth:`Request.apply`, nothing changes
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.checkpoint._data import load_object
@@ -40,7 +42,12 @@ from torch_ragged.checkpoint._rng import DEFAULT, rng_request, rng_states, set_r
 from torch_ragged.checkpoint._same import bytes_of
 from torch_ragged.tensor._box_tensor import BoxTensor
 
-__all__ = ["Contents", "Redistribute", "Request", "TrainState", "has_lost"]
+__all__ = ["GROUPS", "Contents", "Redistribute", "Request", "TrainState", "has_lost"]
+
+GROUPS = "optimizer.param_groups."
+"""The names of the options of parameter groups begin so."""
+
+_NAMES = ("params", "param_names")
 
 Redistribute = Mapping[str, Callable[[list[Any]], Any] | None]  # See :func:`load`.
 
@@ -143,6 +150,9 @@ class TrainState:
 class Contents:
     """Collects what :func:`save` writes for a ``state``. Nothing in ``state`` is changed.
 
+    Args:
+        is_staged: whether all tensors are copied next. Otherwise, states in files are read when they are written.
+
     Attributes:
         state_dict: the state dict for DCP. Its tensors are those of the model, not copies.
         rng: the state of each random generator of this rank.
@@ -151,7 +161,7 @@ class Contents:
         tied: the first name of each parameter of the model that has several names, by its other names.
     """
 
-    def __init__(self, state: TrainState, rank: int) -> None:
+    def __init__(self, state: TrainState, rank: int, is_staged: bool = False) -> None:
         objects = {
             f"extra.{name}": _value_of(value, f"extra.{name}")
             for name, value in state.extra.items()
@@ -184,7 +194,8 @@ class Contents:
             "rng": {str(rank): self.rng},
         }
         if state.optimizers:
-            self.state_dict["optimizer"] = optimizer_with_layouts(_optimizer_state(state), self.state_dict["model"])
+            found = _optimizer_state(state, "views" if is_staged else "stored")
+            self.state_dict["optimizer"] = optimizer_with_layouts(found, self.state_dict["model"])
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
@@ -257,7 +268,7 @@ class _Before:
                 group.update(before)  # get_optimizer_state_dict sets the learning rate to 0 for its step.
 
 
-def _optimizer_state(state: TrainState) -> dict[str, Any]:
+def _optimizer_state(state: TrainState, form: str = "stored") -> dict[str, Any]:
     """The state dict of all optimizers by parameter names, without states for an optimizer that has never stepped.
 
     ``get_optimizer_state_dict`` steps such an optimizer with zero gradients, which leaves its step counters at 1. This step is
@@ -266,7 +277,7 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
     fresh = {id(p) for o in state.optimizers if not o.state for group in o.param_groups for p in group["params"]}
     before = _Before(state)
     try:
-        result = _initialized(state)
+        result = _initialized(state, form)
     finally:
         before.restore()
     for name, parameter in state.model.named_parameters():
@@ -275,13 +286,23 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
     return result
 
 
-def _initialized(state: TrainState) -> dict[str, Any]:
-    """The state dict of all optimizers by parameter names. An optimizer that has never stepped gets initial states."""
+def _initialized(state: TrainState, form: str = "stored") -> dict[str, Any]:
+    """The state dict of all optimizers by parameter names. An optimizer that has never stepped gets initial states.
+
+    Args:
+        form: of the states of offloaded optimizers, see ``OffloadedOptimizer.states_as``.
+    """
     gradients = [(p, p.grad) for p in state.parameters]
     try:
         for parameter, _ in gradients:
             parameter.grad = None  # DCP's function creates states only if no gradient is set.
-        return get_optimizer_state_dict(state.model, state.optimizers)
+        with ExitStack() as stack:
+            for optimizer in state.optimizers:
+                if hasattr(optimizer, "states_as"):
+                    stack.enter_context(optimizer.states_as(form))
+                    if not optimizer.state:  # DCP's function would make gradients of all parameters at once.
+                        optimizer.make_states()
+            return get_optimizer_state_dict(state.model, state.optimizers)
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -348,11 +369,16 @@ class Request:
             "per_rank": own,
             "rng": rng_request(state.rng, self.manifest, metadata, self.rank),
         }
+        if state.optimizers:  # The options of all saved parameter groups: they are checked before tensors are filled.
+            names = [name for name in metadata.state_dict_metadata if name.startswith(GROUPS)]
+            self.objects.update({name: _placeholder(metadata, name) for name in names})
         self.tensors: dict[str, Any] = {"model": _model_state(state), "extra": _tensors_of(state)}
         for optimizer in self._lost:  # It has no states to fill. Now it is loaded as if it had never stepped.
             optimizer.state.clear()
         if state.optimizers:
-            self.tensors["optimizer"] = optimizer_with_layouts(self._optimizer_state(), self.tensors["model"])
+            wanted = optimizer_with_layouts(self._optimizer_state(), self.tensors["model"])
+            self._groups = wanted.pop("param_groups")
+            self.tensors["optimizer"] = wanted
         return self.tensors
 
     def _sources(self, name: str) -> list[int]:
@@ -387,8 +413,12 @@ class Request:
         """Unpickle ``objects`` after ``dcp.load`` has filled them, and redistribute the values of ``per_rank``.
 
         Raises:
-            CheckpointError: an object is missing, or a function of ``redistribute`` raised.
+            CheckpointError: an object is missing, a function of ``redistribute`` raised, or a parameter group has parameters of
+                saved groups with other options.
         """
+        if self.state.optimizers:
+            saved = _saved_groups({name: value for name, value in self.objects.items() if name.startswith(GROUPS)})
+            self._groups = _with_saved_options(self._groups, saved)
         names = [name for name in self.manifest.objects if not name.startswith("per_rank.")]
         what = f"the pickle of {', '.join(names) or 'no objects'}"
         self._values = load_object(bytes_of(self.objects["objects"]), what, self.trust)
@@ -415,8 +445,7 @@ class Request:
         state, manifest = self.state, self.manifest
         set_model_state_dict(state.model, plain(self.tensors["model"]))
         if state.optimizers:
-            options = StateDictOptions(strict=False)  # A parameter without a saved state gets none.
-            set_optimizer_state_dict(state.model, state.optimizers, plain(self.tensors["optimizer"]), options=options)
+            self._load_optimizers(plain(self.tensors["optimizer"]["state"]))
         if state.scheduler is not None:
             with _named("scheduler.load_state_dict"):
                 state.scheduler.load_state_dict(self._values["scheduler"])
@@ -429,11 +458,84 @@ class Request:
         (states,) = self.objects["rng"].values()
         set_rng(state.rng, states, manifest, self.rank)
 
+    def _load_optimizers(self, states: Mapping[str, Any]) -> None:
+        """Let each optimizer load its groups, and the states of their parameters. Without a saved state, one gets none."""
+        state, groups = self.state, iter(self._groups)
+        if any(isinstance(module, FullyShardedDataParallel) for module in state.model.modules()):  # Its states are converted.
+            options = StateDictOptions(strict=False)
+            found = {"state": dict(states), "param_groups": self._groups}
+            set_optimizer_state_dict(state.model, state.optimizers, found, options=options)
+            return
+        # Not DCP's function: it finds the groups by their parameters, and knows no groups without parameters.
+        for optimizer in state.optimizers:
+            mine = [next(groups) for _ in optimizer.param_groups]
+            numbers = {name: number for number, name in enumerate(name for group in mine for name in group["params"])}
+            optimizer.load_state_dict(
+                {
+                    "state": {number: states[name] for name, number in numbers.items() if name in states},
+                    "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in mine],
+                }
+            )
+
     def forget(self) -> None:
         """Restore the optimizers' states from before the load."""
         self._before.restore()
         for optimizer in self._lost:
             optimizer.has_failed = True  # type: ignore[attr-defined]
+
+
+def _saved_groups(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups of a checkpoint, from their options by name: ``optimizer.param_groups.<number>.<option>``."""
+    groups: dict[int, dict[str, Any]] = {}
+    for name, value in values.items():
+        number, *path, last = name.removeprefix(GROUPS).split(".")
+        at = groups.setdefault(int(number), {})
+        for key in path:  # An option that is a dict.
+            at = at.setdefault(key, {})
+        at[last] = value
+    return [groups[number] for number in sorted(groups)]
+
+
+def _with_saved_options(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The parameter groups with the options of the saved groups that have their parameters.
+
+    Groups without parameters get those of the saved groups without parameters, in order. A group of which nothing was saved
+    keeps its own.
+
+    Raises:
+        CheckpointError: the parameters of one group were in groups with different options.
+    """
+    of_param = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    empty = iter([number for number, group in enumerate(saved) if not group["params"]])
+    result = []
+    for number, group in enumerate(groups):
+        if group["params"]:
+            sources = list(dict.fromkeys(of_param[name] for name in group["params"] if name in of_param))
+        else:
+            sources = list(itertools.islice(empty, 1))
+        options = [{key: saved[each][key] for key in saved[each] if key not in _NAMES} for each in sources]
+        for source, other in zip(sources[1:], options[1:]):
+            if different := [key for key in {**options[0], **other} if not _is_equal(options[0].get(key), other.get(key))]:
+                raise CheckpointError(
+                    f"parameter group {number} has parameters of the saved groups {sources[0]} and {source}, which differ in "
+                    f"{', '.join(different)}: make the parameter groups of the run that was saved, load, then change them"
+                )
+        result.append({**group, **(options[0] if options else {})})
+        for key, value in result[-1].items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                result[-1][key] = value.to(group[key].device)
+    return result
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+def _placeholder(metadata: Metadata, name: str) -> Any:
+    """What DCP fills: a tensor, or nothing yet in the place of an object."""
+    return _empty_like(metadata, name) if isinstance(metadata.state_dict_metadata[name], TensorStorageMetadata) else None
 
 
 def _put(held: dict[str, Any], name: str, value: Any, what: str) -> None:

@@ -28,6 +28,7 @@ from torch_ragged.checkpoint._folder import incomplete_of, publish, remove, remo
 from torch_ragged.checkpoint._lease import Lease, acquire, held_tokens, owner_of_this_process
 from torch_ragged.checkpoint._manifest import MANIFEST, Manifest, TensorRecord, describe, fingerprint
 from torch_ragged.tensor._checkpoint import own_storage
+from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["CheckpointWriter", "SavePlannerOfViews"]
 
@@ -60,6 +61,8 @@ class SavePlannerOfViews(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         value = super().transform_object(write_item, object)
+        if isinstance(value, StoredTensor):  # torch.save reads it. DCP keeps what it has written until the end.
+            return value
         return own_storage(value.detach().contiguous()) if isinstance(value, torch.Tensor) else value
 
 

@@ -377,6 +377,9 @@ class Adam8bit(RaggedOptimizer):
                 scales = torch.zeros(grid, dtype=torch.float32, device=param.device)
             state[f"{name}_codes"], state[f"{name}_scales"] = codes, scales
 
+    def _follows_dtype(self, group: dict[str, Any], name: str) -> bool:
+        return False  # Codes, scales, and moments in float32.
+
     def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shape = tuple(param.shape)
         if not self.policy.is_blocked(shape):

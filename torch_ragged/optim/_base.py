@@ -338,7 +338,7 @@ def adamw_step(
 
 
 class RaggedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose states keep their dtypes on loading. Torch's ``load_state_dict`` casts them to the parameter's dtype.
+    """An optimizer whose states need not have the parameter's dtype. Torch's ``load_state_dict`` would cast all of them to it.
 
     ``_knobs`` names further attributes that a pickle or a deep copy must contain, in addition to those of
     ``torch.optim.Optimizer``. ``unsaved_options`` of a group belong to the program, and are in no state dict.
@@ -385,6 +385,10 @@ class RaggedOptimizer(torch.optim.Optimizer):
         """The global shapes of the states of ``param`` that :meth:`step` reads, by name, without the step counter."""
         return {name: tuple(param.shape) for name in ("exp_avg", "exp_avg_sq")}  # Those of AdamW.
 
+    def _follows_dtype(self, group: dict[str, Any], name: str) -> bool:
+        """Whether the state ``name`` of a parameter of ``group`` has the parameter's dtype. Other states have their own."""
+        return name in ("exp_avg", "exp_avg_sq")  # Those of AdamW.
+
     def _check_states(self, state_dict: dict[str, Any]) -> None:
         """Raise if ``state_dict`` has the states of another optimizer. More states than this one reads are legal."""
         params = [param for group in self.param_groups for param in group["params"]]
@@ -412,7 +416,7 @@ class RaggedOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states, and ``capturable``.
+        """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep ``capturable``, and the dtypes of quantized states.
 
         A capturable group keeps its tensor of ``lr``, and gets the number into it. States are new: capture again.
 
@@ -435,7 +439,8 @@ class RaggedOptimizer(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor):  # A copy, so that the step counters are not shared with ``state_dict``.
                     device = param.device if name != "step" else _device_of_step(param, group)
-                    self.state[param][name] = value.to(device, copy=True)
+                    dtype = param.dtype if self._follows_dtype(group, name) else value.dtype
+                    self.state[param][name] = value.to(device, dtype, copy=True)
 
 
 def names_peers(step: Callable[..., Any]) -> Callable[..., Any]:

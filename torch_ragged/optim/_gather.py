@@ -123,6 +123,29 @@ def mesh_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
     return _rank(mesh.get_coordinate() or (), tuple(mesh.shape)), mesh.size()
 
 
+def shares_of(placed: Sequence[Placed]) -> tuple[float, ...] | None:
+    """Each rank's share of the elements of parameters on one mesh, whose mean is 1; None if the shares are about equal.
+
+    Equal on all ranks. Shards of equal sizes differ by padding, and by blocks that are not cut: shares count as equal up to a
+    factor of 2, so that these do not unbalance the work. A rank without elements has no share.
+    """
+    shape = placed[0].mesh_shape if placed else ()
+    shares = torch.ones(1, dtype=torch.float64, device="cpu")
+    for dim, size in enumerate(shape):
+        along = torch.zeros(size, dtype=torch.float64, device="cpu")
+        for each in placed:
+            cut, start = each.cuts[dim], 0
+            for units, ranks in cut.units.runs if isinstance(cut, Run) else ((1, size),):
+                total = cut.units.total if isinstance(cut, Run) else size
+                along[start : start + ranks] += math.prod(each.shape) * units / total
+                start += ranks
+        shares = torch.outer(shares, along).flatten()
+    shares /= shares.mean()
+    if not shares.isfinite().all() or 2 * shares.min() >= shares.max():
+        return None
+    return tuple(shares.tolist())
+
+
 def owners_of(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
     """For each replica, the rank that holds each whole matrix. None if a matrix is cut, or if these ranks ever descend.
 

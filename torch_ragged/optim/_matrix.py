@@ -29,7 +29,7 @@ from torch_ragged.optim._base import (
     placed_of,
     run_closure,
 )
-from torch_ragged.optim._gather import Batch, GatherToRoot, Placed, mesh_ranks, owners_of
+from torch_ragged.optim._gather import Batch, GatherToRoot, Placed, mesh_ranks, owners_of, shares_of
 from torch_ragged.optim._matrix_groups import check_segments
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 
@@ -109,6 +109,9 @@ class MatrixOptimizer(RaggedOptimizer):
     def _check_algorithm(self, algorithm: Any) -> None:
         if algorithm not in (self.algorithm, "adamw"):
             raise ValueError(f"{type(self).__name__} algorithm must be {self.algorithm!r} or 'adamw', got {algorithm!r}")
+
+    def _follows_dtype(self, group: dict[str, Any], name: str) -> bool:
+        return group["algorithm"] != self.algorithm and super()._follows_dtype(group, name)
 
     def _check_states(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
@@ -238,7 +241,8 @@ class MatrixOptimizer(RaggedOptimizer):
     def _set_roots(self, entries: Sequence[Any], mesh: DeviceMesh | None) -> None:
         """Choose the roots of the matrices of parameters; those of segments one behind the other."""
         pairs = [(param, self._stack(part, group)) for param, group in entries for part in self._parts(param, group)]
-        roots = assign_roots([stack for _, stack in pairs], mesh_ranks(mesh)[1])
+        every = [placed_of(param) for group in self.param_groups for param in group["params"] if mesh_of(param) == mesh]
+        roots = assign_roots([stack for _, stack in pairs], mesh_ranks(mesh)[1], shares_of(every))
         self._roots.update({param: [] for param, _ in entries})
         for (param, _), chosen, split in zip(pairs, roots.of, roots.splits):
             self._roots[param].append((chosen, split))

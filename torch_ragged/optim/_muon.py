@@ -323,6 +323,9 @@ class Muon(RootStateOptimizer):
         name = "neuron_second_moment"
         return {f"{name}_{part}" if len(shapes) > 1 else name: RootState(shape, part) for part, shape in enumerate(shapes)}
 
+    def _follows_dtype(self, group: dict[str, Any], name: str) -> bool:
+        return name == "momentum_buffer" or super()._follows_dtype(group, name)
+
     def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes = super()._state_shapes(param, group)
         if group["algorithm"] != self.algorithm:

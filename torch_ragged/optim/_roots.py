@@ -117,22 +117,29 @@ class Roots:
         return max(self.loads) / mean if mean else 1.0
 
 
-def assign_roots(stacks: Sequence[Stack], ranks: int) -> Roots:
+def assign_roots(stacks: Sequence[Stack], ranks: int, shares: Optional[Sequence[float]] = None) -> Roots:
     """Choose the root of every matrix, and how many ranks share it. All ranks choose the same, by the arguments alone.
+
+    With ``shares``, the load of a rank counts in proportion to its share: a rank that has few elements gets few matrices, and
+    one without elements gets none. So do the states at the roots.
 
     If the matrices of a stack are whole on their owners, the owners are the roots; of several replicas, the least loaded. Of
     the other matrices, those of equal cost are shared by equal numbers of ranks. A search changes one of these numbers at a
     time, until no change makes the step shorter. Among assignments that are about as short, it prefers few exchanges.
     """
     kinds = list(dict.fromkeys((stack.cost, stack.blocks) for stack in stacks if stack.owners is None))
-    legal = [[split for split in range(1, min(blocks, ranks) + 1) if blocks % split == 0] for _, blocks in kinds]
+    shares = tuple(shares) if shares is not None else (1.0,) * ranks
+    legal = [
+        [split for split in range(1, min(blocks, ranks) + 1) if blocks % split == 0 and _teams(shares, split)]
+        for _, blocks in kinds
+    ]
     found: dict[tuple[int, ...], Roots] = {}
 
     def assigned(splits: tuple[int, ...]) -> Roots:
         if splits not in found:
             of_kind = dict(zip(kinds, splits))
             found[splits] = _assign(
-                [s if s.owners is not None else replace(s, split=of_kind[s.cost, s.blocks]) for s in stacks], ranks
+                [s if s.owners is not None else replace(s, split=of_kind[s.cost, s.blocks]) for s in stacks], shares
             )
         return found[splits]
 
@@ -158,8 +165,14 @@ def assign_roots(stacks: Sequence[Stack], ranks: int) -> Roots:
     return min((roots for roots in found.values() if roots.time <= about), key=lambda roots: (roots.exchange, roots.time))
 
 
-def _assign(stacks: Sequence[Stack], ranks: int) -> Roots:
+def _teams(shares: Sequence[float], split: int) -> list[int]:
+    """The first ranks of the neighbours that may share a matrix."""
+    return [start for start in range(0, len(shares) - split + 1, split) if min(shares[start : start + split]) > 0]
+
+
+def _assign(stacks: Sequence[Stack], shares: Sequence[float]) -> Roots:
     """The roots for given numbers of ranks that share a matrix."""
+    ranks = len(shares)
     work = [0.0] * ranks
     of: list[tuple[int, ...]] = [()] * len(stacks)
     order = sorted(range(len(stacks)), key=lambda index: (-stacks[index].work, index))
@@ -169,23 +182,30 @@ def _assign(stacks: Sequence[Stack], ranks: int) -> Roots:
             of[index] = min(owners, key=lambda roots: (max((work[r] for r in roots), default=0.0), roots))
             for rank in of[index]:
                 work[rank] += stacks[index].cost
-    loads = list(work)
+    loads = [load / share if share else 0.0 for load, share in zip(work, shares)]
     for split in sorted({stack.split for stack in stacks}, reverse=True):
         # Ranks that share a matrix wait for each other, so the most loaded one counts.
-        heap = [(max(loads[start : start + split]), start) for start in range(0, ranks - split + 1, split)]
-        heapq.heapify(heap)
+        team_loads = {start: max(loads[start : start + split]) for start in _teams(shares, split)}
+        team_shares = {start: min(shares[start : start + split]) for start in team_loads}
+        heap: list[tuple[float, int]] = []  # What each team's load would be with one matrix more.
+        last = None
         for index in order:
             stack = stacks[index]
             if stack.owners is None and stack.split == split:
+                if stack.work != last:
+                    heap = [(load + stack.work / team_shares[start], start) for start, load in team_loads.items()]
+                    heapq.heapify(heap)
+                    last = stack.work
                 chosen = []
                 for _ in range(stack.count):
                     load, start = heap[0]
-                    heapq.heapreplace(heap, (load + stack.work, start))
+                    team_loads[start] = load
+                    heapq.heapreplace(heap, (load + stack.work / team_shares[start], start))
                     chosen.append(start)
                     for rank in range(start, start + split):
                         work[rank] += stack.work
                 of[index] = tuple(sorted(chosen))  # All matrices of a stack have equal costs.
-        for load, start in heap:
+        for start, load in team_loads.items():
             loads[start : start + split] = [load] * split
     splits = tuple(stack.split for stack in stacks)
     time = max(work) if set(splits) <= {1} else _time(stacks, of, ranks)

@@ -125,7 +125,7 @@ def check_checkpoint(folder, call, number, victim):
         else:
             backward(model, 1)
             text = error_of(optimizer.step)
-            assert ("or a load, failed" if dist.get_rank() == victim else f"failed on rank {victim}") in text, text
+            assert "or a load, failed" in text, text  # Of this rank, whose states are filled in part, or of the victim.
             optimizer.zero_grad()
         checkpoint.load(path, state)
         assert state.step == 1

@@ -285,7 +285,6 @@ class RefusedTest(unittest.TestCase):
             grad.to_local,
             lambda: grad.mul_(2),
             lambda: grad.add_(1),
-            lambda: optimizer.zero_grad(set_to_none=False),
         ):
             assert text in error_of(read), error_of(read)
         assert text in repr(grad)

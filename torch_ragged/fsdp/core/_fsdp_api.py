@@ -166,6 +166,11 @@ class Offload(OffloadPolicy):
             )
 
     @property
+    def moves_states(self) -> bool:
+        """Whether states shall lie elsewhere than the parameters, as those of an ordinary optimizer do."""
+        return self.optimizer > 0 and (self.to != "cpu" or not self.parameters)
+
+    @property
     def parameters_folder(self) -> str | None:
         """The folder of the files of parameters; None: they lie in memory."""
         return self.to if self.parameters == "files" else None
@@ -186,8 +191,18 @@ class Offload(OffloadPolicy):
             host_bytes: the bytes that a rank may use of host memory; None: any number.
 
         Raises:
+            TypeError: ``report`` is no report, or bytes are no number.
             ValueError: all states in host memory would not be enough, or there is too little host memory.
         """
+        if not hasattr(getattr(report, "peak", None), "optimizer"):
+            raise TypeError(
+                f"Offload.fit needs the report of memory_report(model, torch.optim.AdamW), got {report!r}: give the memory of "
+                "the device as device_bytes"
+            )
+        for name, given in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
+            is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0
+            if not is_number and (name, given) != ("host_bytes", None):
+                raise TypeError(f"Offload.fit {name} must be a number of bytes, such as 80 * 2**30, got {given!r}")
         states, over = report.peak.optimizer, max(0, report.peak.total - device_bytes)
         if over > states:
             raise ValueError(

@@ -215,6 +215,8 @@ class FSDPGrad(torch.Tensor):
 class UsedGradients:
     """The source of gradients that a step in backward has used: their memory is free, and reading them is an error.
 
+    ``zero_()`` drops one, so that ``zero_grad(set_to_none=False)`` does what ``zero_grad()`` does: there is no memory to zero.
+
     It is a ``GradSource`` that publishes nothing, so that an FSDPGrad asks it for nothing else.
 
     Args:
@@ -233,6 +235,12 @@ class UsedGradients:
     def grad(self, index: int, param: DTensor, dtype: torch.dtype) -> FSDPGrad:
         """What is ``.grad`` of ``param`` from now on, in the place of a gradient of ``dtype``."""
         return FSDPGrad(self, index, param, dtype, None)  # type: ignore[arg-type]
+
+    @staticmethod
+    def drop(grad: FSDPGrad) -> None:
+        """``.grad`` of its parameter is None from now on, if it is still ``grad``."""
+        if grad._sharded.grad is grad:
+            grad._sharded.grad = None
 
     @staticmethod
     def has(grad: torch.Tensor | None) -> bool:
@@ -259,6 +267,9 @@ def _scalar(factor: Any) -> Any:
 def _on_each(written: Any, operation: str, operands: list[tuple[Any, ...]], result: Any) -> Any:
     """Apply an in-place operation to all components of FSDPGrads, and to other tensors themselves."""
     for grad, values in zip(written, operands):
+        if operation == "zero_" and UsedGradients.has(grad):
+            grad._source.drop(grad)
+            continue
         parts = grad.local_components().values() if isinstance(grad, FSDPGrad) else [grad]
         for part in parts:
             here = [value.to(part.device) if isinstance(value, torch.Tensor) else value for value in values]

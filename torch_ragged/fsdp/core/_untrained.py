@@ -121,10 +121,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"has parameters that {call} has replaced since: {_listed(names)}. Its step does not train the model: make the "
             f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}"
         )
-    texts += _of_detached(params) + _of_alone(optimizer, params)
+    texts += _of_detached(params) + _of_alone(optimizer, params) + _of_offload(optimizer, params)
     pending: dict[int, tuple[nn.Module, str]] = {}
     if backward_id() == -1:
-        alone = (param for group in all_groups if group.is_pending for param in group.params)
+        # Not of groups that accumulate: the program has set .grad, as DCP does to make states, or the step was refused above.
+        alone = (param for group in all_groups if group.is_pending and not group.is_unsynchronized for param in group.params)
         pending = {id(param.sharded): param.registered_names[0] for param in alone}
     if names := _names(pending[id(param)] for param in params if id(param) in pending):
         texts.append(
@@ -222,6 +223,26 @@ def _of_alone(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]
     note_ignored(alone)
     texts = [names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in alone]
     return [f"trains parameters that fully_shard has not sharded, beside sharded ones: {_listed(texts)}. {_ADVICE}"]
+
+
+def _of_offload(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]:
+    """A policy without effect: the states of an ordinary optimizer lie where its parameters do."""
+    if getattr(optimizer, "follows_offload", False):
+        return []
+    policies = {}
+    for group in all_groups:
+        policy = group.plan.offload
+        if getattr(policy, "moves_states", False):
+            policies.update({id(param.sharded): (param.registered_names[0], policy) for param in group.params})
+    found = [policies[id(param)] for param in params if id(param) in policies]
+    if not found:
+        return []
+    names, name, policy = _names(owner for owner, _ in found), type(optimizer).__name__, found[0][1]
+    return [
+        f"keeps all of its states beside the parameters, and fully_shard(..., offload_policy={policy!r}) has no effect on "
+        f"them: {_listed(names)}. Make the optimizer that follows the policy by offloaded({name}, model, ...), or leave the "
+        "policy out"
+    ]
 
 
 def _is_alone(param: torch.Tensor) -> bool:

@@ -20,6 +20,9 @@ from torch_ragged.fsdp.offload._pieces import Member
 
 __all__ = ["BackwardStep"]
 
+_IN_FLIGHT = 2
+"""The most groups whose step the thread has not ended, when backward goes on."""
+
 _USED = (
     "this gradient was used by the step in backward of offloaded(..., in_backward=True): it can be neither read, clipped nor "
     "unscaled. Call optimizer.step() and optimizer.zero_grad(), or give offloaded() no in_backward"
@@ -103,6 +106,10 @@ class BackwardStep:
         stream = current_stream(group.sharded.flat.device)
         if stream is None:
             self._jobs.append(self._worker.submit(self._run, optimizer, group))
+            # If steps take longer than backward, reduced gradients would wait for the thread: those of all groups. One group is
+            # stepped, and one waits. No rank waits for another one here.
+            while len(self._jobs) > _IN_FLIGHT:
+                self._jobs.pop(0).result()
             return
         for member in self._members[group]:
             # Its memory may be of another stream, and is freed before that one waits for this one.

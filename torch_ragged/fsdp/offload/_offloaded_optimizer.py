@@ -5,6 +5,7 @@ It does not reduce gradients. A step communicates only to tell other ranks that 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -26,8 +27,9 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
-from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, leaf_of
+from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, StateSizes, leaf_of
 from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
+from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
@@ -89,7 +91,7 @@ def offloaded(
         options: the options of ``optimizer``.
 
     Raises:
-        TypeError: ``optimizer`` is not one of these classes.
+        TypeError: ``optimizer`` is not one of these classes, or ``model`` is no module.
         ValueError: no group under ``model`` has an ``Offload``; ``differentiable=True``; a parameter is of a tensor type with
             its own all-gather, or has 8-bit blocks that ranks share; ``optimizer`` refuses its options; or ranks disagree. All
             ranks raise.
@@ -123,7 +125,7 @@ def _ranks_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.ProcessGroup]
 def _check_class(optimizer: Any) -> None:
     if optimizer in ElementWise.CLASSES or (isinstance(optimizer, type) and hasattr(optimizer, "piece_optimizer")):
         return
-    given = optimizer.__name__ if isinstance(optimizer, type) else repr(optimizer)
+    given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"an object of {type(optimizer).__name__}"
     raise TypeError(
         f"offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit and AdamW8bit of torch_ragged.optim, got {given}: "
         "give one of these classes, not an object of it; or make the optimizer without offloaded(), all states on the device"
@@ -131,6 +133,11 @@ def _check_class(optimizer: Any) -> None:
 
 
 def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the second argument of offloaded is the model, an nn.Module, got {type(model).__name__}: write "
+            "offloaded(torch.optim.AdamW, model). Parameters, or parameter groups, are the third one"
+        )
     if not any(isinstance(group.plan.offload, Offload) for group in groups):
         what = f"{len(groups)} groups of {type(model).__name__}" if groups else f"{type(model).__name__}, which has no groups,"
         raise ValueError(
@@ -178,6 +185,7 @@ class OffloadedOptimizer(Optimizer):
     parameter lie in two tiers, it has copies of them.
 
     Attributes:
+        follows_offload: True: a step of any other optimizer of such a model warns.
         has_failed: whether a scratch file, or a step in backward, has failed, and no states were loaded since then. After a
             step, it is equal on all ranks, and ``state`` is empty. If a load fails, it may be true on one rank: the next step
             raises on all.
@@ -188,6 +196,8 @@ class OffloadedOptimizer(Optimizer):
         rules: how parameters are cut and stepped.
         in_backward: whether groups are stepped in backward.
     """
+
+    follows_offload = True
 
     def __init__(self, template: Optimizer, groups: Sequence[FSDPParamGroup], rules: Rules, in_backward: bool = False) -> None:
         self._is_complete = False
@@ -202,6 +212,10 @@ class OffloadedOptimizer(Optimizer):
         # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
         self._ranks, self._device = _ranks_of(groups)
         self._has_files = any(_folder_of(group) is not None for group in groups)
+        self._form: str | None = None  # Of the states that are read now, see states_as().
+        # What lies in a file, or in two tiers, is read as a copy. If a part of a state dict were copies, it would be of two
+        # steps when it is kept while training goes on. Equal on all ranks, also if a rank has no such elements.
+        self._copies_states = self._has_files or any(0 < _fraction_of(group) < 1 for group in groups)
         self.has_failed = False
         beside, chunked = self._cut()
         self._chunks: list[tuple[Chunk, Tier]] = []
@@ -237,6 +251,9 @@ class OffloadedOptimizer(Optimizer):
                 self._parts.setdefault(piece.param, []).append(_Part(piece, chunk, tier))
         for parts in self._parts.values():
             parts.sort(key=lambda part: part.piece.start)
+        # In the order of the parameters, which is equal on all ranks: a full state dict gathers one after the other. The order
+        # of chunks is not, since each rank has other elements.
+        self._parts = dict(sorted(self._parts.items(), key=lambda item: item[1][0].piece.number))
         self._last: Chunk | None = None  # The chunk that was stepped last.
         self._after: dict[Chunk, tuple[Chunk, Tier]] = {}  # Which chunk followed, the last time.
         self._of_groups: dict[FSDPParamGroup, list[tuple[Chunk, Tier]]] = {}
@@ -435,6 +452,31 @@ class OffloadedOptimizer(Optimizer):
             raise
         return loss
 
+    @torch.no_grad()
+    def make_states(self) -> None:
+        """Make the states of all parameters, as DCP does before a load: by a step with gradients of zeros, and a ``lr`` of 0.
+
+        One group after the other, so that gradients of all parameters are never in memory together. ``.grad`` must be None.
+        """
+        self._check_step()
+        groups: dict[FSDPParamGroup | None, list[torch.Tensor]] = {}
+        for param in self._parts:
+            member = self._members.get(param)
+            groups.setdefault(None if member is None else member.group, []).append(param)
+        rates = [options["lr"] for options in self.param_groups]
+        try:
+            for options, rate in zip(self.param_groups, rates):
+                options["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            for group, params in groups.items():
+                for param in params:
+                    param.grad = torch.zeros_like(param) if param.requires_grad else None
+                self._step_chunks(self._chunks if group is None else self._of_groups.get(group, ()))
+                for param in params:
+                    param.grad = None
+        finally:
+            for options, rate in zip(self.param_groups, rates):
+                options["lr"] = rate
+
     def step_group(self, group: FSDPParamGroup) -> None:
         """Step the parameters of one group, whose gradients are complete: a part of a step in backward."""
         self._check_states_are_valid()
@@ -528,7 +570,10 @@ class OffloadedOptimizer(Optimizer):
     # -- state dicts -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.state_dict``. States in files are read into memory, all of them.
+        """As ``torch.optim.Optimizer.state_dict``. The order of parameters and states is equal on all ranks.
+
+        With states in files, or a fraction of them in host memory, all of its states are copies in host memory, of this step.
+        Otherwise they are the states themselves, as torch's, and follow later steps.
 
         Raises:
             RuntimeError: a step has failed, and no checkpoint was loaded since then.
@@ -536,15 +581,35 @@ class OffloadedOptimizer(Optimizer):
         """
         self._wait()
         self._check_states_are_valid()
-        try:
+        with self._noting_losses(), self.states_as(self._form or ("copies" if self._copies_states else "views")):
             found = super().state_dict()
-            for group in found["param_groups"]:
-                for name in self._rules.unsaved:
-                    group.pop(name, None)
-            return found
+        for group in found["param_groups"]:
+            for name in self._rules.unsaved:
+                group.pop(name, None)
+        return found
+
+    @contextlib.contextmanager
+    def states_as(self, form: str) -> Iterator[None]:
+        """The form of the states that ``state_dict()`` and ``state`` have inside, for checkpoints.
+
+        Args:
+            form: ``"copies"``: all of them. ``"views"``: of states in one piece in memory, the states themselves; copies of
+                the others. ``"stored"``: the same, with a ``StoredTensor`` in place of a copy, which reads and writes the
+                tiers. If one was written to, :meth:`load_state_dict` must follow.
+        """
+        before, self._form = self._form, form
+        try:
+            yield
+        finally:
+            self._form = before
+
+    @contextlib.contextmanager
+    def _noting_losses(self) -> Iterator[None]:
+        try:
+            yield
         except OSError:
             # A read may go well at the next try. What could not be written is lost.
-            self.has_failed = any(tier.has_lost for _, tier in self._chunks if isinstance(tier, FileTier))
+            self.has_failed |= any(tier.has_lost for _, tier in self._chunks if isinstance(tier, FileTier))
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -584,11 +649,18 @@ class OffloadedOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self.param_groups = state["param_groups"]
-        self.state.clear()
+        loaded = {param: shell.states for param, shell in state["state"].items() if isinstance(shell, _Shell)}
+        if any(self.state.has_stored(param, states) for param, states in loaded.items()):  # type: ignore[attr-defined]
+            # A checkpoint has filled the tiers. These states stay where they are.
+            if self._in_backward is not None:
+                self._in_backward.reset()
+            for param in self.state.keys() - loaded.keys():
+                del self.state[param]
+        else:
+            self.state.clear()
         self.has_failed = self._has_files or self._in_backward is not None  # Until all states are set.
-        for param, shell in state["state"].items():
-            if isinstance(shell, _Shell):
-                self.state[param] = shell.states
+        for param, states in loaded.items():
+            self.state[param] = states
         self.has_failed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -603,6 +675,55 @@ class _Shell:
 
     def __init__(self, states: Mapping[str, Any]) -> None:
         self.states = states
+
+
+class _Runs:
+    """The ``Store`` of one state of one parameter: its elements lie in the pieces of the parameter, each in a tier.
+
+    Args:
+        states: all states.
+        param, name: the parameter and the name of the state.
+    """
+
+    def __init__(self, states: _States, param: torch.Tensor, name: str) -> None:
+        self.states, self.param, self.name = states, param, name
+        self.numel, self.dtype = states._sizes(states._members[param])[name]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        self.states._optimizer._wait()
+        result = torch.empty(stop - start, dtype=self.dtype, device="cpu")
+        with self.states._optimizer._noting_losses():
+            for part, there, here in self._parts(start, stop):
+                result[here].copy_(self._look(part)[there])
+        return result
+
+    def write(self, start: int, data: torch.Tensor) -> None:
+        optimizer, width = self.states._optimizer, self.dtype.itemsize
+        optimizer._wait()
+        optimizer.has_failed = True  # Until load_state_dict() says that all states are there.
+        for part, there, here in self._parts(start, start + data.numel() // width):
+            self._look(part)[there].view(torch.uint8).copy_(data[here.start * width : here.stop * width])
+            part.tier.store(part.chunk)
+
+    def _look(self, part: _Part) -> torch.Tensor:
+        found = part.chunk.states_of(part.piece, part.tier.look(part.chunk))[self.name]
+        return local_of(found).view(-1)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[_Part, slice, slice]]:
+        """The pieces of a run, and of each the elements there, and in the run."""
+        states = self.states
+        for part in states._parts[self.param]:
+            begin, end = states._rules.run(states._members[self.param], self.name, part.piece.start, part.piece.stop)
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                yield part, slice(first - begin, last - begin), slice(first - start, last - start)
+
+
+def _copied(value: Any) -> Any:
+    """A copy in host memory: of the states on an accelerator, the device may have no room for a second set."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if value.ndim == 0 else value.detach().to("cpu", copy=True)
 
 
 class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
@@ -631,26 +752,55 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         self._optimizer._wait()
-        parts = self._parts[param]
-        states = []
+        if param in self._parts and param not in self:
+            return {}
+        parts, form, member = self._parts[param], self._optimizer._form, self._members.get(param)
+        is_apart = len(parts) > 1 or parts[0].tier.is_transient
+        # One order on all ranks: that in which optimizers make their states. A piece on the device has that of what was loaded.
+        sizes = {} if member is None else self._sizes(member)
+        first = parts[0].chunk.own_states_of(parts[0].piece)
+        names = [*(name for name in first if name not in sizes), *(n for n in sizes if n in first or n in parts[0].piece.sizes)]
+        if member is not None and is_apart and form == "stored":
+            stored = {name: StoredTensor(_Runs(self, param, name)) for name in names if name in sizes}
+            return {n: self._rules.as_dtensor(member, n, stored[n]) if n in stored else first[n] for n in names}
+        states: list[dict[str, Any]] = []
         for part in parts:
             found = part.chunk.states_of(part.piece, part.tier.look(part.chunk))
-            if part.tier.is_transient:
-                found = {name: value.clone() if name in part.piece.sizes else value for name, value in found.items()}
-            states.append(found)
-        if parts[0].piece.is_whole:
-            return states[0]
+            # What a window of a tier has now, the next look replaces.
+            is_copy = is_apart or form == "copies"
+            states.append({name: _copied(value) for name, value in found.items()} if is_copy else found)
+        if member is None or parts[0].piece.is_whole:
+            return {name: states[0][name] for name in names}
         # Between steps, the pieces of a parameter have the same states: those with elements, and counters, which are equal.
-        return {name: self._joined(param, name, [each[name] for each in states]) for name in states[0]}
+        return {name: self._joined(member, name, [each[name] for each in states]) for name in names}
 
-    def _joined(self, param: torch.Tensor, name: str, values: Sequence[Any]) -> Any:
+    def _sizes(self, member: Member) -> StateSizes:
+        """The states of all elements of a parameter on this rank."""
+        return self._rules.sizes(member, self._optimizer.param_groups[member.group_number], 0, member.numel)
+
+    def has_stored(self, param: torch.Tensor, states: Mapping[str, Any]) -> bool:
+        """Whether one of ``states`` is a StoredTensor of these states of ``param``."""
+        return any(self._is_stored(param, value) for value in states.values())
+
+    def _is_stored(self, param: torch.Tensor, value: Any) -> bool:
+        local = local_of(value) if isinstance(value, torch.Tensor) else None
+        runs = local.store if isinstance(local, StoredTensor) else None
+        return isinstance(runs, _Runs) and runs.states is self and runs.param is param
+
+    def _joined(self, member: Member, name: str, values: Sequence[Any]) -> Any:
         first = values[0]
         if not isinstance(first, torch.Tensor) or first.ndim == 0:
             return first
         flat = first if len(values) == 1 else torch.cat([value.cpu() for value in values])
-        return self._rules.as_dtensor(self._members[param], name, flat)
+        return self._rules.as_dtensor(member, name, flat)
 
     def __setitem__(self, param: torch.Tensor, states: Mapping[str, Any]) -> None:
+        given = {name: value for name, value in states.items() if not self._is_stored(param, value)}
+        if len(given) < len(states):  # The others are there already. These are counters.
+            for part in self._parts[param]:
+                mine = {name: self._part_of(part.piece, name, value) for name, value in given.items()}
+                part.chunk.own_states_of(part.piece).update(mine)
+            return
         for part in self._parts[param]:
             mine = {
                 name: value for name, given in states.items() if (value := self._part_of(part.piece, name, given)) is not None

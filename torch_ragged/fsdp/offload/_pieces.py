@@ -316,7 +316,7 @@ class Chunk:
         mine = self._optimizer.state[piece.leaf]
         return {**mine, **piece.views(memory)} if piece.sizes else mine
 
-    def own_states_of(self, piece: Piece) -> Mapping[str, Any]:
+    def own_states_of(self, piece: Piece) -> dict[str, Any]:
         """The states of a piece that lie in no tier."""
         return self._optimizer.state[piece.leaf]
 
