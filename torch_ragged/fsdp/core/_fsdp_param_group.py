@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -20,10 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import (
     as_plain_tensors,
+    backward_error_handlers,
     backward_id,
     dynamo_disabled_in_backward,
     fsdp2_keeps_wide_gradients,
     profiler_range,
+    set_versions,
 )
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
@@ -63,6 +66,9 @@ _version_of = operator.attrgetter("sharded._version")
 
 all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
+_resharded_versions = itertools.count(2**24)
+"""Versions of resharded parameters. No parameter is written to so often, so that none has such a version otherwise."""
+
 
 @dataclasses.dataclass(eq=False)
 class FSDPCommContext:
@@ -100,8 +106,8 @@ class FSDPCommContext:
 class Root(Protocol):
     """What a group asks of its root."""
 
-    def start_backward(self) -> None:
-        """A pass has begun, if it is not known."""
+    def start_backward(self, takes_part: bool = False) -> None:
+        """A pass has begun, if it is not known. If ``takes_part``, it has reached the last forward."""
 
     def drop_raised_backward(self) -> None:
         """If the last pass raised, drop its gradients."""
@@ -145,8 +151,8 @@ class FSDPParamGroup:
         is_accumulating: whether the last backward left its gradients unreduced, for a later one.
         may_hold_sum: whether gradients may have accumulated since the last reduction, on any rank. Equal on all ranks: they
             make the same calls of :meth:`note_accumulation`, also if their own backward raises.
-        is_unhooked: whether backward may reach the group without a pre-backward, because forward returned a parameter, or
-            tensors inside an object that is no container. Equal on all ranks.
+        is_unhooked: whether backward may reach the group without a pre-backward: a forward has used it, and may have kept a
+            tensor from inside of the module, or returned a parameter. Equal on all ranks.
     """
 
     def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
@@ -169,6 +175,8 @@ class FSDPParamGroup:
         self.pools: tuple[MemoryPool | None, MemoryPool | None] = (None, None)
         self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
+        self._versions: tuple[int, ...] = ()  # Of the unsharded parameters, while they are resharded.
+        self._resharded_version = 0  # Their version meanwhile.
         first = plan.params[0].value
         # Shards are before parameters, whose DTensors are views of them, and gradients before unsharded parameters, whose
         # matmuls write there.
@@ -401,6 +409,7 @@ class FSDPParamGroup:
             self._move_to(ShardedState.UNSHARDED)
             # Registered last: if anything above raises, the modules still have the sharded parameters.
             with as_plain_tensors():
+                self._allow_reads()
                 for param in self.params:
                     param.register(param.unsharded)
                     param.version = param.compute_version
@@ -480,6 +489,8 @@ class FSDPParamGroup:
                     is_changed = all(getattr(owner, "max_norm", None) is None for owner, _ in param.registered_names)
                 if is_changed:
                     changed.append(param.fqn)
+            if was_unsharded:
+                self._refuse_reads()
         self.encoding.free(self._keeps_buffer)
         self.register_sharded()
         # Raised at the end, so that the group is sharded and can be used again.
@@ -488,6 +499,20 @@ class FSDPParamGroup:
                 f"{', '.join(changed)} changed while unsharded by fully_shard (written to in place, converted or replaced); "
                 "the change is lost. Change parameters while they are sharded: after backward, or after reshard()"
             )
+
+    def _refuse_reads(self) -> None:
+        """Let autograd refuse to read unsharded parameters that a forward has saved, until :meth:`_allow_reads`.
+
+        Their memory is freed, or holds those of another module: some kernels would crash, and others use what lies there.
+        """
+        tensors = tuple([param.unsharded for param in self.params])
+        self._versions, self._resharded_version = tuple([each._version for each in tensors]), next(_resharded_versions)
+        set_versions(tensors, (self._resharded_version,) * len(tensors))
+
+    def _allow_reads(self) -> None:
+        if self._versions:
+            set_versions(tuple([param.unsharded for param in self.params]), self._versions)
+            self._versions = ()
 
     def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
         """From now on, allocate unsharded parameters and gradients from these pools. All gradients must be in ``.grad``."""
@@ -539,7 +564,7 @@ class FSDPParamGroup:
                     raise RuntimeError(
                         "the root of this fully_shard module was deleted: run the module's forward before backward"
                     )
-                root.start_backward()
+                root.start_backward(takes_part=not self.was_reached)
             elif root is not None:
                 root.drop_raised_backward()
         # A reduce-scatter in flight still reads the buffer. Ranks may wait at different times: waiting issues no collective.
@@ -866,6 +891,36 @@ def _register_before(param: weakref.ref[torch.Tensor], own: int, hook: Callable[
     hooks = tensor._post_accumulate_grad_hooks
     hooks[own] = hooks.pop(own)  # Not move_to_end: autograd iterates over the dict below the OrderedDict.
     return handle
+
+
+def _refuse_resharded(error: RuntimeError) -> None:
+    """Raise an error that names the group, if ``error`` is of parameters that are resharded. (2.11 to 2.15)"""
+    text, group = str(error), None
+    if found := re.search(r"modified by an inplace operation.* is at version (\d+)", text, re.DOTALL):
+        group = next((each for each in list(all_groups) if each._versions and each._resharded_version == int(found[1])), None)
+    elif "mixed torch.Tensor and DTensor" in text:  # A checkpoint recomputes a part of a module with the sharded parameters.
+        owners = [owner_of(param) for param in _innermost_parameters(error) if param is not None]
+        group = next((each for each in list(all_groups) for param in each.params if param in owners), None)
+    if group is not None:
+        raise RuntimeError(
+            f"backward needs {group.names} of the module {group.fqn or 'root'}, which is resharded: the loss uses a tensor "
+            "from inside of this module (that an attribute, a hook or a list has kept, or of an earlier forward or backward), "
+            "and backward has not reached an output of the module first. Return the tensor from the module's forward; or pass "
+            "reshard_after_forward=False to its fully_shard and, for several backward passes of one forward or one backward "
+            "pass of several forwards, call set_reshard_after_backward(False)"
+        ) from error
+
+
+def _innermost_parameters(error: BaseException) -> list[torch.Tensor | None]:
+    """The parameters of the last module on the way to ``error``."""
+    trace, module = error.__traceback__, None
+    while trace is not None:
+        each = trace.tb_frame.f_locals.get("self")
+        module, trace = (each if isinstance(each, nn.Module) else module), trace.tb_next
+    return [] if module is None else list(module._parameters.values())
+
+
+backward_error_handlers.append(_refuse_resharded)
 
 
 @dataclasses.dataclass

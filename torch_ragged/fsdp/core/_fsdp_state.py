@@ -31,9 +31,11 @@ from torch.utils import _pytree as pytree
 from torch_ragged._register._torch import (
     GradientUse,
     backward_id,
+    current_autograd_node,
     dynamo_disabled,
     dynamo_disabled_in_backward,
     gradient_use,
+    next_sequence_number,
 )
 from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call
@@ -59,6 +61,7 @@ class FSDPState(ModuleState):
     """A :class:`ModuleState` with the hooks on its modules, which ask the root when to do what."""
 
     _probe: torch.Tensor | None = None
+    _ended_at = 0  # The number of the first autograd node after the last forward.
 
     def __init__(
         self,
@@ -240,6 +243,11 @@ class FSDPState(ModuleState):
         must_stay = needs_backward and opaque and not watched
         # The same if the output is a parameter or a view of one.
         must_stay |= any(group.encoding.holds(tensor) for group in self.groups for tensor in tensors)
+        # A checkpoint recomputes this forward for a node inside of it, which backward has reached before an output.
+        node = current_autograd_node() if needs_backward else None
+        if node is None:
+            self._ended_at = next_sequence_number()
+        must_stay |= node is not None and node._sequence_nr() < self._ended_at
         if output is not None or not self.calls or not self.calls[-1].has_raised:  # Otherwise, other ranks do not wait for it.
             # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does.
             needs_backward, must_stay = self._meet(is_exit=True, stays_unsharded=must_stay)

@@ -121,6 +121,9 @@ class ModuleState:
             if self.groups:
                 self.unshard(self._forward_phase(needs_backward))
                 self._must_refresh = True
+                if needs_backward:  # A tensor inside of the module may be in the loss, and no output.
+                    for group in self.groups:
+                        group.is_unhooked = True
                 # After the wait for this module, whose all-gather must not be delayed by the next one's.
                 for neighbour in self._prefetch(self.forward_prefetch, root.last_order, call.position, 1, needs_backward):
                     neighbour._must_refresh = True  # It may never be called.
@@ -409,8 +412,12 @@ class FSDPStateContext:
         """Whether this code runs in a backward pass of these modules that has not raised."""
         return self._running is not None and self._running() is not None and backward_id() != -1
 
-    def start_backward(self) -> None:
+    def start_backward(self, takes_part: bool = False) -> None:
         """Let autograd call the root at the end of the current pass. If the pass was started before, do nothing.
+
+        Args:
+            takes_part: whether a gradient came from inside of a module of the last forward. Then this rank takes part in the
+                collectives of that forward's calls, also if its backward reaches none of their outputs.
 
         Raises:
             RuntimeError: :meth:`close` was called.
@@ -426,6 +433,9 @@ class FSDPStateContext:
         callback = functools.partial(_root_post_backward, self)
         self._running, self.orders = weakref.ref(callback), []
         Variable._execution_engine.queue_callback(callback)
+        # Other ranks may have reached an output. The latest calls are last in this order, and autograd has not passed them.
+        if takes_part:
+            self.reach(self.order)
 
     def reach(self, order: ForwardOrder) -> None:
         """Backward has reached a call in ``order``, so it has finished all later forwards."""
