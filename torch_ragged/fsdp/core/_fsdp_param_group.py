@@ -10,10 +10,9 @@ import dataclasses
 import functools
 import itertools
 import operator
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,12 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import (
     as_plain_tensors,
-    backward_error_handlers,
     backward_id,
     dynamo_disabled_in_backward,
     fsdp2_keeps_wide_gradients,
     profiler_range,
-    set_versions,
 )
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
@@ -37,13 +34,14 @@ from torch_ragged.fsdp.core._fsdp_param import (
     FoundParam,
     FSDPParam,
     GroupPlan,
+    ReadGuard,
     ShardedState,
     has_extension,
     keep_grad_dtype,
     local_of,
     owner_of,
 )
-from torch_ragged.fsdp.core._grad_buffer import GradBuffer
+from torch_ragged.fsdp.core._grad_buffer import GradBuffer, register_last
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
@@ -65,9 +63,6 @@ SMALLEST_WRITTEN_IN_PLACE = 2**16
 _version_of = operator.attrgetter("sharded._version")
 
 all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
-
-_resharded_versions = itertools.count(2**24)
-"""Versions of resharded parameters. No parameter is written to so often, so that none has such a version otherwise."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,13 +170,12 @@ class FSDPParamGroup:
         self.pools: tuple[MemoryPool | None, MemoryPool | None] = (None, None)
         self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
-        self._versions: tuple[int, ...] = ()  # Of the unsharded parameters, while they are resharded.
-        self._resharded_version = 0  # Their version meanwhile.
         first = plan.params[0].value
         # Shards are before parameters, whose DTensors are views of them, and gradients before unsharded parameters, whose
         # matmuls write there.
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
+        self.guard = ReadGuard(self.params)
         self.shards.attach(self.params)
         groups = plan.dp.shard_group, plan.dp.replicate_group
         others = len(self.params) - 1
@@ -270,7 +264,7 @@ class FSDPParamGroup:
                 param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
                 param.may_be_wide = not isinstance(param.unsharded, ComputeParameter)
             # Autograd's hooks are invisible to the garbage collector, so this one must not hold the group.
-            _register_last(param.unsharded, functools.partial(_take, weakref.ref(self), index))
+            register_last(param.unsharded, functools.partial(_take, weakref.ref(self), index))
         param.unsharded.requires_grad_(param.requires_grad)
         param.distribution.annotate(param.unsharded)
 
@@ -409,7 +403,7 @@ class FSDPParamGroup:
             self._move_to(ShardedState.UNSHARDED)
             # Registered last: if anything above raises, the modules still have the sharded parameters.
             with as_plain_tensors():
-                self._allow_reads()
+                self.guard.allow_reads()
                 for param in self.params:
                     param.register(param.unsharded)
                     param.version = param.compute_version
@@ -490,7 +484,7 @@ class FSDPParamGroup:
                 if is_changed:
                     changed.append(param.fqn)
             if was_unsharded:
-                self._refuse_reads()
+                self.guard.refuse_reads()
         self.encoding.free(self._keeps_buffer)
         self.register_sharded()
         # Raised at the end, so that the group is sharded and can be used again.
@@ -499,20 +493,6 @@ class FSDPParamGroup:
                 f"{', '.join(changed)} changed while unsharded by fully_shard (written to in place, converted or replaced); "
                 "the change is lost. Change parameters while they are sharded: after backward, or after reshard()"
             )
-
-    def _refuse_reads(self) -> None:
-        """Let autograd refuse to read unsharded parameters that a forward has saved, until :meth:`_allow_reads`.
-
-        Their memory is freed, or holds those of another module: some kernels would crash, and others use what lies there.
-        """
-        tensors = tuple([param.unsharded for param in self.params])
-        self._versions, self._resharded_version = tuple([each._version for each in tensors]), next(_resharded_versions)
-        set_versions(tensors, (self._resharded_version,) * len(tensors))
-
-    def _allow_reads(self) -> None:
-        if self._versions:
-            set_versions(tuple([param.unsharded for param in self.params]), self._versions)
-            self._versions = ()
 
     def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
         """From now on, allocate unsharded parameters and gradients from these pools. All gradients must be in ``.grad``."""
@@ -874,53 +854,6 @@ def _popped_gradient(param: torch.Tensor) -> torch.Tensor | None:
     with as_plain_tensors():
         gradient, param.grad = param.grad, None
         return gradient
-
-
-def _register_last(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Register a post-accumulate hook that stays the last one: hooks that the model registers later see the gradient."""
-    own = param.register_post_accumulate_grad_hook(hook)
-    register = functools.partial(_register_before, weakref.ref(param), own.id)
-    param.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
-
-
-def _register_before(param: weakref.ref[torch.Tensor], own: int, hook: Callable[[torch.Tensor], None]) -> Any:
-    """``param.register_post_accumulate_grad_hook(hook)``, before the hook with the id ``own``."""
-    tensor = param()
-    assert tensor is not None
-    handle = torch.Tensor.register_post_accumulate_grad_hook(tensor, hook)
-    hooks = tensor._post_accumulate_grad_hooks
-    hooks[own] = hooks.pop(own)  # Not move_to_end: autograd iterates over the dict below the OrderedDict.
-    return handle
-
-
-def _refuse_resharded(error: RuntimeError) -> None:
-    """Raise an error that names the group, if ``error`` is of parameters that are resharded. (2.11 to 2.15)"""
-    text, group = str(error), None
-    if found := re.search(r"modified by an inplace operation.* is at version (\d+)", text, re.DOTALL):
-        group = next((each for each in list(all_groups) if each._versions and each._resharded_version == int(found[1])), None)
-    elif "mixed torch.Tensor and DTensor" in text:  # A checkpoint recomputes a part of a module with the sharded parameters.
-        owners = [owner_of(param) for param in _innermost_parameters(error) if param is not None]
-        group = next((each for each in list(all_groups) for param in each.params if param in owners), None)
-    if group is not None:
-        raise RuntimeError(
-            f"backward needs {group.names} of the module {group.fqn or 'root'}, which is resharded: the loss uses a tensor "
-            "from inside of this module (that an attribute, a hook or a list has kept, or of an earlier forward or backward), "
-            "and backward has not reached an output of the module first. Return the tensor from the module's forward; or pass "
-            "reshard_after_forward=False to its fully_shard and, for several backward passes of one forward or one backward "
-            "pass of several forwards, call set_reshard_after_backward(False)"
-        ) from error
-
-
-def _innermost_parameters(error: BaseException) -> list[torch.Tensor | None]:
-    """The parameters of the last module on the way to ``error``."""
-    trace, module = error.__traceback__, None
-    while trace is not None:
-        each = trace.tb_frame.f_locals.get("self")
-        module, trace = (each if isinstance(each, nn.Module) else module), trace.tb_next
-    return [] if module is None else list(module._parameters.values())
-
-
-backward_error_handlers.append(_refuse_resharded)
 
 
 @dataclasses.dataclass

@@ -41,7 +41,7 @@ from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState, numbered
-from torch_ragged.fsdp.core._untrained import note_root, warn_of_unsharded
+from torch_ragged.fsdp.core._untrained import note_root, refuse_other_replicas, warn_of_unsharded
 from torch_ragged.fsdp.core.encodings._plain import Phase
 from torch_ragged.fsdp.core.encodings._spmd_types import annotated_as, untyped
 from torch_ragged.fsdp.core.optional._roll_call import call_log_of, roll_call_of
@@ -180,6 +180,8 @@ class FSDPState(ModuleState):
         if not context.in_backward:  # A forward inside backward belongs to the same iteration.
             if self.is_root:
                 context.start_iteration()
+                if not context.has_checked_replicas:
+                    self._check_replicas(context)
             elif not context.in_forward:  # The user calls this module by itself.
                 self.refresh()
         device = context.groups[0].device if self.is_root and context.groups else None
@@ -196,6 +198,15 @@ class FSDPState(ModuleState):
             outputs = iter(_PostBackward.apply(self, call, call.probe, *watched))
             args, kwargs = map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
         return args, kwargs
+
+    def _check_replicas(self, context: FSDPStateContext) -> None:
+        """In the first forward, when the user has loaded parameters: an error if replicas have other ones."""
+        # Ranks make sure that they run the same root. If they differ, the next forward compares again.
+        if context.log is not None:
+            context.log.before_collective()
+        checked = [group for state in context.states if state.checks_replicas for group in state.groups]
+        refuse_other_replicas(self.modules, checked)
+        context.has_checked_replicas = True
 
     def _meet(self, is_exit: bool, stays_unsharded: bool = False) -> tuple[bool, bool]:
         """Agree with other ranks on the next call, or the end of one.

@@ -51,6 +51,7 @@ class ModuleState:
         modules: the modules of one call of ``fully_shard``.
         groups: the groups of their parameters: several if these differ in mesh, dtype or kind of placement.
         calls: the forward calls that run now; the innermost is the last.
+        checks_replicas: whether replicas must hold equal parameters.
         reduces_last_only: whether gradients stay unreduced until the root's ``is_last_backward`` (``ZERO1``).
         comm: the limits on communication, which the states under one root share.
         unshard_in_backward: whether backward needs the parameters.
@@ -73,6 +74,7 @@ class ModuleState:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.checks_replicas = True
         self.reduces_last_only = False
         self.is_last_backward = True
         self.finalizes_manually = False
@@ -332,6 +334,7 @@ class FSDPStateContext:
         last_order: the calls of the forward before it. Prefetching follows ``last_order``.
         awaits_finalize: whether a backward pass has ended, and ``finalize_backward`` has not been called since then.
         handle: the handle of a ``finalize_backward`` that was not waited for yet.
+        has_checked_replicas: whether replicas were found equal in a forward.
     """
 
     def __init__(
@@ -349,6 +352,7 @@ class FSDPStateContext:
         self.awaits_finalize = False
         self.handle: object | None = None
         self._closed = ""
+        self.has_checked_replicas = False
         # Only autograd holds the callback of a running pass, and drops it if backward raises: a dead reference means that.
         self._running: Callable[[], object] | None = None
 
