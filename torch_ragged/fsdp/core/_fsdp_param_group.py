@@ -28,7 +28,7 @@ from torch_ragged._register._torch import (
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._unequal import UnequalCollectives
-from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
+from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool, is_out_of_memory
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import (
     FoundParam,
@@ -365,9 +365,11 @@ class FSDPParamGroup:
         if not self.is_gathered:
             if self.is_meta:
                 missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
+                advice = "with to_empty(device=...) and init, or load_state_dict(..., assign=True)"
+                if type(self.sharded.flat) is not torch.Tensor:  # Of deferred_init: to_empty() would lose what it has recorded.
+                    advice = "with materialize(model)"
                 raise RuntimeError(
-                    f"{', '.join(missing)} on the meta device: materialize all parameters before forward, with "
-                    "materialize(model) of deferred_init; to_empty(device=...) and init; or load_state_dict(..., assign=True)"
+                    f"{', '.join(missing)} on the meta device: materialize all parameters before forward, {advice}"
                 )
             # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = list(map(_version_of, self.params))
@@ -380,8 +382,10 @@ class FSDPParamGroup:
                     else:
                         versions = self._gathered_versions
                         self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.named)
-            except BaseException:
+            except BaseException as error:
                 self._return_to_sharded()
+                if is_out_of_memory(error):
+                    raise type(error)(f"{error}\n{self._gathered_memory()}") from error
                 raise
             self._move_to(ShardedState.GATHERING)
         if wait and self._sharded_state is not ShardedState.UNSHARDED:
@@ -407,6 +411,14 @@ class FSDPParamGroup:
                 for param in self.params:
                     param.register(param.unsharded)
                     param.version = param.compute_version
+
+    def _gathered_memory(self) -> str:
+        held = sum(each.nbytes for group in all_groups if group.is_gathered for each in group.encoding.buffers())
+        return (
+            f"No memory for the all-gather of {self.names} of the module {self.fqn or 'root'}, beside {held:,} bytes of the "
+            "unsharded parameters of other modules. Call fully_shard on smaller modules, or let modules reshard after forward; "
+            "memory_report(model) of torch_ragged.fsdp shows the memory of a step"
+        )
 
     def _return_to_sharded(self) -> None:
         """An all-gather has failed: all ranks can issue it again."""
