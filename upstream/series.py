@@ -125,6 +125,7 @@ SERIES = (
         (
             "_ranks/__init__.py",
             "_ranks/agreement.py",
+            "_ranks/comparison.py",
             "_ranks/peers.py",
             "_ranks/process.py",
             "_ranks/standstill.py",

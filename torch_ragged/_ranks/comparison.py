@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from torch_ragged._ranks.agreement import gather_numbers
+from torch_ragged._ranks.agreement import gather_numbers, reduce_min
 from torch_ragged._ranks.groups import device_of_messages
 
-__all__ = ["Comparison", "compare_before_checkpoint", "digest_of"]
+__all__ = ["Comparison", "compare_before_checkpoint", "digest_of", "first_difference"]
 
 _FIRST = 8
 """The first calls are all compared: most differences are there from the start."""
@@ -182,6 +182,41 @@ def compare_before_checkpoint(model: nn.Module) -> None:
             if isinstance(hook, Comparison):
                 hook.note_generator(", before a checkpoint,")
                 hook.compare()
+
+
+def first_difference(
+    tensors: Sequence[torch.Tensor],
+    replicas: dist.ProcessGroup,
+    others: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    call: str,
+) -> int | None:
+    """The index of the first tensor that differs between the ranks of ``replicas``; None: all are equal. Equal on all ranks.
+
+    Collectives: an all-reduce of 16 bytes over ``replicas``, and one of 8 bytes over each group of ``others``. The host waits
+    for them. If there is a difference, one all-gather of 8 bytes per tensor over ``replicas``.
+
+    Args:
+        tensors: as many on all ranks. Those of ranks that are not together in ``replicas`` are not compared.
+        others: the process groups that connect these ranks with the other ones.
+        device: of the messages.
+        call: for errors.
+
+    Raises:
+        PeerError: a rank died, or did not take part.
+    """
+    digests = torch.stack([digest_of(each).to(device) for each in tensors])
+    digest = digest_of(digests)
+    lowest = torch.stack([digest, -digest])
+    reduce_min(lowest, replicas, call)
+    first = torch.full((1,), len(tensors), dtype=torch.int64, device=device)
+    # All ranks of ``replicas`` have the same two numbers. The other ranks learn the index by the minimum.
+    if int(lowest[0]) != -int(lowest[1]):
+        rows = gather_numbers(digests, replicas, call)
+        first.fill_(next(index for index, column in enumerate(zip(*rows)) if len({*column}) > 1))
+    for group in others:
+        reduce_min(first, group, call)
+    return None if int(first) == len(tensors) else int(first)
 
 
 def digest_of(value: torch.Tensor) -> torch.Tensor:

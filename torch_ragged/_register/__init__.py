@@ -46,7 +46,7 @@ def register() -> None:
     if version < _OLDEST:
         raise ImportError(f"torch_ragged needs torch >= 2.11, found {torch.__version__}: install a newer torch")
     try:
-        from torch_ragged._register import _checkpoint, _distributed, _random, _spmd, _tensor  # noqa: F401  (they add their hooks)
+        from torch_ragged._register import _autograd, _checkpoint, _distributed, _random, _spmd, _tensor  # noqa: F401  (they add their hooks)
 
         unknown = [hook.target for hook in hooks if not hook.is_known()]
         if not unknown:

@@ -7,11 +7,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._register._hook import CHECKPOINT, PROTOCOL, has, hook
+from torch_ragged._register._hook import CHECKPOINT, PROTOCOL, extend_in_place, has, hook
 from torch_ragged.tensor._hf_storage import rounds_of, write_rounds
 from torch_ragged.tensor._placement_extension import PlacementExtension, extension_of
 from torch_ragged.tensor._plain_ops import all_ops
@@ -81,6 +82,64 @@ def _install_distribute_tensors() -> None:
         original(local_state_dict, others, device, pg)
 
     state_dict_utils._distribute_tensors = _distribute_tensors
+
+
+@hook(
+    "_state_dict_utils._broadcast_tensors, _distribute_state_dict",
+    "a full tensor of another shape than a ragged parameter or state is an error on all ranks, before anything is copied",
+    CHECKPOINT,
+    lambda: (
+        has(state_dict_utils._broadcast_tensors, "full_state_dict", "local_state_dict", "keys", "device", "pg")
+        and has(state_dict_utils._distribute_state_dict, "full_state_dict", "local_state_dict", "device", "pg")
+    ),
+)
+def _install_check_of_shapes() -> None:
+    broadcast = state_dict_utils._broadcast_tensors
+
+    @functools.wraps(broadcast)
+    def _broadcast_tensors(full_state_dict, local_state_dict, keys, device, pg=None):  # type: ignore[no-untyped-def]
+        # All ranks know all shapes of rank 0. So they raise together, at the first tensor, before it is broadcast.
+        tensors = (key for key, value in full_state_dict.items() if hasattr(value, "dtype") and _shape_of(value))
+        if next(tensors, None) in keys:
+            _check_shapes(full_state_dict, local_state_dict)
+        broadcast(full_state_dict, local_state_dict, keys, device, pg)
+
+    state_dict_utils._broadcast_tensors = _broadcast_tensors
+
+    def checked(original: Callable[..., None]) -> Callable[..., None]:
+        def _distribute_state_dict(full_state_dict, local_state_dict, device, pg=None):  # type: ignore[no-untyped-def]
+            _check_shapes(full_state_dict, local_state_dict)
+            original(full_state_dict, local_state_dict, device, pg)
+
+        return _distribute_state_dict
+
+    extend_in_place(state_dict_utils._distribute_state_dict, "_has_ragged(local_state_dict)", checked, _has_ragged=_has_ragged)
+
+
+def _has_ragged(state_dict: dict[str, Any]) -> bool:
+    return any(isinstance(value, DTensor) and extension_of(value.placements) is not None for value in state_dict.values())
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor, or of what rank 0 has told of one."""
+    return tuple(value.shape if isinstance(value, torch.Tensor) else value.size)
+
+
+def _check_shapes(full: dict[str, Any], local: dict[str, Any]) -> None:
+    """Raise if a tensor of ``full`` has another shape than the DTensor of this name in ``local``, which has ragged ones."""
+    if not _has_ragged(local):
+        return
+    wrong = [
+        f"size mismatch for {key}: the full state dict has shape {_shape_of(full[key])}, the model has {tuple(here.shape)}"
+        for key, here in local.items()
+        if isinstance(here, DTensor) and hasattr(full.get(key), "dtype") and _shape_of(full[key]) != tuple(here.shape)
+    ]
+    if wrong:
+        raise RuntimeError(
+            "Error(s) in loading a full state dict, of which nothing was loaded:\n\t"
+            + "\n\t".join(wrong)
+            + "\nGive tensors of the model's shapes, such as a vocabulary that is padded alike, or change the model"
+        )
 
 
 def _extension_of_pair(value: object) -> PlacementExtension | None:

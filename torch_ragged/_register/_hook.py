@@ -10,13 +10,14 @@ from typing import Any
 
 from torch_ragged.tensor._placement_extension import extension_of
 
-__all__ = ["CHECKPOINT", "OPERATORS", "PLACEMENT", "PROTOCOL", "Hook", "extend_in_place", "has", "hook", "hooks"]
+__all__ = ["CHECKPOINT", "OPERATORS", "PASSES", "PLACEMENT", "PROTOCOL", "Hook", "extend_in_place", "has", "hook", "hooks"]
 
 # The patches in ``upstream/`` that make hooks unnecessary.
 PROTOCOL = "0001-placement-extension"
 PLACEMENT = "0002-ragged-shard"
 OPERATORS = "0003-ragged-shard-operators"
 CHECKPOINT = "0005-ragged-shard-checkpoint"
+PASSES = "0014-fsdp-passes"
 
 
 @dataclass(frozen=True)

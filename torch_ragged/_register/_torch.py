@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "GradientUse",
     "as_plain_tensors",
+    "backward_error_handlers",
     "backward_id",
     "concatenate",
     "current_autograd_node",
@@ -53,6 +54,7 @@ __all__ = [
     "profiler_range",
     "recomputation_ends",
     "register_composable",
+    "set_versions",
     "storage_ids",
     "unsafe_view",
     "waited",
@@ -80,6 +82,15 @@ not change its base. (2.11 to 2.15)"""
 preserved_versions = torch.autograd._unsafe_preserve_version_counter
 """A context in which writes to a tensor, or to a tuple of them, do not change the version counters. So autograd does not refuse
 a tensor that it has saved. (2.11 to 2.15)"""
+
+
+set_versions = torch._C._autograd._unsafe_set_version_counter
+"""Sets the version counters of a tuple of tensors to a tuple of numbers. Autograd refuses to read a tensor that it has saved
+with another version. (2.11 to 2.15)"""
+
+backward_error_handlers: list[Callable[[RuntimeError], None]] = getattr(torch.autograd.graph, "_backward_error_handlers", [])
+"""Each is called with a RuntimeError that a backward pass raises, and may raise one that says more. A stock torch has no such
+list: a hook calls them. (2.11 to 2.15)"""
 
 
 class GradientUse(Enum):

@@ -35,6 +35,7 @@ from torch_ragged.checkpoint._rng import rng_checksums
 from torch_ragged.checkpoint._same import refuse_different
 from torch_ragged.checkpoint._state import Contents, Redistribute, Request, TrainState, has_lost
 from torch_ragged.checkpoint._writer import CheckpointWriter, SavePlannerOfViews
+from torch_ragged.fsdp._fully_shard import check_replicas_of
 
 __all__ = ["async_save", "load", "save"]
 
@@ -78,7 +79,8 @@ def save(
         the folder of the checkpoint.
 
     Raises:
-        TypeError, ValueError: ``state`` is no TrainState, or a field of it cannot be saved.
+        TypeError, ValueError: ``state`` is no TrainState, or a field of it cannot be saved; or replicas (HSDP) hold other
+            parameters, of which the checkpoint would have those of one: see ``check_replicas`` of ``fully_shard``.
         CheckpointError: the checkpoint could not be written, or ranks differ in ``path`` or in a value that one rank writes for
             all. Every rank raises it; the text names the rank and the file, or the value. Or another job saves to ``path``: the
             text names its host and process. Or a rank died: the text names it, and the process group cannot be used again. If a
@@ -315,6 +317,7 @@ def _prepare(
     what, rank = f"saving to {path}", _rank_of(group)
     refuse_other_folders(gather(lambda: _check_save(path, state), what, group, own=_REFUSED), what)
     compare_before_checkpoint(state.model)
+    check_replicas_of(state.model)
     steps = sum(map(_steps_of, state.optimizers))  # Before the states are taken: DCP may make them by a step.
     collected: list[Contents] = []
 

@@ -81,6 +81,8 @@ class FSDPModule(TorchFSDPModule):
             if not (state.context.in_forward or state.context.in_backward):
                 group.expire_resident()
             group.unshard(wait=False)
+            if not state.context.in_forward:  # This rank alone may use them, outside of a forward: others do not reduce.
+                group.is_unhooked = False
         handle = _UnshardHandle(groups)
         if async_op:
             return handle

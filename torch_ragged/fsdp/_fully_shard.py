@@ -27,14 +27,20 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, groups_of
 from torch_ragged.fsdp.core._state_dict import take_parts
-from torch_ragged.fsdp.core._untrained import note_ignored, note_replaced, sharded_originals, watch_optimizers
+from torch_ragged.fsdp.core._untrained import (
+    note_ignored,
+    note_replaced,
+    refuse_other_replicas,
+    sharded_originals,
+    watch_optimizers,
+)
 from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.core.keepers._resident import Resident
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.granularity import Granularity, OrigParamPolicy
 
-__all__ = ["buffer_layouts", "fully_shard", "module_states", "named_groups"]
+__all__ = ["buffer_layouts", "check_replicas_of", "fully_shard", "module_states", "named_groups"]
 
 
 @overload
@@ -55,6 +61,7 @@ def fully_shard(
     placements: BufferPlacements | None = None,
     optional: bool = False,
     weights: Sequence[int] | None = None,
+    check_replicas: bool = True,
 ) -> Any:
     """Keep only a shard of the parameters on each rank, and all-gather them for the module's forward and backward (FSDP2)::
 
@@ -75,6 +82,8 @@ def fully_shard(
     - Per step and group: one all-gather in forward, one in backward if the group was resharded, and one reduce-scatter. HSDP
       adds one all-reduce of the shard.
     - Per backward pass: one all-reduce of a byte per parameter, by which ranks agree on unused parameters.
+    - In the root's first forward, with replicas: one all-reduce of 16 bytes over them and one of 8 bytes over each other mesh
+      dimension, by which ranks check that replicas hold equal parameters.
 
     A reduction has one dtype and one mesh. So if the parameters of a call differ in mesh, dtype or compute dtype, each kind has
     its own buffers and collectives. Each parameter placed as ``Shard`` has its own, too, and so have all parameters together
@@ -121,6 +130,9 @@ def fully_shard(
         weights: an integer per rank of the shards, at least 0, as ``[3, 2, 0]``. Shards are in proportion to them: the last
             rank holds nothing, but gathers, computes and reduces like the others. None: equal shards. See "Unequal ranks" in
             docs/meshes.md.
+        check_replicas: whether the first forward of the root, and ``checkpoint.save``, raise on all ranks if replicas (HSDP)
+            hold other values of these parameters, as after other seeds. False: they may differ, as in DiLoCo and torchft.
+            Buffers and ``ignored_params`` are not compared.
 
     Returns:
         ``module``.
@@ -152,6 +164,7 @@ def fully_shard(
         modules, ignored = _root_modules(module), _parameters(ignored_params)
         _check_offload_policy(offload_policy)
         check_bool("fully_shard", "optional", optional)
+        check_bool("fully_shard", "check_replicas", check_replicas)
         if weights is not None:
             _check_weights(weights, reshard_after_forward, placements)
         if optional and len(modules) > 1:
@@ -173,6 +186,7 @@ def fully_shard(
             "ignored_params": _names(modules, ignored),
             "placements": placements,
             "optional": bool(optional),
+            "check_replicas": bool(check_replicas),
             "weights": weights,
         }
         written = [f"{name}: {text_of(value)}" for name, value in options.items()]
@@ -198,6 +212,7 @@ def fully_shard(
     if levels is not None:
         _stay_gathered(groups, levels)
     state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional)
+    state.checks_replicas = check_replicas
     state.reduces_last_only = placements is not None and placements.gradients[0] == Partial()
     for each in modules:
         make_fsdp_module(each, state)
@@ -242,6 +257,16 @@ def module_states(module: nn.Module) -> dict[str, FSDPState]:
             f"{type(module).__name__} without any: call fully_shard first"
         )
     return states
+
+
+def check_replicas_of(model: nn.Module) -> None:
+    """Raise on all ranks if replicas hold other parameters: a checkpoint of ``model`` would have those of one replica.
+
+    Raises:
+        ValueError: they do; see ``check_replicas`` of :func:`fully_shard`.
+    """
+    checked = [group for state in _states(model).values() if state.checks_replicas for group in state.groups]
+    refuse_other_replicas([model], checked)
 
 
 def _states(module: nn.Module) -> dict[str, FSDPState]:

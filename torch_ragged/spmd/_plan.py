@@ -72,6 +72,7 @@ _UNIT_OPTIONS: dict[str, tuple[Any, str]] = {
     "offload_policy": (OffloadPolicy, "an OffloadPolicy"),
     "placements": (BufferPlacements, "one of ZERO1, ZERO2 and ZERO3"),
     "optional": (bool, "a bool"),
+    "check_replicas": (bool, "a bool"),
     "weights": (tuple, "a list of integers, one per rank of the shards, such as [3, 2, 0]"),
     "granularity": (Granularity, "a value of torch_ragged.granularity, such as rows(32)"),
     "orig_param_policy": (None, "a function"),
@@ -500,9 +501,9 @@ class Plan:
             path: modules.
             dims: the mesh dimension of the shards; or two, of replicas and shards (HSDP).
             options: the options of ``fully_shard`` (``reshard_after_forward``, ``mp_policy``, ``offload_policy``,
-                ``placements``, ``optional``, ``weights``, ``orig_param_policy``, ``shard_placement_fn``), and
-                ``granularity``, which is one ``orig_param_policy`` for all parameters; of a tensor with :meth:`segments`, each
-                segment has it by itself. JSON cannot hold functions.
+                ``placements``, ``optional``, ``weights``, ``check_replicas``, ``orig_param_policy``, ``shard_placement_fn``),
+                and ``granularity``, which is one ``orig_param_policy`` for all parameters; of a tensor with :meth:`segments`,
+                each segment has it by itself. JSON cannot hold functions.
 
         Raises:
             TypeError: an option is unknown or has another type.

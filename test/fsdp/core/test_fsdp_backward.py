@@ -302,6 +302,7 @@ class BackwardTest(unittest.TestCase):
         collectives = groups[0].collectives
         with mock.patch.object(collectives, "all_reduce", side_effect=AssertionError("an all-reduce")):
             if dist.get_rank() == 0:
+                groups[0].is_unhooked = False  # As of a parameter that this rank alone uses after unshard().
                 groups[0].before_gradient()
                 assert groups[0].grad_buffer.views()
         model.finalize_backward()

@@ -1,6 +1,7 @@
 """Rules of ``fsdp/core`` that one rank shows, in one process."""
 
 import unittest
+from unittest import mock
 
 import torch
 from common import error_of, fake_group
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext
+from torch_ragged.random import deferred_init
 
 
 class Branches(nn.Module):
@@ -71,6 +73,24 @@ class ReplacedParameterTest(OneRankTest):
         for parameter, other in zip(model.parameters(), parameters, strict=True):
             self.assertIs(parameter, other)
         self.assertTrue(torch.equal(model.bias.full_tensor(), before - 0.5))
+
+    def test_the_forward_of_a_deferred_model_names_materialize_only(self):
+        model = fully_shard(deferred_init(nn.Linear, WIDTH, WIDTH), mesh=self.mesh)
+        error = error_of(model, torch.ones(1, WIDTH))
+        self.assertTrue(error.endswith("materialize all parameters before forward, with materialize(model)"), error)
+
+    def test_an_all_gather_without_memory_names_the_module_and_what_is_unsharded(self):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        for module in (model[0], model[1], model):
+            fully_shard(module, mesh=self.mesh)
+        full = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        with mock.patch.object(model[1]._ragged_groups(False)[0].encoding, "all_gather", side_effect=full):
+            error = error_of(model, torch.ones(1, WIDTH))
+        self.assertRegex(
+            error, "RuntimeError: DefaultCPUAllocator: can't allocate memory\nNo memory for the all-gather of weight"
+        )
+        self.assertIn(" of the module 1, beside 0 bytes", error)
+        self.assertEqual(model(torch.ones(1, WIDTH)).shape, (1, WIDTH))
 
     def test_a_model_of_which_a_parameter_is_on_meta_does_not_run(self):
         source = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh).state_dict()

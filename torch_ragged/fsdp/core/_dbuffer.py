@@ -29,6 +29,7 @@ __all__ = [
     "current_stream",
     "free_storage",
     "in_buffer_form",
+    "is_out_of_memory",
     "order_behind",
 ]
 
@@ -85,6 +86,13 @@ def allocate_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None
         storage.resize_(tensor.numel() * tensor.element_size())
         if log is not None:
             log.note(storage.nbytes())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is an allocation's that finds no memory. On the CPU, torch has no type for it."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def free_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged._register._torch import dtensor_of, local_tensor
+from torch_ragged._register._torch import dtensor_of, local_tensor, set_versions
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, Offload
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
@@ -504,6 +504,41 @@ class FSDPParam:
         self.requires_grad = not before
         sharded.requires_grad_(self.requires_grad)
         unsharded.requires_grad_(self.requires_grad)
+
+
+class ReadGuard:
+    """Lets autograd refuse to read the unsharded parameters that a forward has saved, while they are resharded.
+
+    Their memory is freed then, or holds those of another module: some kernels would crash, and others compute with what lies
+    there. Autograd refuses a saved tensor whose version has changed.
+
+    Attributes:
+        version: that of the parameters while they are resharded. No other group has it.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        self._params, self.version = params, 0
+        self._versions: tuple[int, ...] = ()  # Of the unsharded parameters, while they are resharded.
+
+    def refuse_reads(self) -> None:
+        """The parameters are resharded."""
+        tensors = tuple([param.unsharded for param in self._params])
+        self._versions, self.version = tuple([each._version for each in tensors]), next(_resharded_versions)
+        set_versions(tensors, (self.version,) * len(tensors))
+
+    def allow_reads(self) -> None:
+        """The parameters are unsharded again."""
+        if self._versions:
+            set_versions(tuple([param.unsharded for param in self._params]), self._versions)
+            self._versions = ()
+
+    def refuses(self, version: int) -> bool:
+        """Whether autograd's error of a tensor of ``version`` is of these parameters."""
+        return bool(self._versions) and version == self.version
+
+
+_resharded_versions = itertools.count(2**24)
+"""No parameter is written to so often, so that none has such a version otherwise."""
 
 
 def owner_of(parameter: torch.Tensor) -> FSDPParam | None:

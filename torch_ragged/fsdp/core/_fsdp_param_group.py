@@ -12,7 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,19 +28,20 @@ from torch_ragged._register._torch import (
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._unequal import UnequalCollectives
-from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
+from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool, is_out_of_memory
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import (
     FoundParam,
     FSDPParam,
     GroupPlan,
+    ReadGuard,
     ShardedState,
     has_extension,
     keep_grad_dtype,
     local_of,
     owner_of,
 )
-from torch_ragged.fsdp.core._grad_buffer import GradBuffer
+from torch_ragged.fsdp.core._grad_buffer import GradBuffer, register_last
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
@@ -100,8 +101,8 @@ class FSDPCommContext:
 class Root(Protocol):
     """What a group asks of its root."""
 
-    def start_backward(self) -> None:
-        """A pass has begun, if it is not known."""
+    def start_backward(self, takes_part: bool = False) -> None:
+        """A pass has begun, if it is not known. If ``takes_part``, it has reached the last forward."""
 
     def drop_raised_backward(self) -> None:
         """If the last pass raised, drop its gradients."""
@@ -145,8 +146,8 @@ class FSDPParamGroup:
         is_accumulating: whether the last backward left its gradients unreduced, for a later one.
         may_hold_sum: whether gradients may have accumulated since the last reduction, on any rank. Equal on all ranks: they
             make the same calls of :meth:`note_accumulation`, also if their own backward raises.
-        is_unhooked: whether backward may reach the group without a pre-backward, because forward returned a parameter, or
-            tensors inside an object that is no container. Equal on all ranks.
+        is_unhooked: whether backward may reach the group without a pre-backward: a forward has used it, and may have kept a
+            tensor from inside of the module, or returned a parameter. Equal on all ranks.
     """
 
     def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
@@ -174,6 +175,7 @@ class FSDPParamGroup:
         # matmuls write there.
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
+        self.guard = ReadGuard(self.params)
         self.shards.attach(self.params)
         groups = plan.dp.shard_group, plan.dp.replicate_group
         others = len(self.params) - 1
@@ -262,7 +264,7 @@ class FSDPParamGroup:
                 param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
                 param.may_be_wide = not isinstance(param.unsharded, ComputeParameter)
             # Autograd's hooks are invisible to the garbage collector, so this one must not hold the group.
-            _register_last(param.unsharded, functools.partial(_take, weakref.ref(self), index))
+            register_last(param.unsharded, functools.partial(_take, weakref.ref(self), index))
         param.unsharded.requires_grad_(param.requires_grad)
         param.distribution.annotate(param.unsharded)
 
@@ -363,9 +365,11 @@ class FSDPParamGroup:
         if not self.is_gathered:
             if self.is_meta:
                 missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
+                advice = "with to_empty(device=...) and init, or load_state_dict(..., assign=True)"
+                if type(self.sharded.flat) is not torch.Tensor:  # Of deferred_init: to_empty() would lose what it has recorded.
+                    advice = "with materialize(model)"
                 raise RuntimeError(
-                    f"{', '.join(missing)} on the meta device: materialize all parameters before forward, with "
-                    "materialize(model) of deferred_init; to_empty(device=...) and init; or load_state_dict(..., assign=True)"
+                    f"{', '.join(missing)} on the meta device: materialize all parameters before forward, {advice}"
                 )
             # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = list(map(_version_of, self.params))
@@ -378,8 +382,10 @@ class FSDPParamGroup:
                     else:
                         versions = self._gathered_versions
                         self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.named)
-            except BaseException:
+            except BaseException as error:
                 self._return_to_sharded()
+                if is_out_of_memory(error):
+                    raise type(error)(f"{error}\n{self._gathered_memory()}") from error
                 raise
             self._move_to(ShardedState.GATHERING)
         if wait and self._sharded_state is not ShardedState.UNSHARDED:
@@ -401,9 +407,18 @@ class FSDPParamGroup:
             self._move_to(ShardedState.UNSHARDED)
             # Registered last: if anything above raises, the modules still have the sharded parameters.
             with as_plain_tensors():
+                self.guard.allow_reads()
                 for param in self.params:
                     param.register(param.unsharded)
                     param.version = param.compute_version
+
+    def _gathered_memory(self) -> str:
+        held = sum(each.nbytes for group in all_groups if group.is_gathered for each in group.encoding.buffers())
+        return (
+            f"No memory for the all-gather of {self.names} of the module {self.fqn or 'root'}, beside {held:,} bytes of the "
+            "unsharded parameters of other modules. Call fully_shard on smaller modules, or let modules reshard after forward; "
+            "memory_report(model) of torch_ragged.fsdp shows the memory of a step"
+        )
 
     def _return_to_sharded(self) -> None:
         """An all-gather has failed: all ranks can issue it again."""
@@ -480,6 +495,8 @@ class FSDPParamGroup:
                     is_changed = all(getattr(owner, "max_norm", None) is None for owner, _ in param.registered_names)
                 if is_changed:
                     changed.append(param.fqn)
+            if was_unsharded:
+                self.guard.refuse_reads()
         self.encoding.free(self._keeps_buffer)
         self.register_sharded()
         # Raised at the end, so that the group is sharded and can be used again.
@@ -539,7 +556,7 @@ class FSDPParamGroup:
                     raise RuntimeError(
                         "the root of this fully_shard module was deleted: run the module's forward before backward"
                     )
-                root.start_backward()
+                root.start_backward(takes_part=not self.was_reached)
             elif root is not None:
                 root.drop_raised_backward()
         # A reduce-scatter in flight still reads the buffer. Ranks may wait at different times: waiting issues no collective.
@@ -849,23 +866,6 @@ def _popped_gradient(param: torch.Tensor) -> torch.Tensor | None:
     with as_plain_tensors():
         gradient, param.grad = param.grad, None
         return gradient
-
-
-def _register_last(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Register a post-accumulate hook that stays the last one: hooks that the model registers later see the gradient."""
-    own = param.register_post_accumulate_grad_hook(hook)
-    register = functools.partial(_register_before, weakref.ref(param), own.id)
-    param.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
-
-
-def _register_before(param: weakref.ref[torch.Tensor], own: int, hook: Callable[[torch.Tensor], None]) -> Any:
-    """``param.register_post_accumulate_grad_hook(hook)``, before the hook with the id ``own``."""
-    tensor = param()
-    assert tensor is not None
-    handle = torch.Tensor.register_post_accumulate_grad_hook(tensor, hook)
-    hooks = tensor._post_accumulate_grad_hooks
-    hooks[own] = hooks.pop(own)  # Not move_to_end: autograd iterates over the dict below the OrderedDict.
-    return handle
 
 
 @dataclasses.dataclass

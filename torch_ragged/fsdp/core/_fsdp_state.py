@@ -31,15 +31,17 @@ from torch.utils import _pytree as pytree
 from torch_ragged._register._torch import (
     GradientUse,
     backward_id,
+    current_autograd_node,
     dynamo_disabled,
     dynamo_disabled_in_backward,
     gradient_use,
+    next_sequence_number,
 )
 from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState, numbered
-from torch_ragged.fsdp.core._untrained import note_root, warn_of_unsharded
+from torch_ragged.fsdp.core._untrained import note_root, refuse_other_replicas, warn_of_unsharded
 from torch_ragged.fsdp.core.encodings._plain import Phase
 from torch_ragged.fsdp.core.encodings._spmd_types import annotated_as, untyped
 from torch_ragged.fsdp.core.optional._roll_call import call_log_of, roll_call_of
@@ -59,6 +61,7 @@ class FSDPState(ModuleState):
     """A :class:`ModuleState` with the hooks on its modules, which ask the root when to do what."""
 
     _probe: torch.Tensor | None = None
+    _ended_at = 0  # The number of the first autograd node after the last forward.
 
     def __init__(
         self,
@@ -177,6 +180,8 @@ class FSDPState(ModuleState):
         if not context.in_backward:  # A forward inside backward belongs to the same iteration.
             if self.is_root:
                 context.start_iteration()
+                if not context.has_checked_replicas:
+                    self._check_replicas(context)
             elif not context.in_forward:  # The user calls this module by itself.
                 self.refresh()
         device = context.groups[0].device if self.is_root and context.groups else None
@@ -193,6 +198,15 @@ class FSDPState(ModuleState):
             outputs = iter(_PostBackward.apply(self, call, call.probe, *watched))
             args, kwargs = map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
         return args, kwargs
+
+    def _check_replicas(self, context: FSDPStateContext) -> None:
+        """In the first forward, when the user has loaded parameters: an error if replicas have other ones."""
+        # Ranks make sure that they run the same root. If they differ, the next forward compares again.
+        if context.log is not None:
+            context.log.before_collective()
+        checked = [group for state in context.states if state.checks_replicas for group in state.groups]
+        refuse_other_replicas(self.modules, checked)
+        context.has_checked_replicas = True
 
     def _meet(self, is_exit: bool, stays_unsharded: bool = False) -> tuple[bool, bool]:
         """Agree with other ranks on the next call, or the end of one.
@@ -240,6 +254,11 @@ class FSDPState(ModuleState):
         must_stay = needs_backward and opaque and not watched
         # The same if the output is a parameter or a view of one.
         must_stay |= any(group.encoding.holds(tensor) for group in self.groups for tensor in tensors)
+        # A checkpoint recomputes this forward for a node inside of it, which backward has reached before an output.
+        node = current_autograd_node() if needs_backward else None
+        if node is None:
+            self._ended_at = next_sequence_number()
+        must_stay |= node is not None and node._sequence_nr() < self._ended_at
         if output is not None or not self.calls or not self.calls[-1].has_raised:  # Otherwise, other ranks do not wait for it.
             # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does.
             needs_backward, must_stay = self._meet(is_exit=True, stays_unsharded=must_stay)

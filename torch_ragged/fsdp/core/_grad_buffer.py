@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial
@@ -15,7 +18,7 @@ from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
-__all__ = ["GradBuffer"]
+__all__ = ["GradBuffer", "register_last"]
 
 _LARGEST_SMALL = 2**14
 """Elements of the largest gradient that is not copied by itself. They stay in memory until the reduction."""
@@ -354,3 +357,20 @@ class GradBuffer:
         if not is_overwritten:
             buffer.zero_padding()
         return buffer
+
+
+def register_last(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Register a post-accumulate hook that stays the last one: hooks that the model registers later see the gradient."""
+    own = param.register_post_accumulate_grad_hook(hook)
+    register = functools.partial(_register_before, weakref.ref(param), own.id)
+    param.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
+
+
+def _register_before(param: weakref.ref[torch.Tensor], own: int, hook: Callable[[torch.Tensor], None]) -> Any:
+    """``param.register_post_accumulate_grad_hook(hook)``, before the hook with the id ``own``."""
+    tensor = param()
+    assert tensor is not None
+    handle = torch.Tensor.register_post_accumulate_grad_hook(tensor, hook)
+    hooks = tensor._post_accumulate_grad_hooks
+    hooks[own] = hooks.pop(own)  # Not move_to_end: autograd iterates over the dict below the OrderedDict.
+    return handle

@@ -51,6 +51,7 @@ class ModuleState:
         modules: the modules of one call of ``fully_shard``.
         groups: the groups of their parameters: several if these differ in mesh, dtype or kind of placement.
         calls: the forward calls that run now; the innermost is the last.
+        checks_replicas: whether replicas must hold equal parameters.
         reduces_last_only: whether gradients stay unreduced until the root's ``is_last_backward`` (``ZERO1``).
         comm: the limits on communication, which the states under one root share.
         unshard_in_backward: whether backward needs the parameters.
@@ -73,6 +74,7 @@ class ModuleState:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.checks_replicas = True
         self.reduces_last_only = False
         self.is_last_backward = True
         self.finalizes_manually = False
@@ -121,6 +123,9 @@ class ModuleState:
             if self.groups:
                 self.unshard(self._forward_phase(needs_backward))
                 self._must_refresh = True
+                if needs_backward:  # A tensor inside of the module may be in the loss, and no output.
+                    for group in self.groups:
+                        group.is_unhooked = True
                 # After the wait for this module, whose all-gather must not be delayed by the next one's.
                 for neighbour in self._prefetch(self.forward_prefetch, root.last_order, call.position, 1, needs_backward):
                     neighbour._must_refresh = True  # It may never be called.
@@ -329,6 +334,7 @@ class FSDPStateContext:
         last_order: the calls of the forward before it. Prefetching follows ``last_order``.
         awaits_finalize: whether a backward pass has ended, and ``finalize_backward`` has not been called since then.
         handle: the handle of a ``finalize_backward`` that was not waited for yet.
+        has_checked_replicas: whether replicas were found equal in a forward.
     """
 
     def __init__(
@@ -346,6 +352,7 @@ class FSDPStateContext:
         self.awaits_finalize = False
         self.handle: object | None = None
         self._closed = ""
+        self.has_checked_replicas = False
         # Only autograd holds the callback of a running pass, and drops it if backward raises: a dead reference means that.
         self._running: Callable[[], object] | None = None
 
@@ -409,8 +416,12 @@ class FSDPStateContext:
         """Whether this code runs in a backward pass of these modules that has not raised."""
         return self._running is not None and self._running() is not None and backward_id() != -1
 
-    def start_backward(self) -> None:
+    def start_backward(self, takes_part: bool = False) -> None:
         """Let autograd call the root at the end of the current pass. If the pass was started before, do nothing.
+
+        Args:
+            takes_part: whether a gradient came from inside of a module of the last forward. Then this rank takes part in the
+                collectives of that forward's calls, also if its backward reaches none of their outputs.
 
         Raises:
             RuntimeError: :meth:`close` was called.
@@ -426,6 +437,9 @@ class FSDPStateContext:
         callback = functools.partial(_root_post_backward, self)
         self._running, self.orders = weakref.ref(callback), []
         Variable._execution_engine.queue_callback(callback)
+        # Other ranks may have reached an output. The latest calls are last in this order, and autograd has not passed them.
+        if takes_part:
+            self.reach(self.order)
 
     def reach(self, order: ForwardOrder) -> None:
         """Backward has reached a call in ``order``, so it has finished all later forwards."""

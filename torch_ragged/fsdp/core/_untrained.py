@@ -1,11 +1,12 @@
 """Warnings and errors of parameters that a step would not train, or would train differently on each rank. FSDP2 is silent.
 
-Nothing here changes a module, the values of a parameter or an optimizer, or communicates. It looks at the first forward of a
-root, at the steps of an optimizer, and when a root's state dict is made.
+Nothing here changes a module, the values of a parameter or an optimizer. It looks at the first forward of a
+root, at the steps of an optimizer, at errors of backward, and when a root's state dict is made.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,18 +15,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_ragged._register._torch import backward_id
+from torch_ragged._ranks.comparison import first_difference
+from torch_ragged._ranks.groups import device_of_messages
+from torch_ragged._register._torch import backward_error_handlers, backward_id, is_wrapper
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
-__all__ = ["note_ignored", "note_replaced", "note_root", "sharded_originals", "warn_of_unsharded", "watch_optimizers"]
+__all__ = [
+    "note_ignored",
+    "note_replaced",
+    "note_root",
+    "refuse_other_replicas",
+    "sharded_originals",
+    "warn_of_unsharded",
+    "watch_optimizers",
+]
 
 sharded_originals = WeakTensorKeyDictionary()
 """The parameters that ``fully_shard`` has replaced, with their names."""
@@ -79,6 +91,54 @@ def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGrou
             f"which were added or replaced after it. {_ADVICE}",
             stacklevel=2,
         )
+
+
+def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> None:
+    """Raise on all ranks if replicas (HSDP) hold other values of a parameter: they would train apart for ever.
+
+    Buffers are not compared, since running statistics may differ. Collectives: those of :func:`first_difference` for each mesh
+    with replicas.
+
+    Args:
+        roots: for the names of parameters.
+        groups: equal on all ranks.
+
+    Raises:
+        ValueError: replicas differ. The text names the first parameter.
+        PeerError: a rank died, or did not take part.
+    """
+    by_mesh: dict[DeviceMesh, list[FSDPParamGroup]] = {}
+    for group in groups:
+        replicas = group.dp.replicate_group
+        # A memory report runs on one rank alone, and simulated ranks send nothing.
+        if replicas is not None and not group.plan.runs_on_meta and dist.get_backend(replicas) != "fake":
+            by_mesh.setdefault(group.params[0].sharded.device_mesh, []).append(group)  # type: ignore[attr-defined]
+    for mesh, members in by_mesh.items():
+        dp, params = members[0].dp, [param for group in members for param in group.params]
+        replicas = dp.replicate_group
+        assert replicas is not None
+        parts = [(index, part) for index, param in enumerate(params) for part in _parts(local_of(param.sharded))]
+        # Also the groups of model parallelism: all ranks raise.
+        others = [each for each in map(mesh.get_group, range(mesh.ndim)) if each is not replicas]
+        device = device_of_messages(replicas)
+        first = first_difference([part for _, part in parts], replicas, others, device, "the comparison of replicas")
+        if first is not None:
+            _roots.update(roots)
+            names = dp.mesh.mesh_dim_names
+            raise ValueError(
+                f"{_names([params[parts[first][0]].registered_names[0]])[0]} has other values on some replicas (mesh dimension "
+                f"{names[0] if names else 0}), which would train apart: call torch.manual_seed with one seed on all ranks "
+                "before the model is made, load one checkpoint or state dict on all ranks, or pass check_replicas=False to "
+                "fully_shard if replicas may differ (DiLoCo, torchft)"
+            )
+
+
+def _parts(local: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory that a local tensor is made of. On the meta device there are no values."""
+    if is_wrapper(local):
+        inside = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+        return [part for each in inside if isinstance(each, torch.Tensor) for part in _parts(each)]
+    return [local.new_empty(0, device="cpu") if local.is_meta else local]
 
 
 def watch_optimizers() -> None:
@@ -264,3 +324,33 @@ def _names(owners: Iterable[tuple[nn.Module | None, str]]) -> list[str]:
 def _listed(names: Sequence[str]) -> str:
     """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _refuse_resharded(error: RuntimeError) -> None:
+    """Raise an error that names the group, if ``error`` is of parameters that are resharded. (2.11 to 2.15)"""
+    text, group = str(error), None
+    if found := re.search(r"modified by an inplace operation.* is at version (\d+)", text, re.DOTALL):
+        group = next((each for each in list(all_groups) if each.guard.refuses(int(found[1]))), None)
+    elif "mixed torch.Tensor and DTensor" in text:  # A checkpoint recomputes a part of a module with the sharded parameters.
+        owners = [owner_of(param) for param in _innermost_parameters(error) if param is not None]
+        group = next((each for each in list(all_groups) for param in each.params if param in owners), None)
+    if group is not None:
+        raise RuntimeError(
+            f"backward needs {group.names} of the module {group.fqn or 'root'}, which is resharded: the loss uses a tensor "
+            "from inside of this module (that an attribute, a hook or a list has kept, or of an earlier forward or backward), "
+            "and backward has not reached an output of the module first. Return the tensor from the module's forward; or pass "
+            "reshard_after_forward=False to its fully_shard and, for several backward passes of one forward or one backward "
+            "pass of several forwards, call set_reshard_after_backward(False)"
+        ) from error
+
+
+def _innermost_parameters(error: BaseException) -> list[torch.Tensor | None]:
+    """The parameters of the last module on the way to ``error``."""
+    trace, module = error.__traceback__, None
+    while trace is not None:
+        each = trace.tb_frame.f_locals.get("self")
+        module, trace = (each if isinstance(each, nn.Module) else module), trace.tb_next
+    return [] if module is None else list(module._parameters.values())
+
+
+backward_error_handlers.append(_refuse_resharded)

@@ -1,0 +1,222 @@
+"""Losses of tensors from inside of a module, which an attribute, a hook or a list has kept."""
+
+import unittest
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torch_ragged.fsdp import FSDPModule, fully_shard
+
+DIM = 8
+
+
+class Scale(nn.Module):
+    """Its backward reads the weight in an elementwise kernel, which would crash on freed memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(DIM) + 0.5)
+
+    def forward(self, x):
+        return F.gelu(x) * self.weight
+
+
+class Block(nn.Module):
+    """``part``: the tensor is recomputed in backward."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.first, self.scale, self.second, self.side = nn.Linear(DIM, DIM), Scale(), nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
+        self.part = part
+
+    def feature(self, x):
+        return torch.tanh(self.scale(self.first(x)))
+
+    def forward(self, x):
+        self.kept = checkpoint(self.feature, x, use_reentrant=False) if self.part else self.feature(x)
+        out = self.second(self.kept)
+        self.aux = self.side(self.kept)
+        return out
+
+
+class Model(nn.Module):
+    """``whole``: the blocks are recomputed in backward."""
+
+    def __init__(self, part=False, whole=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.stem, self.head = nn.Embedding(10, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 4)
+        self.blocks, self.whole = nn.ModuleList([Block(part), Block(part)]), whole
+
+    def forward(self, x):
+        self.embedded = self.embed(x)
+        hidden = self.stem(self.embedded)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.whole else block(hidden)
+        return self.head(hidden)
+
+
+def attribute(model, x, rank):
+    model(x)
+    return model.blocks[0].kept.square().mean()
+
+
+def view(model, x, rank):
+    return model(x).mean() + model.blocks[1].kept[:, 2:5].square().mean()
+
+
+def hooked(model, x, rank):
+    seen = []
+    handle = model.blocks[0].scale.register_forward_hook(lambda module, args, output: seen.append(output))
+    model(x)
+    handle.remove()
+    return seen[0].square().mean()
+
+
+def side_heads(model, x, rank):
+    return model(x).square().mean() + sum(block.aux.square().mean() for block in model.blocks)
+
+
+def earlier_forward(model, x, rank):
+    model(x)
+    kept = model.blocks[0].kept
+    with torch.no_grad():
+        model(x)
+    return kept.square().mean() + model(x).mean()
+
+
+def leaf_inside(model, x, rank):
+    model(x)
+    leaf = model.blocks[0].kept.detach().requires_grad_()
+    leaf.square().sum().backward()
+    return (model.blocks[0].kept * leaf.grad).sum()
+
+
+def twice(model, x, rank):
+    out = model(x)
+    model.blocks[0].kept.square().mean().backward(retain_graph=True)
+    return out.square().mean()
+
+
+def on_one_rank(model, x, rank):
+    out, kept = model(x), model.blocks[0].kept.square().mean()
+    return kept if rank == 1 else out.square().mean()
+
+
+LOSSES = (attribute, view, hooked, side_heads, earlier_forward, leaf_inside, twice, on_one_rank)
+
+
+def shard(model, stays, inner=False):
+    """``stays``: parameters stay unsharded until backward; ``inner``: the layers inside of blocks are units, too."""
+    for block in model.blocks:
+        for layer in (block.scale, block.side) if inner else ():
+            fully_shard(layer, reshard_after_forward=not stays)
+        fully_shard(block, reshard_after_forward=not stays)
+    fully_shard(model.embed, reshard_after_forward=not stays)
+    fully_shard(model, reshard_after_forward=not stays)
+    if stays:  # One backward may pass several forwards, and one forward may have several backwards.
+        model.set_reshard_after_backward(False)
+    return model
+
+
+def compare(model, plain, what):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # set_reshard_after_backward(False) has left it unsharded.
+            module.reshard()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        wanted = torch.zeros_like(expected) if expected.grad is None else expected.grad / dist.get_world_size()
+        found = torch.zeros_like(wanted) if param.grad is None else param.grad.full_tensor()
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=f"{what}: {name}")
+
+
+def run(loss, model, plain):
+    """One step of ``loss``, and one of the model's output: both have the gradients of one process."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for step, function in enumerate((loss, lambda model, x, rank: model(x).square().mean())):
+        for other in range(size):
+            function(plain, torch.arange(3) + other, other).backward()
+        function(model, torch.arange(3) + rank, rank).backward()
+        compare(model, plain, f"{loss.__name__}, step {step}")
+        model.zero_grad()
+        plain.zero_grad()
+
+
+def text_of(loss, model):
+    """The error of a backward, on every rank."""
+    try:
+        loss(model, torch.arange(3) + dist.get_rank(), dist.get_rank()).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+class KeptTensorTest(unittest.TestCase):
+    @ranks(2)
+    def test_modules_that_stay_unsharded_get_the_gradients_of_one_process():
+        for inner in (False, True):
+            for loss in LOSSES:
+                run(loss, shard(Model(), stays=True, inner=inner), Model())
+
+    @ranks(2)
+    def test_modules_that_are_recomputed_get_the_gradients_of_one_process():
+        for loss in (attribute, view, hooked, side_heads, leaf_inside):
+            model = Model(whole=True)
+            for block in model.blocks:
+                fully_shard(block)
+            run(loss, fully_shard(model), Model())
+
+    @ranks(2)
+    def test_a_resharded_module_whose_backward_reads_no_parameter_gets_its_gradients():
+        model = shard(Model(), stays=False)
+        run(lambda model, x, rank: (model(x), model.embedded.square().mean())[1], model, Model())
+
+    @ranks(2)
+    def test_a_resharded_module_is_named_and_the_next_step_is_right():
+        for loss, wanted in (
+            (attribute, "first.weight and 6 more of the module blocks.0,"),
+            (hooked, "first.weight and 6 more of the module blocks.0,"),
+            (side_heads, "first.weight and 6 more of the module blocks.1,"),
+            (earlier_forward, "first.weight and 6 more of the module blocks.0,"),
+            (twice, "first.weight and 6 more of the module blocks.0,"),
+        ):
+            model, plain = shard(Model(), stays=False), Model()
+            text = text_of(loss, model)
+            assert text.startswith(f"backward needs {wanted} which is resharded"), text
+            assert "reshard_after_forward=False" in text, text
+            model.reset_iter_state()
+            run(lambda model, x, rank: model(x).square().mean(), model, plain)
+
+    @ranks(2)
+    def test_memory_that_another_module_uses_by_turns_is_not_read():
+        """Blocks take turns in slots: without the check, gradients would be those of another block's weights."""
+        model = shard(Model(), stays=False)
+        model.set_persistent_buffers()
+        assert "first.weight and 6 more of the module blocks.0," in text_of(attribute, model)
+
+    @ranks(2)
+    def test_a_part_of_a_resharded_module_that_is_recomputed_names_it():
+        model = shard(Model(part=True), stays=False)
+        text = text_of(attribute, model)
+        assert text.startswith("backward needs first.weight and 6 more of the module blocks.0, which is resharded"), text
+
+    @ranks(2)
+    def test_other_errors_of_a_backward_stay_as_they_are():
+        model = shard(Model(), stays=False)
+
+        def changed(model, x, rank):
+            kept = torch.exp(model(x))
+            loss = kept.sum()
+            kept.add_(1)
+            return loss
+
+        assert text_of(changed, model).startswith("one of the variables needed for gradient computation"), text_of(
+            changed, model
+        )
+
+
+if __name__ == "__main__":
+    unittest.main()
