@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from torch_ragged._ranks.comparison import compare_before_checkpoint
+from torch_ragged.checkpoint._background import BackgroundSave, wait_for_save
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
 from torch_ragged.checkpoint._folder import folder_of, refuse_other_folders, resolve
@@ -43,7 +44,6 @@ _REFUSED = (TypeError, ValueError)
 
 _last_saves: dict[Path, tuple[int, int]] = {}  # By the folder of checkpoints: TrainState.step and the steps at the last save.
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # Since the first save.
-_being_written: set[Path] = set()  # Folders that background saves of this process write to.
 
 
 def save(
@@ -115,8 +115,15 @@ def async_save(
     """Save as :func:`save` does, but in the background. Training may go on as soon as ``async_save`` returns.
 
     ``async_save`` copies the shards of this rank to the CPU before it returns. The background save issues collectives too, for
-    the plan and the checksums. Therefore it needs a separate ``process_group`` with a CPU backend, which nothing else uses
-    until the save has ended. Wait for the result before the next save.
+    the plan and the checksums. Therefore it needs a separate ``process_group`` with a CPU backend, which the program does not
+    use until the save has ended.
+
+    One save is in flight at a time: the next ``async_save``, ``save``, ``load`` or ``keep`` of this process waits for it first.
+    So do ``dist.destroy_process_group`` and the end of the program, also after an exception, ``sys.exit`` or Ctrl-C. A signal
+    that ends the process at once, or ``os._exit``, ends the save too: readers see the previous checkpoint.
+
+    A save that fails logs its step and the error. If the program has not asked for its ``result()`` or ``exception()`` by then,
+    the program ends with exit code 1.
 
     Args:
         path, state: as for :func:`save`.
@@ -143,13 +150,13 @@ def async_save(
             "process_group=dist.new_group(backend='gloo')"
         )
     tensors, writer = _prepare(Path(path), state, process_group)
-    folder, what = writer.folder, f"saving {writer.folder}"
+    what = f"saving {writer.folder}"
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=False, use_shared_memory=kind == "process", use_async_staging=False, use_non_blocking_copy=False
         )
     )
-    _being_written.add(_key(folder))
+    result = BackgroundSave(state.step)
     try:
         # Staged here and not by DCP: if staging failed inside dcp.async_save on one rank, the other ranks would hang.
         staged: Any = agree(lambda: relaid(stager.stage(plain(tensors)), tensors), what, process_group)
@@ -164,10 +171,9 @@ def async_save(
                 no_dist=not dist.is_initialized(),
             )
     except BaseException:
-        _being_written.discard(_key(folder))
+        result.forget()
         stager.close()
         raise
-    result: Future[Path] = Future()
     future.add_done_callback(lambda done: _finish(done, result, stager, what, writer, process_group))
     return result
 
@@ -233,6 +239,7 @@ def load(
             Or a rank died: the text names it. If tensors were being read then, parameters may be filled in part.
     """
     what, functions = f"loading {Path(path)}", dict(redistribute or {})
+    wait_for_save()
     rank, ranks = _rank_of(process_group), dist.get_world_size(process_group) if dist.is_initialized() else 1
     agree(lambda: _check_load(state, functions), what, process_group, own=_REFUSED)
     # Equal on all ranks because rank 0 alone chooses: another rank might already see a newer checkpoint.
@@ -311,6 +318,7 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     Collective: every check is agreed on, so either all ranks go on to DCP or none does.
     """
     what, rank = f"saving to {path}", _rank_of(group)
+    wait_for_save()
     refuse_other_folders(gather(lambda: _check_save(path, state), what, group, own=_REFUSED), what)
     compare_before_checkpoint(state.model)
     steps = sum(map(_steps_of, state.optimizers))  # Before the states are taken: DCP may make them by a step.
@@ -324,7 +332,6 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     contents = collected[0]
     refuse_different(contents.shared, what, group)
     folder = folder_of(path, state.step)
-    agree(lambda: _refuse_busy(folder), f"saving {folder}", group)
     if rank == 0:
         _warn_of_same_step(folder, state, steps)
     manifest = Manifest(
@@ -369,18 +376,6 @@ def _warn_of_same_step(folder: Path, state: TrainState, steps: int) -> None:
         )
 
 
-def _refuse_busy(folder: Path) -> None:
-    """Check that no background save of this process writes to ``folder``.
-
-    Raises:
-        CheckpointError: one does.
-    """
-    if _key(folder) in _being_written:
-        raise CheckpointError(
-            f"{folder} is being written in the background: wait for the result of async_save, then save again"
-        )
-
-
 def _key(folder: Path) -> Path:
     """The folder without symbolic links in its parents: two paths to one folder give one key."""
     return folder.parent.resolve() / folder.name
@@ -394,31 +389,27 @@ def _clean_up(writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None
 
 def _finish(
     done: Future[Any],
-    result: Future[Path],
+    result: BackgroundSave,
     stager: DefaultStager,
     what: str,
     writer: CheckpointWriter,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Pass the outcome of a background save to ``result``, the future that the caller has."""
-    failure: CheckpointError | None = None
+    outcome: Path | CheckpointError = writer.folder
     try:
         with suppress(Exception):
             stager.close()
         with raise_on_all(what, group, lambda: writer.doing):
             done.result()
     except CheckpointError as error:
-        failure = error
+        outcome = error
     except BaseException as error:  # Not from DCP: for example, the saving process died, or a connection broke.
-        failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-    if failure is not None:
+        outcome = CheckpointError(f"{what}: {type(error).__name__}: {error}")
+        outcome.__cause__ = error
+    if isinstance(outcome, CheckpointError):
         _clean_up(writer, group)
-    _being_written.discard(_key(writer.folder))
-    if failure is not None:
-        result.set_exception(failure)
-    else:
-        result.set_result(writer.folder)
+    result.end(outcome)
 
 
 @contextmanager

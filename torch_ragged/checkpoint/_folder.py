@@ -22,6 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torch_ragged.checkpoint import _disk
+from torch_ragged.checkpoint._background import wait_for_save
 from torch_ragged.checkpoint._errors import CheckpointError, agree
 from torch_ragged.checkpoint._files import check_size
 from torch_ragged.checkpoint._manifest import MANIFEST, read_manifest
@@ -112,6 +113,7 @@ def keep(path: str | os.PathLike[str], n: int, *, process_group: dist.ProcessGro
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"keep expects a number of checkpoints >= 1, got {n!r}")
     folder = Path(path)
+    wait_for_save()
 
     def remove_old() -> None:
         if dist.is_initialized() and dist.get_rank(process_group) != 0:
