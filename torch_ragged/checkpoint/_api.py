@@ -27,11 +27,11 @@ from torch_ragged._ranks.comparison import compare_before_checkpoint
 from torch_ragged.checkpoint._background import BackgroundSave, wait_for_save
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
-from torch_ragged.checkpoint._folder import folder_of, refuse_other_folders, resolve
+from torch_ragged.checkpoint._folder import complete_in, folder_of, refuse_other_folders, resolve
 from torch_ragged.checkpoint._layouts import boxes_of, plain, refuse_gaps, relaid
-from torch_ragged.checkpoint._manifest import Manifest
+from torch_ragged.checkpoint._manifest import Manifest, read_manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
-from torch_ragged.checkpoint._reader import CheckpointReader
+from torch_ragged.checkpoint._reader import CheckpointReader, damage
 from torch_ragged.checkpoint._rng import rng_checksums
 from torch_ragged.checkpoint._same import refuse_different
 from torch_ragged.checkpoint._state import Contents, Redistribute, Request, TrainState, has_lost
@@ -243,29 +243,53 @@ def load(
     rank, ranks = _rank_of(process_group), dist.get_world_size(process_group) if dist.is_initialized() else 1
     agree(lambda: _check_load(state, functions), what, process_group, own=_REFUSED)
     # Equal on all ranks because rank 0 alone chooses: another rank might already see a newer checkpoint.
-    answers = gather(lambda: (str(resolve(Path(path))) if rank == 0 else "", has_lost(state)), what, process_group)
-    found = answers[0][0]
+    answers = gather(lambda: (resolve(Path(path)) if rank == 0 else None, Path(path), has_lost(state)), what, process_group)
+    found, given, _ = answers[0]
     reader = agree(lambda: CheckpointReader(found), what, process_group)
     reader.group = process_group
-    metadata = agree(reader.read_metadata, what, process_group)
-    request = Request(state, functions, reader.manifest, rank, ranks, trust, any(lost for _, lost in answers))
-    spread = spread and dist.is_initialized() and process_group is None
-    planner = CheckingPlanner(reader.manifest, spread=spread, trust=trust)
-    try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.
+    try:
+        metadata = agree(reader.read_metadata, what, process_group)
+        request = Request(state, functions, reader.manifest, rank, ranks, trust, any(lost for *_, lost in answers))
+        spread = spread and dist.is_initialized() and process_group is None
+        planner = CheckingPlanner(reader.manifest, spread=spread, trust=trust)
+        try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.
 
-        def compare() -> dict[str, Any]:
-            planner.set_up_planner(request.prepare(metadata), metadata)
-            return boxes_of(request.tensors)
+            def compare() -> dict[str, Any]:
+                planner.set_up_planner(request.prepare(metadata), metadata)
+                return boxes_of(request.tensors)
 
-        refuse_gaps(gather(compare, what, process_group), what)
-        _fill(request, reader, planner, what)
-    except BaseException:
-        request.forget()
-        raise
+            refuse_gaps(gather(compare, what, process_group), what)
+            _fill(request, reader, planner, what)
+        except BaseException:
+            request.forget()
+            raise
+    except CheckpointError as error:  # On all ranks, so that they can look for another checkpoint together.
+        if found == given or error.group_is_broken or not any(gather(lambda: reader.is_damaged, what, process_group)):
+            raise
+        raise CheckpointError(f"{error}. {_other_than(reader, given, rank, ranks)}") from None
     # Tensors are filled: if a load_state_dict raises now, nothing can be undone, but all ranks raise.
     agree(request.apply, what, process_group)
     _last_saves.clear()  # Other weights are no progress now.
     return reader.manifest
+
+
+def _other_than(reader: CheckpointReader, path: Path, rank: int, ranks: int) -> str:
+    """What can be loaded instead of the damaged checkpoint of ``reader``. Ranks share the bytes to compare."""
+    what = f"looking for a complete checkpoint in {path}"
+    for folder in reversed(gather(lambda: complete_in(path) if rank == 0 else [], what, reader.group)[0]):
+
+        def is_damaged(folder: Path = folder) -> bool:
+            try:
+                return folder == reader.folder or bool(damage(folder, read_manifest(folder), None, rank, ranks))
+            except CheckpointError:
+                return True
+
+        if not any(gather(is_damaged, what, reader.group)):
+            return (
+                f"The newest complete checkpoint is {folder}: load({str(folder)!r}, state) loads it, and "
+                f"checkpoint.latest({str(path)!r}, complete=True) finds it"
+            )
+    return f"{path} holds no other complete checkpoint"
 
 
 def _fill(request: Request, reader: CheckpointReader, planner: CheckingPlanner, what: str) -> None:

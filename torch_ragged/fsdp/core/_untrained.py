@@ -124,7 +124,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     texts += _of_detached(params) + _of_alone(optimizer, params)
     pending: dict[int, tuple[nn.Module, str]] = {}
     if backward_id() == -1:
-        alone = (param for group in all_groups if group.is_pending for param in group.params)
+        # Gradients that wait for a reduction were refused above, unless the program has set others, as a checkpoint does.
+        alone = (p for group in all_groups if group.is_pending and not group.is_unsynchronized for p in group.params)
         pending = {id(param.sharded): param.registered_names[0] for param in alone}
     if names := _names(pending[id(param)] for param in params if id(param) in pending):
         texts.append(
