@@ -238,12 +238,13 @@ def load(
             more than data, and ``trust`` is False. Every rank raises it; the text names the file, the parameter or the object.
             Or a rank died: the text names it. If tensors were being read then, parameters may be filled in part.
     """
-    what, functions = f"loading {Path(path)}", dict(redistribute or {})
+    given = Path(path)
+    what, functions = f"loading {given}", dict(redistribute or {})
     wait_for_save()
     rank, ranks = _rank_of(process_group), dist.get_world_size(process_group) if dist.is_initialized() else 1
     agree(lambda: _check_load(state, functions), what, process_group, own=_REFUSED)
     # Equal on all ranks because rank 0 alone chooses: another rank might already see a newer checkpoint.
-    answers = gather(lambda: (resolve(Path(path)) if rank == 0 else None, Path(path), has_lost(state)), what, process_group)
+    answers = gather(lambda: (resolve(given) if rank == 0 else given, given, has_lost(state)), what, process_group)
     found, given, _ = answers[0]
     reader = agree(lambda: CheckpointReader(found), what, process_group)
     reader.group = process_group

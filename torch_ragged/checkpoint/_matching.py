@@ -67,9 +67,8 @@ class CheckingPlanner(ObjectPlanner):
 
 def _of_another_optimizer(wanted: Iterable[str], saved: Iterable[str]) -> list[str]:
     """One line if the optimizers have other states, and not only states of other parameters."""
-    here, there = (
-        sorted({name.rpartition(".")[2] for name in names if name.startswith(f"{_OPTIMIZER}state.")}) for names in (wanted, saved)
-    )
+    of_states = f"{_OPTIMIZER}state."
+    here, there = (sorted({n.rpartition(".")[2] for n in names if n.startswith(of_states)}) for names in (wanted, saved))
     if here == there:
         return []
     return [
