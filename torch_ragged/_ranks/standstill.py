@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import end_messages, is_gloo
-from torch_ragged._ranks.peers import STANDSTILL, Fate, Peers, Whereabouts, fates_of, listen, tracker
+from torch_ragged._ranks.peers import STANDSTILL, Fate, Peers, Whereabouts, fates_of, is_watched, listen, tracker
 from torch_ragged._ranks.store import SharedStore
+from torch_ragged._ranks.termination import tell_when_terminated
 from torch_ragged._register._torch import process_groups
 
 __all__ = ["announce", "standstill"]
@@ -47,7 +48,9 @@ _logger = logging.getLogger("torch_ragged")
 def announce() -> None:
     """Let the other ranks find and ask this process, and watch its training thread. Once per default process group."""
     listen()
-    _watch.start()
+    if is_watched():
+        _watch.start()
+        tell_when_terminated()
 
 
 def standstill(fates: dict[int, Fate]) -> set[int]:
