@@ -149,11 +149,13 @@ def log_of(kind):
 
 
 def row(kind):
-    """A row of the table: the kind, and what rank 0 has logged."""
+    """A row of the table: the kind, the exit codes of rank 1 and of rank 0, and what rank 0 has logged."""
     logs, _, codes = log_of(kind)
-    lines = [line for line in logs[0].splitlines() if ENDS in line or re.search(KINDS[kind].log, line)]
-    told = " / ".join(re.sub(r" on host \S+", "", line.rpartition("torch_ragged._ranks.peers.")[2]) for line in lines)
-    return f"| {KINDS[kind].text} | {codes.get(1, 0)} | {codes.get(0)} | {told} |"
+    doing = re.search(rf"{re.escape(ENDS)}, which (.*?), called", logs[0])
+    found = re.search(KINDS[kind].log, logs[0])
+    how = f"SIGTERM: it {doing[1]}" if doing else "`PeerError`" if "PeerError" in logs[0] else ""
+    cause = re.sub(r":? ?process \d+ on host \S+", "", found[0]) if found else ""
+    return f"| {KINDS[kind].text} | {codes.get(1, 0)} | {codes.get(0, 0)} | {how}; {cause} |"
 
 
 if __name__ == "__main__":

@@ -60,9 +60,8 @@ class _Termination:
         # Also if there was none: without a handler of Python's, nothing is written.
         self._handler: Any = signal.signal(signal.SIGTERM, self._handle)
         threading.Thread(target=self._run, name="termination", daemon=True).start()
-        # While Python ends, a thread that wakes up may end the process by SIGABRT. A forked child, such as a data loader's
-        # worker, must not write its own signals to its parent's descriptor.
-        atexit.register(self._forget)
+        atexit.register(self._end)
+        # A forked child, such as a data loader's worker, must not write its own signals to its parent's descriptor.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
@@ -71,6 +70,12 @@ class _Termination:
         signal.set_wakeup_fd(self._chained)
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._handler)
+
+    def _end(self) -> None:
+        """As the program ends. A thread that is in a call of C++ when Python ends would end the process by SIGABRT."""
+        self._forget()
+        if self._teller.is_alive():
+            self._teller.join(_LIMIT)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The main thread runs Python: it waits here until this rank has told, and goes on as without this object."""
