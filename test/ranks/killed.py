@@ -59,13 +59,13 @@ class Kind(NamedTuple):
     log: str
 
 
-DIED = r"rank 1 died: (process \d+ on host \S+ has ended|its program has ended)"
+DIED = r"rank 1 (died: process \d+ on host \S+ has ended|died: its program has ended|at the end of its program)"
 KINDS = {
     "forward": Kind("SIGKILL in a forward", -9, DIED),
     "backward": Kind("SIGKILL in a backward", -9, DIED),
     "before": Kind("an exception before a collective", 1, DIED),
     "after": Kind("an exception after a collective", 1, DIED),
-    "exit0": Kind("`sys.exit(0)`, early", 0, rf"{DIED}|rank 1 at the end of its program"),
+    "exit0": Kind("`sys.exit(0)`, early", 0, DIED),
     "exit3": Kind("`sys.exit(3)`", 3, DIED),
     "memory": Kind("out of memory", 1, DIED),
     "save": Kind("SIGKILL while it saves in the background", -9, DIED),
@@ -154,7 +154,7 @@ def row(kind):
     doing = re.search(rf"{re.escape(ENDS)}, which (.*?), called", logs[0])
     found = re.search(KINDS[kind].log, logs[0])
     how = f"SIGTERM: it {doing[1]}" if doing else "`PeerError`" if "PeerError" in logs[0] else ""
-    cause = re.sub(r":? ?process \d+ on host \S+", "", found[0]) if found else ""
+    cause = re.sub(r": process \d+ on host( \S+ has ended)?", "", found[0]) if found else ""
     return f"| {KINDS[kind].text} | {codes.get(1, 0)} | {codes.get(0, 0)} | {how}; {cause} |"
 
 

@@ -59,8 +59,9 @@ def save(
     while it writes, syncs the files to disk, and verifies that every file has its size and that the files hold every element of
     every tensor. The last action renames the folder. Until this rename, readers see the previous checkpoint, or none. A
     checkpoint of the same step is replaced; if this process has trained since it saved that step, a warning says so. Unfinished
-    folders of writers that died are removed. While it saves, rank 0 holds a lease of ``path``, a file ``writer-*.lease``: if
-    another job holds one, no rank writes anything.
+    folders of writers that died are removed. If a save of this process is in flight in the background, this one waits for it.
+    While it saves, rank 0 holds a lease of ``path``, a file ``writer-*.lease``: if another job holds one, no rank writes
+    anything.
 
     Ranks exchange DCP's plan, digests and checksums, as objects. No tensor is sent between ranks, and no shard is copied. Some
     values are written by one rank for all: ``step``, ``consumed_tokens``, ``data_position``, ``scheduler``, and ``extra``
@@ -215,7 +216,8 @@ def load(
     numbers and strings. Files that are no regular files, such as links and pipes, are refused and never opened.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints. Of a folder, the latest complete one is loaded.
+        path: a checkpoint, or a folder of checkpoints. Of a folder, the latest that has all its files is loaded. If it is
+            damaged, the error names the newest complete one: no training silently goes on from an older step.
         state: parameters and optimizer states are filled in place; the other fields are set. If ``state`` has no optimizer or
             no scheduler, the saved one is not loaded.
         spread: if True, each replica (HSDP) reads a share and broadcasts it to the other replicas, one broadcast per tensor.
