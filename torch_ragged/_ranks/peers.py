@@ -516,7 +516,11 @@ class peers_named:
             return
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):
             tracker.failed = self.what
-            raise Peers.of(self.ranks()).error(self._collective, error, self._parameters) from error
+            try:
+                failure = Peers.of(self.ranks()).error(self._collective, error, self._parameters)
+            finally:
+                tracker.failed = ""
+            raise failure from error
 
 
 def is_of_backend(error: RuntimeError) -> bool:

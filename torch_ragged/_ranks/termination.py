@@ -5,19 +5,19 @@ It issues no collective, and changes nothing of how the process ends: only when,
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import logging
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from torch_ragged._ranks.peers import fates_of, tracker
+from torch_ragged._ranks.peers import PeerError, fates_of, is_of_backend, tracker
 from torch_ragged._ranks.store import SharedStore
 
 __all__ = ["tell_when_terminated"]
@@ -53,14 +53,16 @@ def tell_when_terminated() -> None:
 
 class _Termination:
     def __init__(self) -> None:
-        self._lock, self._teller = threading.RLock(), threading.Thread(target=_tell, name="termination", daemon=True)
+        self._lock, self._teller = threading.RLock(), threading.Thread(target=_tell_of_others, name="termination", daemon=True)
+        self._is_told = False
         self._ours, theirs = os.pipe()
         os.set_blocking(theirs, False)
         self._chained = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
         # Also if there was none: without a handler of Python's, nothing is written.
         self._handler: Any = signal.signal(signal.SIGTERM, self._handle)
         threading.Thread(target=self._run, name="termination", daemon=True).start()
-        atexit.register(self._end)
+        # Not atexit: its functions run after executors have stopped, by which this rank asks others. From Python 3.9 on.
+        threading._register_atexit(self._end)  # type: ignore[attr-defined]
         # A forked child, such as a data loader's worker, must not write its own signals to its parent's descriptor.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
@@ -72,8 +74,12 @@ class _Termination:
             signal.signal(signal.SIGTERM, self._handler)
 
     def _end(self) -> None:
-        """As the program ends. A thread that is in a call of C++ when Python ends would end the process by SIGABRT."""
+        """The program ends. If a collective of torch's own has failed, this rank tells which ranks have failed."""
+        error = getattr(sys, "last_value", None)  # What no function of the program has caught.
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):
+            self._tell_of_others()
         self._forget()
+        # A thread that is in a call of C++ when Python ends would end the process by SIGABRT.
         if self._teller.is_alive():
             self._teller.join(_LIMIT)
 
@@ -101,19 +107,34 @@ class _Termination:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _tell(self) -> None:
-        """Tell once, and return when it is told. The main thread and this object's thread may come here."""
+        """Tell of this rank and of the others, once. The main thread and this object's thread may come here."""
+        with self._lock:
+            if not self._is_told:
+                self._is_told = True
+                _tell_of_this_rank()
+        self._tell_of_others()
+
+    def _tell_of_others(self) -> None:
+        """Returns when it is told, or after :data:`_LIMIT`: the store may not answer."""
         with self._lock:
             if self._teller.ident is None:
                 self._teller.start()
         self._teller.join(_LIMIT)
 
 
-def _tell() -> None:
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", -1))
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", -1))
+
+
+def _tell_of_this_rank() -> None:
     where = tracker.look().text
     doing = f"finds out why {tracker.failed} has failed, called {where}" if tracker.failed else f"is {where}"
     last = ". Its last forward is number {1} of {0}".format(*tracker.forward) if tracker.forward else ""
-    _logger.error("rank %d: torchrun sends SIGTERM to this process, which %s%s", rank, doing, last)
+    _logger.error("rank %d: torchrun sends SIGTERM to this process, which %s%s", _rank(), doing, last)
+
+
+def _tell_of_others() -> None:
+    rank = _rank()
     with contextlib.suppress(RuntimeError, ValueError):  # The store is lost, or the process group was destroyed.
         store = SharedStore("termination")
         store.set(f"rank {rank}", "")  # This rank is about to end, and is not the cause.
