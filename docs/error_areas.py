@@ -253,7 +253,6 @@ HINTS: dict[str, str] = {
     "the checkpoint does not fit this model and optimizer": (
         "The list names each tensor that is missing, unknown, or of another shape or dtype."
     ),
-    "is being written in the background": "Two `async_save` calls must not overlap.",
     "could not infer output dtype": "This is torch's own message: `mean()` of integers.",
     "share memory: give a target of its own": "A target may not be a view of the source.",
     "ranks are not in ascending order": "torch sorts the ranks of a process group, so such a mesh would mix up shards.",

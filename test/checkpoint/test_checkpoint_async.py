@@ -46,8 +46,6 @@ def check_async(path, kind):
     assert "process group of its own" in error_of(checkpoint.async_save, path, state)
     assert "kind must be one of" in error_of(checkpoint.async_save, path, state, kind="fork", process_group=group)
     future = checkpoint.async_save(path, state, kind=kind, process_group=group)
-    again = error_of(checkpoint.save, path, state) if not future.done() else "is being written in the background"
-    assert "is being written in the background" in again or not again, again
     train(state, 2)  # What it changes is not in the checkpoint.
     folder = future.result(timeout=100)
     assert folder.name == "step-00000002"

@@ -210,7 +210,13 @@ def damaged_copies(folder, into):
     cases.append((str(newer), ["format 99", "torch_ragged 7.0", "install a newer torch_ragged"], {}))
     wrong = ["model.inner.0.weight is (13, 6) float32 in the checkpoint, (17, 6) float32 here"]
     cases.append((str(folder), wrong, {"hidden": 17}))
-    cases.append((str(folder), ["optimizer.state.embedding.weight.square_avg"], {"optimizer": torch.optim.RMSprop}))
+    cases.append(
+        (
+            str(folder),
+            ["exp_avg_sq, step in the checkpoint, and the states square_avg, step"],
+            {"optimizer": torch.optim.RMSprop},
+        )
+    )
     cases.append((str(folder), ["model.inner.3.0.weight", "model.inner.3.weight", "renamed"], "renamed"))
     plain = Path(into) / "plain"
     dcp.save({"x": torch.ones(2)}, checkpoint_id=plain, no_dist=True)

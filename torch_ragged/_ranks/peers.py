@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import hashlib
+import hmac
 import itertools
 import json
 import operator
 import os
+import secrets
 import socket
+import struct
 import sys
 import threading
 import time
@@ -48,6 +52,7 @@ __all__ = [
     "calls_of",
     "fates_of",
     "is_of_backend",
+    "is_watched",
     "issued_on",
     "listen",
     "name_of",
@@ -185,9 +190,16 @@ class Whereabouts:
 
 
 class Tracker:
-    """Looks at one thread from time to time, and sees whether it stays in one call."""
+    """Looks at one thread from time to time, and sees whether it stays in one call.
+
+    Attributes:
+        forward: the root module whose forward has begun last, and how many it has begun; empty before the first one.
+        failed: the collective that has failed, while this process finds out why.
+    """
 
     def __init__(self) -> None:
+        self.forward: tuple[str, int] | tuple[()] = ()
+        self.failed = ""
         self._thread, self._lock = threading.main_thread().ident, threading.Lock()
         self._token: object = None
         self._since, self._cpu, self._written = time.monotonic(), 0.0, 0
@@ -307,6 +319,12 @@ _PROBE = 3.0  # Seconds.
 
 _LONG_PROBE = 20.0  # Seconds.
 """The same while nothing has failed yet: a network that loses packets takes several attempts."""
+
+_SIOCGIFADDR = 0x8915
+"""What Linux calls the question for the address of an interface."""
+
+_CALLERS = 32
+"""So many callers may be connected at once."""
 
 
 class PeerError(RuntimeError):
@@ -500,7 +518,12 @@ class peers_named:
         if error is None:
             return
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):
-            raise Peers.of(self.ranks()).error(self._collective, error, self._parameters) from error
+            tracker.failed = self.what
+            try:
+                failure = Peers.of(self.ranks()).error(self._collective, error, self._parameters)
+            finally:
+                tracker.failed = ""
+            raise failure from error
 
 
 def is_of_backend(error: RuntimeError) -> bool:
@@ -535,14 +558,21 @@ def wait_for(work: Any, look: Callable[[], None] = lambda: None) -> None:
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
-class _Listener:
-    """A socket that listens as long as this process lives, and a thread that tells each caller where this process is.
+def is_watched() -> bool:
+    """Whether ranks may ask this process where it is. The environment variable TORCH_RAGGED_WATCH=0 switches it off."""
+    return os.environ.get("TORCH_RAGGED_WATCH") != "0"
 
-    The kernel accepts the connection, also while Python computes.
+
+class _Listener:
+    """A socket that listens as long as this process lives, and tells callers with its token where this process is.
+
+    The store hands out the address and the token, so only ranks of the same job know them. The kernel accepts the connection,
+    also while Python computes: a rank that connects knows that the process lives.
     """
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
+        self._token = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._announced: SharedStore | None = None
         self._process = os.getpid()
@@ -569,24 +599,49 @@ class _Listener:
         with self._lock:
             if self._announced is not None and self._announced.is_current:
                 return
-            if self._socket is None:
-                self._socket = socket.create_server(("", 0), backlog=1024)
-                threading.Thread(target=_answer, args=(self._socket,), name="whereabouts", daemon=True).start()
-            store = SharedStore("processes")
-            place = {**asdict(myself()), "address": _own_address(), "port": self._socket.getsockname()[1]}
+            store, place = SharedStore("processes"), asdict(myself())
+            if is_watched():
+                address = _own_address()
+                place.update(address=address, port=self._listen(address), token=self._token)
             store.set(f"rank {dist.get_rank()}", json.dumps(place))
             self._announced = store
 
+    def _listen(self, address: str) -> int:
+        """The port on which this process listens at ``address``, and at no other one."""
+        if self._socket is not None and self._socket.getsockname()[0] != address:  # The last process group had another network.
+            self._socket.shutdown(socket.SHUT_RDWR)
+            self._close()
+        if self._socket is None:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+            run = functools.partial(_serve, self._socket, self._token)
+            threading.Thread(target=run, name="whereabouts", daemon=True).start()
+        return int(self._socket.getsockname()[1])
 
-def _answer(server: socket.socket) -> None:
+
+def _serve(server: socket.socket, token: str) -> None:
+    slots = threading.Semaphore(_CALLERS)
     while True:
         try:
             caller, _ = server.accept()
         except OSError:  # The process ends.
             return
+        if not slots.acquire(blocking=False):  # Whoever connects and says nothing must not keep others waiting.
+            caller.close()
+            continue
+        with contextlib.suppress(RuntimeError):  # No thread can start while Python ends.
+            threading.Thread(target=_answer, args=(caller, token, slots), name="whereabouts", daemon=True).start()
+
+
+def _answer(caller: socket.socket, token: str, slots: threading.Semaphore) -> None:
+    """Tell a caller where this process is, if it sends the token. Others get no byte."""
+    try:
         with contextlib.suppress(OSError, RuntimeError), caller:
             caller.settimeout(_PROBE)
-            caller.sendall(tracker.look().to_json().encode())
+            if hmac.compare_digest(caller.recv(len(token), socket.MSG_WAITALL), token.encode()):
+                caller.sendall(tracker.look().to_json().encode())
+    finally:
+        slots.release()
 
 
 _listener = _Listener()
@@ -607,8 +662,10 @@ class Fate:
 def fates_of(ranks: Sequence[int]) -> dict[int, Fate]:
     """What happened to the processes of these global ranks, by a connection to each. It takes up to 3 s."""
     store = SharedStore("processes")
-    places = {rank: store.get(f"rank {rank}") for rank in ranks if store.has(f"rank {rank}")}
-    ended = [rank for rank in ranks if rank not in places and store.has(f"ended {rank}")]
+    places: dict[int, dict[str, Any]] = {
+        rank: json.loads(store.get(f"rank {rank}")) for rank in ranks if store.has(f"rank {rank}")
+    }
+    ended = [rank for rank in ranks if "port" not in places.get(rank, ()) and store.has(f"ended {rank}")]
     with ThreadPoolExecutor(32) as threads:  # A host that is lost answers none of its ranks' probes.
         fates = dict(zip(ranks, threads.map(lambda rank: _fate(places.get(rank), _PROBE), ranks)))
     return {**fates, **{rank: Fate(False, "died: its program has ended") for rank in ended}}
@@ -634,26 +691,25 @@ class _Probe:
         with contextlib.suppress(RuntimeError):  # The store is lost: then this rank's other calls of it raise.
             store = SharedStore("processes")
             if store.has(f"rank {self._rank}"):
-                self._fate = _fate(store.get(f"rank {self._rank}"), _LONG_PROBE)
+                self._fate = _fate(json.loads(store.get(f"rank {self._rank}")), _LONG_PROBE)
 
 
-def _fate(place: str | None, patience: float) -> Fate:
+def _fate(place: dict[str, Any] | None, patience: float) -> Fate:
     """What happened to the process that has announced ``place``."""
     if place is None:
         return Fate(True, "has not answered")
-    found = json.loads(place)
-    process, address = Process(found["host"], found["pid"], found["started"]), found["address"]
+    process, address = Process(place["host"], place["pid"], place["started"]), place.get("address", "")
     host = process.host.partition("/")[0]
     state = state_of(process)
     if state == "stopped":
         return Fate(True, f"is stopped: {process}")
     if state == "gone":
         return Fate(False, f"died: {process} has ended")
-    if address.startswith("127.") and host != socket.gethostname():
-        address = host
+    if not address or (_is_loopback(address) and host != socket.gethostname()):  # From here, nothing is known.
+        return Fate(True, f"has not answered: {process}")
     try:
-        with socket.create_connection((address, found["port"]), timeout=patience) as connection:
-            where = _where_is(connection)
+        with socket.create_connection((address, place["port"]), timeout=patience) as connection:
+            where = _where_is(connection, place["token"])
     except ConnectionRefusedError:
         return Fate(False, f"died: {process} has ended")
     except OSError as error:
@@ -663,20 +719,45 @@ def _fate(place: str | None, patience: float) -> Fate:
     return Fate(True, f"lives and has not answered: {process} is {where.text}", where)
 
 
-def _where_is(connection: socket.socket) -> Whereabouts | None:
+def _where_is(connection: socket.socket, token: str) -> Whereabouts | None:
     """What the process at the other end says; None if it says nothing in time, as one that was stopped."""
     with contextlib.suppress(OSError, ValueError):
         connection.settimeout(_PROBE)
+        connection.sendall(token.encode())
         return Whereabouts.from_json(b"".join(iter(lambda: connection.recv(2**16), b"")))
     return None
 
 
+def _is_loopback(address: str) -> bool:
+    """Whether only this host reaches an address."""
+    return address.startswith("127.") or address == "::1"
+
+
 def _own_address() -> str:
-    """The address under which other hosts reach this one."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 1))  # A datagram socket sends nothing here.
-        return str(probe.getsockname()[0])
+    """The address under which the other ranks reach this process; a loopback address if all of them are on this host."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") == str(dist.get_world_size()):
+        return "127.0.0.1"
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        with contextlib.suppress(ImportError, OSError):  # NCCL also takes beginnings of names, and names to leave out.
+            return _address_of(os.environ.get(variable, "").partition(",")[0])
+    # The one by which this host reaches the store's host; without such a name, by which it reaches others (a documentation
+    # address). A datagram socket sends nothing here.
+    for host in filter(None, (os.environ.get("MASTER_ADDR"), "192.0.2.1")):
+        with contextlib.suppress(OSError):
+            family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of Linux."""
+    import fcntl  # Windows does not have it.
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
 def _store_host() -> str:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import end_messages, is_gloo
-from torch_ragged._ranks.peers import STANDSTILL, Fate, Peers, Whereabouts, fates_of, listen, tracker
+from torch_ragged._ranks.peers import STANDSTILL, Fate, Peers, Whereabouts, fates_of, is_watched, listen, tracker
 from torch_ragged._ranks.store import SharedStore
+from torch_ragged._ranks.termination import tell_when_terminated
 from torch_ragged._register._torch import process_groups
 
 __all__ = ["announce", "standstill"]
@@ -34,6 +35,9 @@ _NOTICE = 1.5  # Seconds.
 _LOOKS = 4
 """So often a rank that has found a standstill looks, a period apart, while other ranks are in calls and may go on."""
 
+_LONGEST_END = 5.0  # Seconds.
+"""So long the end of a program waits for the thread that watches."""
+
 _ADVICE = (
     "All ranks must make the same calls in the same order: the same number of forwards and backwards, and of calls that "
     "communicate, such as barrier, clip_grad_norm_, full_tensor or save. Let all ranks run an evaluation, or let one rank run "
@@ -47,7 +51,9 @@ _logger = logging.getLogger("torch_ragged")
 def announce() -> None:
     """Let the other ranks find and ask this process, and watch its training thread. Once per default process group."""
     listen()
-    _watch.start()
+    if is_watched():
+        _watch.start()
+        tell_when_terminated()
 
 
 def standstill(fates: dict[int, Fate]) -> set[int]:
@@ -116,7 +122,7 @@ class _Watch:
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._told: SharedStore | None = None  # The store whose standstill this process has logged.
-        atexit.register(self._stop.set)
+        atexit.register(self._end)
 
     def start(self) -> None:
         # NCCL has a watchdog of its own, and a thread that waits for a GPU's work may be anywhere.
@@ -126,6 +132,12 @@ class _Watch:
             if self._thread is None or not self._thread.is_alive():  # Not alive: this is a forked child.
                 self._thread = threading.Thread(target=self._run, name="standstill", daemon=True)
                 self._thread.start()
+
+    def _end(self) -> None:
+        self._stop.set()
+        # If it is in a call of C++ when Python ends, the process ends by SIGABRT. It may just close this rank's connections.
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(_LONGEST_END)
 
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD):

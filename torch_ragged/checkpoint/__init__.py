@@ -20,7 +20,7 @@ module with any DTensors: only the state dicts of the model and of the optimizer
 Files: ``_api`` (save, async_save, load), ``_state`` (the contents of a checkpoint), ``_same`` (values that must be equal on all
 ranks), ``_matching`` (does the checkpoint fit the model), ``_replicas`` (each replica reads a share), ``_rng`` (random states),
 ``_manifest``, ``_files`` (checksums), ``_writer`` and ``_reader`` (DCP's storage), ``_folder`` (the checkpoints of a run),
-``_errors``, ``_cli``.
+``_background`` (the save in flight), ``_errors``, ``_cli``.
 """
 
 from torch_ragged.checkpoint._api import async_save, load, save

@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from torch_ragged._ranks.comparison import compare_before_checkpoint
+from torch_ragged.checkpoint._background import BackgroundSave, wait_for_save
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
-from torch_ragged.checkpoint._folder import folder_of, refuse_other_folders, resolve
+from torch_ragged.checkpoint._folder import complete_in, folder_of, refuse_other_folders, resolve
 from torch_ragged.checkpoint._layouts import boxes_of, plain, refuse_gaps, relaid
-from torch_ragged.checkpoint._manifest import Manifest
+from torch_ragged.checkpoint._manifest import Manifest, read_manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
-from torch_ragged.checkpoint._reader import CheckpointReader
+from torch_ragged.checkpoint._reader import CheckpointReader, damage
 from torch_ragged.checkpoint._rng import rng_checksums
 from torch_ragged.checkpoint._same import refuse_different
 from torch_ragged.checkpoint._state import Contents, Redistribute, Request, TrainState, has_lost
@@ -44,7 +45,6 @@ _REFUSED = (TypeError, ValueError)
 
 _last_saves: dict[Path, tuple[int, int]] = {}  # By the folder of checkpoints: TrainState.step and the steps at the last save.
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # Since the first save.
-_being_written: set[Path] = set()  # Folders that background saves of this process write to.
 
 
 def save(
@@ -60,8 +60,9 @@ def save(
     while it writes, syncs the files to disk, and verifies that every file has its size and that the files hold every element of
     every tensor. The last action renames the folder. Until this rename, readers see the previous checkpoint, or none. A
     checkpoint of the same step is replaced; if this process has trained since it saved that step, a warning says so. Unfinished
-    folders of writers that died are removed. While it saves, rank 0 holds a lease of ``path``, a file ``writer-*.lease``: if
-    another job holds one, no rank writes anything.
+    folders of writers that died are removed. If a save of this process is in flight in the background, this one waits for it.
+    While it saves, rank 0 holds a lease of ``path``, a file ``writer-*.lease``: if another job holds one, no rank writes
+    anything.
 
     Ranks exchange DCP's plan, digests and checksums, as objects. No tensor is sent between ranks, and no shard is copied. Some
     values are written by one rank for all: ``step``, ``consumed_tokens``, ``data_position``, ``scheduler``, and ``extra``
@@ -117,8 +118,15 @@ def async_save(
     """Save as :func:`save` does, but in the background. Training may go on as soon as ``async_save`` returns.
 
     ``async_save`` copies the shards of this rank to the CPU before it returns. The background save issues collectives too, for
-    the plan and the checksums. Therefore it needs a separate ``process_group`` with a CPU backend, which nothing else uses
-    until the save has ended. Wait for the result before the next save.
+    the plan and the checksums. Therefore it needs a separate ``process_group`` with a CPU backend, which the program does not
+    use until the save has ended.
+
+    One save is in flight at a time: the next ``async_save``, ``save``, ``load`` or ``keep`` of this process waits for it first.
+    So do ``dist.destroy_process_group`` and the end of the program, also after an exception, ``sys.exit`` or Ctrl-C. A signal
+    that ends the process at once, or ``os._exit``, ends the save too: readers see the previous checkpoint.
+
+    A save that fails logs its step and the error. If the program has not asked for its ``result()`` or ``exception()`` by then,
+    the program ends with exit code 1.
 
     Args:
         path, state: as for :func:`save`.
@@ -145,13 +153,13 @@ def async_save(
             "process_group=dist.new_group(backend='gloo')"
         )
     tensors, writer = _prepare(Path(path), state, process_group, is_staged=True)
-    folder, what = writer.folder, f"saving {writer.folder}"
+    what = f"saving {writer.folder}"
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=False, use_shared_memory=kind == "process", use_async_staging=False, use_non_blocking_copy=False
         )
     )
-    _being_written.add(_key(folder))
+    result = BackgroundSave(state.step)
     try:
         # Staged here and not by DCP: if staging failed inside dcp.async_save on one rank, the other ranks would hang.
         staged: Any = agree(lambda: relaid(stager.stage(plain(tensors)), tensors), what, process_group)
@@ -166,10 +174,9 @@ def async_save(
                 no_dist=not dist.is_initialized(),
             )
     except BaseException:
-        _being_written.discard(_key(folder))
+        result.forget()
         stager.close()
         raise
-    result: Future[Path] = Future()
     future.add_done_callback(lambda done: _finish(done, result, stager, what, writer, process_group))
     return result
 
@@ -211,7 +218,8 @@ def load(
     numbers and strings. Files that are no regular files, such as links and pipes, are refused and never opened.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints. Of a folder, the latest complete one is loaded.
+        path: a checkpoint, or a folder of checkpoints. Of a folder, the latest that has all its files is loaded. If it is
+            damaged, the error names the newest complete one: no training silently goes on from an older step.
         state: parameters and optimizer states are filled in place; the other fields are set. If ``state`` has no optimizer or
             no scheduler, the saved one is not loaded.
         spread: if True, each replica (HSDP) reads a share and broadcasts it to the other replicas, one broadcast per tensor.
@@ -234,33 +242,59 @@ def load(
             more than data, and ``trust`` is False. Every rank raises it; the text names the file, the parameter or the object.
             Or a rank died: the text names it. If tensors were being read then, parameters may be filled in part.
     """
-    what, functions = f"loading {Path(path)}", dict(redistribute or {})
+    given = Path(path)
+    what, functions = f"loading {given}", dict(redistribute or {})
+    wait_for_save()
     rank, ranks = _rank_of(process_group), dist.get_world_size(process_group) if dist.is_initialized() else 1
     agree(lambda: _check_load(state, functions), what, process_group, own=_REFUSED)
     # Equal on all ranks because rank 0 alone chooses: another rank might already see a newer checkpoint.
-    answers = gather(lambda: (str(resolve(Path(path))) if rank == 0 else "", has_lost(state)), what, process_group)
-    found = answers[0][0]
+    answers = gather(lambda: (resolve(given) if rank == 0 else given, given, has_lost(state)), what, process_group)
+    found, given, _ = answers[0]
     reader = agree(lambda: CheckpointReader(found), what, process_group)
     reader.group = process_group
-    metadata = agree(reader.read_metadata, what, process_group)
-    request = Request(state, functions, reader.manifest, rank, ranks, trust, any(lost for _, lost in answers))
-    spread = spread and dist.is_initialized() and process_group is None
-    planner = CheckingPlanner(reader.manifest, spread=spread, trust=trust)
-    try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.
+    try:
+        metadata = agree(reader.read_metadata, what, process_group)
+        request = Request(state, functions, reader.manifest, rank, ranks, trust, any(lost for *_, lost in answers))
+        spread = spread and dist.is_initialized() and process_group is None
+        planner = CheckingPlanner(reader.manifest, spread=spread, trust=trust)
+        try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.
 
-        def compare() -> dict[str, Any]:
-            planner.set_up_planner(request.prepare(metadata), metadata)
-            return boxes_of(request.tensors)
+            def compare() -> dict[str, Any]:
+                planner.set_up_planner(request.prepare(metadata), metadata)
+                return boxes_of(request.tensors)
 
-        refuse_gaps(gather(compare, what, process_group), what)
-        _fill(request, reader, planner, what)
-    except BaseException:
-        request.forget()
-        raise
+            refuse_gaps(gather(compare, what, process_group), what)
+            _fill(request, reader, planner, what)
+        except BaseException:
+            request.forget()
+            raise
+    except CheckpointError as error:  # On all ranks, so that they can look for another checkpoint together.
+        if found == given or error.group_is_broken or not any(gather(lambda: reader.is_damaged, what, process_group)):
+            raise
+        raise CheckpointError(f"{error}. {_other_than(reader, given, rank, ranks)}") from None
     # Tensors are filled: if a load_state_dict raises now, nothing can be undone, but all ranks raise.
     agree(request.apply, what, process_group)
     _last_saves.clear()  # Other weights are no progress now.
     return reader.manifest
+
+
+def _other_than(reader: CheckpointReader, path: Path, rank: int, ranks: int) -> str:
+    """What can be loaded instead of the damaged checkpoint of ``reader``. Ranks share the bytes to compare."""
+    what = f"looking for a complete checkpoint in {path}"
+    for folder in reversed(gather(lambda: complete_in(path) if rank == 0 else [], what, reader.group)[0]):
+
+        def is_damaged(folder: Path = folder) -> bool:
+            try:
+                return folder == reader.folder or bool(damage(folder, read_manifest(folder), None, rank, ranks))
+            except CheckpointError:
+                return True
+
+        if not any(gather(is_damaged, what, reader.group)):
+            return (
+                f"The newest complete checkpoint is {folder}: load({str(folder)!r}, state) loads it, and "
+                f"checkpoint.latest({str(path)!r}, complete=True) finds it"
+            )
+    return f"{path} holds no other complete checkpoint"
 
 
 def _fill(request: Request, reader: CheckpointReader, planner: CheckingPlanner, what: str) -> None:
@@ -315,6 +349,7 @@ def _prepare(
     Collective: every check is agreed on, so either all ranks go on to DCP or none does.
     """
     what, rank = f"saving to {path}", _rank_of(group)
+    wait_for_save()
     refuse_other_folders(gather(lambda: _check_save(path, state), what, group, own=_REFUSED), what)
     compare_before_checkpoint(state.model)
     check_replicas_of(state.model)
@@ -329,7 +364,6 @@ def _prepare(
     contents = collected[0]
     refuse_different(contents.shared, what, group)
     folder = folder_of(path, state.step)
-    agree(lambda: _refuse_busy(folder), f"saving {folder}", group)
     if rank == 0:
         _warn_of_same_step(folder, state, steps)
     manifest = Manifest(
@@ -374,18 +408,6 @@ def _warn_of_same_step(folder: Path, state: TrainState, steps: int) -> None:
         )
 
 
-def _refuse_busy(folder: Path) -> None:
-    """Check that no background save of this process writes to ``folder``.
-
-    Raises:
-        CheckpointError: one does.
-    """
-    if _key(folder) in _being_written:
-        raise CheckpointError(
-            f"{folder} is being written in the background: wait for the result of async_save, then save again"
-        )
-
-
 def _key(folder: Path) -> Path:
     """The folder without symbolic links in its parents: two paths to one folder give one key."""
     return folder.parent.resolve() / folder.name
@@ -399,31 +421,27 @@ def _clean_up(writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None
 
 def _finish(
     done: Future[Any],
-    result: Future[Path],
+    result: BackgroundSave,
     stager: DefaultStager,
     what: str,
     writer: CheckpointWriter,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Pass the outcome of a background save to ``result``, the future that the caller has."""
-    failure: CheckpointError | None = None
+    outcome: Path | CheckpointError = writer.folder
     try:
         with suppress(Exception):
             stager.close()
         with raise_on_all(what, group, lambda: writer.doing):
             done.result()
     except CheckpointError as error:
-        failure = error
+        outcome = error
     except BaseException as error:  # Not from DCP: for example, the saving process died, or a connection broke.
-        failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-    if failure is not None:
+        outcome = CheckpointError(f"{what}: {type(error).__name__}: {error}")
+        outcome.__cause__ = error
+    if isinstance(outcome, CheckpointError):
         _clean_up(writer, group)
-    _being_written.discard(_key(writer.folder))
-    if failure is not None:
-        result.set_exception(failure)
-    else:
-        result.set_result(writer.folder)
+    result.end(outcome)
 
 
 @contextmanager

@@ -70,7 +70,11 @@ def gather(
     if isinstance(mine, own):
         raise mine
     if failures:
-        raise CheckpointError(from_ranks(what, failures)) from mine
+        text = from_ranks(what, failures)
+        if min(failures) != (dist.get_rank(group) if dist.is_initialized() else 0):
+            text = _in_one_line(text, min(failures))
+        # The traceback of a CheckpointError would print the same lines once more.
+        raise CheckpointError(text) from (None if isinstance(mine, CheckpointError) else mine)
     return [value for value, _ in answers]
 
 
@@ -120,7 +124,8 @@ def raise_on_all(what: str, group: dist.ProcessGroup | None = None, doing: Calla
             yield
     except CheckpointException as error:
         failures = {rank: _text(failure) for rank, (failure, _) in error.failures.items()}
-        raise CheckpointError(from_ranks(what, failures)) from error
+        is_told = all(isinstance(failure, (CheckpointError, OSError)) for failure, _ in error.failures.values())
+        raise CheckpointError(from_ranks(what, failures)) from (None if is_told else error)
 
 
 def from_ranks(what: str, failures: dict[int, str]) -> str:
@@ -129,6 +134,14 @@ def from_ranks(what: str, failures: dict[int, str]) -> str:
     for rank, text in sorted(failures.items()):
         ranks_of.setdefault(text, []).append(rank)
     return "; ".join(f"{what}: {text} (rank {', '.join(map(str, ranks))})" for text, ranks in ranks_of.items())
+
+
+def _in_one_line(text: str, rank: int) -> str:
+    """The first item of a list of problems. Each rank has the same list, and the error of ``rank`` shows it."""
+    first, *items = text.split("\n")
+    if len(items) < 2:
+        return text
+    return f"{first} {items[0].strip()}, and more: the error of rank {rank} lists them"
 
 
 def _text(error: BaseException) -> str:

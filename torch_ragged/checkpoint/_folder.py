@@ -22,8 +22,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torch_ragged.checkpoint import _disk
+from torch_ragged.checkpoint._background import wait_for_save
 from torch_ragged.checkpoint._errors import CheckpointError, agree
-from torch_ragged.checkpoint._files import check_size
+from torch_ragged.checkpoint._files import check_blocks, check_size
 from torch_ragged.checkpoint._manifest import MANIFEST, read_manifest
 
 __all__ = [
@@ -80,15 +81,28 @@ def _is_complete(folder: Path) -> bool:
     return not any(check_size(folder, name, record) for name, record in manifest.files.items())
 
 
-def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint with the highest step in the folder ``path``; None if there is no complete one.
+def latest(path: str | os.PathLike[str], *, complete: bool = False) -> Path | None:
+    """The checkpoint with the highest step in the folder ``path`` that has all its files; None if there is none.
 
     A checkpoint is skipped if a file is missing or truncated, or if its manifest cannot be read. :func:`load` verifies
-    checksums. No communication: while a save runs, ranks may get different answers. Therefore pass the folder to :func:`load`,
-    which lets rank 0 choose.
+    checksums, too, and raises if bytes were changed. No communication: while a save runs, ranks may get different answers.
+    Therefore pass the folder to :func:`load`, which lets rank 0 choose.
+
+    Args:
+        path: the folder of the run's checkpoints.
+        complete: also skip checkpoints with wrong checksums. This reads whole checkpoints, the newest first, until one is
+            right. A job that must go on after a damage calls ``load(latest(path, complete=True), state)``. If only rank 0 calls
+            it, the others may pass ``path``: :func:`load` takes what rank 0 passes.
     """
-    complete = complete_in(Path(path))
-    return complete[-1] if complete else None
+    found = reversed(complete_in(Path(path)))
+    return next((folder for folder in found if not complete or _has_its_checksums(folder)), None)
+
+
+def _has_its_checksums(folder: Path) -> bool:
+    try:
+        return not any(check_blocks(folder / name, record) for name, record in read_manifest(folder).files.items())
+    except CheckpointError:  # keep() may have removed it meanwhile.
+        return False
 
 
 def keep(path: str | os.PathLike[str], n: int, *, process_group: dist.ProcessGroup | None = None) -> list[Path]:
@@ -112,6 +126,7 @@ def keep(path: str | os.PathLike[str], n: int, *, process_group: dist.ProcessGro
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"keep expects a number of checkpoints >= 1, got {n!r}")
     folder = Path(path)
+    wait_for_save()
 
     def remove_old() -> None:
         if dist.is_initialized() and dist.get_rank(process_group) != 0:
@@ -137,6 +152,10 @@ def resolve(path: Path) -> Path:
         return path
     found = latest(path)
     if found is not None:
+        step = int(_NAME.fullmatch(found.name)[1])  # type: ignore[index]
+        for name in sorted(other.name for other in path.iterdir()):
+            if (match := _NAME.fullmatch(name)) and int(match[1]) > step:
+                _logger.warning("%s is damaged: a file of it is missing or truncated. %s is used", path / name, found)
         return found
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder: expected a checkpoint, or a folder of checkpoints")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = ["CheckingPlanner", "differences"]
 
 # At most so many renamed parameters are guessed, each among so many names: comparing all names of a large model takes minutes.
 _GUESSES, _CANDIDATES = 5, 1000
+_OPTIMIZER = "optimizer."  # How the names of states and options of optimizers begin.
 
 
 class CheckingPlanner(ObjectPlanner):
@@ -49,6 +51,11 @@ class CheckingPlanner(ObjectPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.wanted = {name: describe(value) for name, value in self.state_dict.items() if isinstance(value, torch.Tensor)}
         problems = differences(self.wanted, self.manifest.tensors)
+        # DCP would raise later, with a traceback of each rank.
+        missing = [] if metadata is None else [name for name in self.state_dict if name not in metadata.state_dict_metadata]
+        problems += [f"{name} is not in the checkpoint" for name in missing if name not in self.wanted]
+        if any(problem.startswith(_OPTIMIZER) for problem in problems):
+            problems = _of_another_optimizer(self.state_dict, self.manifest.tensors) + problems
         if problems:
             raise CheckpointError(f"the checkpoint does not fit this model and optimizer:{listed(problems)}")
 
@@ -57,6 +64,22 @@ class CheckingPlanner(ObjectPlanner):
         self.shares = ReplicaShares({n: value for n, value in self.state_dict.items() if n in self.wanted}, self.spread)
         plan = super().create_local_plan()
         return dataclasses.replace(plan, items=[item for item in plan.items if self.shares.reads(item.dest_index.fqn)])
+
+
+def _of_another_optimizer(wanted: Iterable[str], saved: Iterable[str]) -> list[str]:
+    """One line if the optimizers have other states, and not only states of other parameters."""
+    of_states = f"{_OPTIMIZER}state."
+    here, there = (sorted({n.rpartition(".")[2] for n in names if n.startswith(of_states)}) for names in (wanted, saved))
+    if here == there:
+        return []
+    return [
+        f"the optimizer has {_states(there)} in the checkpoint, and {_states(here)} here: is it another class of optimizer, or "
+        "has it other options? load(path, TrainState(model)) loads the model alone"
+    ]
+
+
+def _states(keys: Sequence[str]) -> str:
+    return f"the states {', '.join(keys)}" if keys else "no states"
 
 
 def differences(wanted: Mapping[str, TensorRecord], saved: Mapping[str, TensorRecord]) -> list[str]:
@@ -78,7 +101,10 @@ def differences(wanted: Mapping[str, TensorRecord], saved: Mapping[str, TensorRe
         if name in saved and saved[name].what != record.what
     ]
     for count, name in enumerate(missing):
-        candidates = [other for other in surplus if count < _GUESSES and saved[other].what == wanted[name].what][:_CANDIDATES]
+        alike = (other for other in surplus if count < _GUESSES and saved[other].what == wanted[name].what)
+        # A state of a renamed parameter has its own name still.
+        key = name.rpartition(".")[2] if name.startswith(_OPTIMIZER) else ""
+        candidates = list(itertools.islice((other for other in alike if other.endswith(key)), _CANDIDATES))
         closest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
         if closest:
             surplus.remove(closest[0])

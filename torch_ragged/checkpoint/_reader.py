@@ -102,6 +102,7 @@ class CheckpointReader(FileSystemReader):
         self.group: dist.ProcessGroup | None = None
         self.metadata: Metadata | None = None
         self.doing = "reading the manifest"  # For the error if a rank dies.
+        self.is_damaged = False  # Whether this rank has found damage in the files.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata, after a comparison of its checksums. It is read as data: nothing in it is called.
@@ -113,6 +114,7 @@ class CheckpointReader(FileSystemReader):
             self.doing, path = "reading .metadata", self.folder / ".metadata"
             record = self.manifest.files[".metadata"]
             # The files of all ranks, because the metadata is checked against the sizes that the manifest has for them.
+            self.is_damaged = True  # Until it is read.
             problems = list(filter(None, (check_size(self.folder, *item) for item in self.manifest.files.items())))
             if problems:
                 raise CheckpointError(_told(problems))
@@ -125,6 +127,7 @@ class CheckpointReader(FileSystemReader):
                     self.metadata = parse_metadata(file.read(), self.manifest)
             except ValueError as error:
                 raise CheckpointError(f"{path} is damaged: {error}") from error
+            self.is_damaged = False
         return self.metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -138,6 +141,7 @@ class CheckpointReader(FileSystemReader):
         rank, ranks = (dist.get_rank(self.group), dist.get_world_size(self.group)) if in_group else (0, 1)
         if self.verify:
             problems = damage(self.folder, self.manifest, self.metadata, rank, ranks)
+            self.is_damaged = bool(problems)
             if problems:
                 raise CheckpointError(_told(problems))
         return super().prepare_local_plan(plan)

@@ -97,6 +97,7 @@ class CallLog:
     def start(self) -> None:
         """A forward of the root begins."""
         self._start()
+        tracker.forward = self._root, self._forward
         self._expected = self._paths.expected()
         self._must_enter = True
 
