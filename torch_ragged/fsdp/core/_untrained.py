@@ -43,9 +43,14 @@ _ADVICE = (
 )
 
 
-def note_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str, call: str = "fully_shard") -> None:
-    """``call`` has replaced ``param``, which was ``name`` of ``module``. An optimizer that holds it trains nothing."""
-    sharded_originals[param], _owners[param] = fqn, (weakref.ref(module), name, call)
+def note_replaced(
+    param: nn.Parameter, fqn: str, module: nn.Module, name: str, call: str = "fully_shard", remedy: str = ""
+) -> None:
+    """``call`` has replaced ``param``, which was ``name`` of ``module``. An optimizer that holds it trains nothing.
+
+    The warning advises to make the optimizer after ``call``, and adds ``remedy``.
+    """
+    sharded_originals[param], _owners[param] = fqn, (weakref.ref(module), name, call, remedy)
     _seen.clear()  # Also optimizers that have made steps may hold it.
 
 
@@ -115,11 +120,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _refuse_promoted(optimizer, params)
     texts = []
     replaced = [_owners[param] for param in params if param in _owners]
-    if names := _names((module(), name) for module, name, _ in replaced):
-        call = replaced[0][2]
+    if names := _names((module(), name) for module, name, *_ in replaced):
+        *_, call, remedy = replaced[0]
         texts.append(
             f"has parameters that {call} has replaced since: {_listed(names)}. Its step does not train the model: make the "
-            f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}"
+            f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}{remedy}"
         )
     texts += _of_detached(params) + _of_alone(optimizer, params)
     pending: dict[int, tuple[nn.Module, str]] = {}
