@@ -3,6 +3,7 @@
 import math
 import unittest
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from common import error_of, fake_group
@@ -17,9 +18,12 @@ from torch_ragged._register._torch import dtensor_like
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
 from torch_ragged.fsdp.core._fsdp_param import Distribution
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, groups_of
 from torch_ragged.fsdp.elastic._regroup import check_kept, check_movable, copy_settings, keep_as, kept_by, mesh_of_groups
+from torch_ragged.fsdp.elastic._reshard_to import checked_states
 
 
 def whole(*shape):
@@ -428,6 +432,29 @@ class RegroupTest(unittest.TestCase):
             self.assertRegex(error_of(check_movable, group, "reshard_to"), f"ValueError: .*{text}")
             getattr(model, method)(not value)
             self.assertEqual(error_of(check_movable, group, "reshard_to"), "")
+
+    @fake_group(2)
+    def test_looks_at_states_and_groups_grow_with_their_number_only(self):
+        mesh, count = init_device_mesh("cpu", (2,)), 24
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)(torch.ones(1, 2))  # From now on, all states share what is their root's.
+        optimizers = [torch.optim.SGD([param], lr=0.1) for param in model.parameters()]
+        asked, compared = [], []
+        is_unsynchronized = FSDPParamGroup.is_unsynchronized.fget
+        for _ in range(3):
+            asked.clear()
+            ask = property(lambda group: (asked.append(group), is_unsynchronized(group))[1])
+            with mock.patch.object(FSDPParamGroup, "is_unsynchronized", ask):
+                for optimizer in optimizers:
+                    optimizer.step()
+            self.assertEqual(len(asked), len(optimizers))
+        model.reset_iter_state()
+        equal = lambda a, b: (compared.append(a), a is b)[1]  # noqa: E731
+        with mock.patch.object(FSDPState, "__eq__", equal):
+            self.assertEqual(len(checked_states(model, "reshard_to")), count + 1)
+        self.assertLess(len(compared), 2 * count)
 
     def group(self, mesh):
         (group,) = fully_shard(nn.Linear(4, 4), mesh=mesh)._ragged_groups(recurse=True)

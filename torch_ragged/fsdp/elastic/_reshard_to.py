@@ -311,15 +311,15 @@ def checked_states(model: nn.Module, call: str, runs: bool = False) -> list[FSDP
     ``call`` is the name of what the user calls, for errors.
     """
     states = list(module_states(model).values())
-    for state in states:
-        context = state.context
-        if any(each not in states for each in context.states):
+    known, first = set(states), {state.context: state for state in reversed(states)}
+    for context, state in first.items():  # Each is shared by all states under a root.
+        if not known.issuperset(context.states):
             raise ValueError(
                 f"{state.name} is part of a larger model that fully_shard was called on: pass the root, the outermost "
                 f"fully_shard module, to {call}"
             )
-        if runs:
-            continue
+    for state in states if not runs else ():
+        context = state.context
         if state.calls or context.in_backward or context.awaits_finalize:
             raise RuntimeError(
                 f"{state.name} is in a forward or backward: call {call} between steps, after finalize_backward() if it is "
