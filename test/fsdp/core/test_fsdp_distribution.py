@@ -392,14 +392,18 @@ class RegroupTest(unittest.TestCase):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         groups = [fully_shard(nn.Linear(4, 4), mesh=mesh[name])._ragged_groups(recurse=True)[0] for name in "aab"]
         self.assertEqual(mesh_of_groups(groups[:2], "reshard_to").mesh, mesh["a"])
-        self.assertRegex(error_of(mesh_of_groups, groups, "reshard_to"), "ValueError: .*reshard_to takes parameters of one mesh")
+        self.assertRegex(
+            error_of(mesh_of_groups, groups, "reshard_to"), "ValueError: .*reshard_to takes parameters of one mesh"
+        )
         whole_mesh = SimpleNamespace(dp=DataParallelMesh.of(mesh, dims(("a",))), names="weight", params=[])
         error = "ValueError: weight was sharded by parallelize, or with dp_mesh_dims, which reshard_to does not support"
         self.assertIn(error, error_of(mesh_of_groups, [whole_mesh], "reshard_to"))
         module = nn.Linear(4, 4, bias=False)
         module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["b"], [Shard(0)], src_data_rank=None))
         parallel = fully_shard(module, mesh=mesh["a"])._ragged_groups(recurse=True)
-        self.assertRegex(error_of(mesh_of_groups, parallel, "reshard_to"), "ValueError: weight was a DTensor .*data parallelism only")
+        self.assertRegex(
+            error_of(mesh_of_groups, parallel, "reshard_to"), "ValueError: weight was a DTensor .*data parallelism only"
+        )
 
     @fake_group(4)
     def test_groups_that_would_lose_something_are_refused(self):
@@ -413,11 +417,15 @@ class RegroupTest(unittest.TestCase):
         with torch.device("meta"):
             module = nn.Linear(4, 4)
         (group,) = fully_shard(module, mesh=mesh["dp"])._ragged_groups(recurse=True)
-        self.assertRegex(error_of(check_movable, group, "reshard_to"), "RuntimeError: weight and 1 more on the meta device: materialize")
+        self.assertRegex(
+            error_of(check_movable, group, "reshard_to"), "RuntimeError: weight and 1 more on the meta device: materialize"
+        )
         for pending in ("is_accumulating", "needs_reduction"):
             group = self.group(mesh["dp"])
             group.add_gradient(0, torch.ones(4, 4)) if pending == "needs_reduction" else group.end_pass(is_accumulating=True)
-            self.assertRegex(error_of(check_movable, group, "reshard_to"), "RuntimeError: .*has gradients that are not reduced yet")
+            self.assertRegex(
+                error_of(check_movable, group, "reshard_to"), "RuntimeError: .*has gradients that are not reduced yet"
+            )
         group = self.group(mesh["dp"])
         group.collectives = ProcessGroupCollectives(group.dp.shard_group, None)
         self.assertRegex(error_of(check_movable, group, "reshard_to"), "ValueError: .*has collectives that belong to its mesh")

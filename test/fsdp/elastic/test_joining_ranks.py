@@ -1,4 +1,4 @@
-"""reshard_to with ranks that join: what is beside the model and its optimizers goes on there as on the others, or is an error."""
+"""reshard_to with ranks that join: what is beside the model and its optimizers goes on there as elsewhere, or is an error."""
 
 import unittest
 import warnings
@@ -145,7 +145,10 @@ class JoiningRanksTest(unittest.TestCase):
         """The rates differ in steps 66 to 70 after the call only."""
         milestone = lambda optimizer: schedulers.MultiStepLR(optimizer, [70])  # noqa: E731
         text = error_of(rates_after_a_rank_joins, milestone, passed=False, steps=130)
-        assert "the steps of SGD differ between ranks in call 66: lr is [0.010000000000000002] on rank 0 and [0.1] on rank 2" in text, text
+        assert (
+            "the steps of SGD differ between ranks in call 66: lr is [0.010000000000000002] on rank 0 and [0.1] on rank 2"
+            in text
+        ), text
 
     @ranks(4)
     def test_ranks_that_leave_come_back_and_join_at_once_take_the_state_of_the_others():

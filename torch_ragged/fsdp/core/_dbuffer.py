@@ -283,7 +283,7 @@ class DBuffer:
         return self.flat[start:stop]
 
     def zero_padding(self) -> None:
-        """Fill the padding with zeros, so that reductions do not read undefined values. One operation, for any number of gaps."""
+        """Fill the padding with zeros, so that reductions do not read undefined values. One operation for all gaps."""
         start, sizes, at = self.layout.shard_range(self.rank)[0] if self.is_sharded else 0, list[int](), 0
         for begin, end in self.layout.gaps:
             begin, end = max(begin - start, 0), min(end - start, self.flat.numel())

@@ -270,9 +270,7 @@ class Move:
             moved |= states.target(of_optimizer, params)
         return moved
 
-    def finish(
-        self, told: Description, moved: Mapping[str, torch.Tensor], world: dist.ProcessGroup, takes_told: bool
-    ) -> None:
+    def finish(self, told: Description, moved: Mapping[str, torch.Tensor], world: dist.ProcessGroup, takes_told: bool) -> None:
         """Exchange groups, parameters and states. The old ones are freed when nothing refers to them.
 
         Args:
