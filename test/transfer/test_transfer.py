@@ -76,6 +76,10 @@ def check_errors():
     found = [error_of(stream, model, value) for value in (0, -1, 2.5, True, None)]
     assert all("takes a positive number of bytes" in error for error in found), found
     assert "takes a floating-point dtype" in error_of(stream, model, 1, dtype=torch.int8)
+    with torch.device("meta"):
+        empty = torch.nn.Linear(2, 2)
+    for given in (empty, empty.state_dict()):  # At once, before any rank waits.
+        assert "ValueError: stream() gets weight on the meta device, without memory: load a" in error_of(stream, given, 1)
     assert "takes a floating-point dtype" in error_of(stream, model, 1, dtype="bfloat16")
     names = [name for name, _ in itertools.islice(stream(model, 1), 2)]  # Without DTensors no process group is needed.
     assert names == ["embedding.weight", "inner.weight"] or names[0] in model.state_dict(), names

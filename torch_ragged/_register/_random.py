@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as dtensor_api
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -37,7 +37,11 @@ hooks.append(
         "FakeTensorMode.fake_tensor_converter.meta_converter.tensor_memo, while deferred_init records",
         "Module.to swaps parameters, which weak references prevent",
         OPERATORS,
-        lambda: hasattr(FakeTensorMode().fake_tensor_converter.meta_converter, "tensor_memo"),
+        # A mode is not made here: it imports Dynamo, which takes longer than all of this package.
+        lambda: (
+            "fake_tensor_converter" in FakeTensorMode.__init__.__code__.co_names
+            and hasattr(FakeTensorConverter().meta_converter, "tensor_memo")
+        ),
         install=None,  # ``forget_tensors`` clears it.
     )
 )

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -294,6 +294,8 @@ def fake_store() -> dist.Store:
 
 def forget_shardings() -> None:
     """Drop what DTensor remembers of ops: it holds meshes, whose process groups may be gone. (2.11 to 2.15)"""
+    from torch.distributed.tensor import debug  # Not above: it imports Inductor, which takes longer than all of this package.
+
     debug._clear_sharding_prop_cache()
 
 

@@ -8,4 +8,4 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = ["replaced"]
 
 replaced = WeakTensorKeyDictionary()
-"""By replaced parameter: its module (a weak reference), its name there, and the call that has replaced it."""
+"""By replaced parameter: its module (a weak reference), its name there, the call that has replaced it, and more advice."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Union
@@ -259,15 +260,15 @@ class BoxSpec:
 
 AnySpec = Union[Spec, BoxSpec]
 
-_of_mesh: dict[int, tuple[DeviceMesh, Ranks]] = {}
+_of_mesh: weakref.WeakKeyDictionary[DeviceMesh, Ranks] = weakref.WeakKeyDictionary()
+"""The ranks of each mesh: a model has hundreds of tensors on one."""
 
 
 def _ranks_of(mesh: DeviceMesh) -> Ranks:
-    """The ranks of ``mesh``, remembered for the last mesh: a model has hundreds of tensors on one."""
-    known = _of_mesh.get(0)
-    if known is None or known[0] is not mesh:
-        known = _of_mesh[0] = (mesh, Ranks.of(mesh))
-    return known[1]
+    known = _of_mesh.get(mesh)
+    if known is None:
+        known = _of_mesh[mesh] = Ranks.of(mesh)
+    return known
 
 
 def is_extra_state(name: str) -> bool:

@@ -88,6 +88,13 @@ def stream(
         raise ValueError(f"stream(max_bytes=) takes a positive number of bytes, got {max_bytes!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"stream(dtype=) takes a floating-point dtype or None, got {dtype!r}")
+    model = model.state_dict() if isinstance(model, nn.Module) else model
+    for name, value in model.items() if isinstance(model, Mapping) else ():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise ValueError(
+                f"stream() gets {name} on the meta device, without memory: load a checkpoint before it, or call "
+                "torch_ragged.random.materialize(model)"
+            )
     device = torch.accelerator.current_accelerator(check_available=True)
     issuing = None if device is None else torch.accelerator.current_stream(device)
     given = model.state_dict() if isinstance(model, nn.Module) else model

@@ -3,11 +3,13 @@
 import itertools
 import math
 import unittest
+from collections import Counter
 from types import SimpleNamespace
 
 import torch
 from common import error_of
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged.fsdp import BufferLayout, TensorSpec
 from torch_ragged.fsdp.comm._collectives import done
@@ -36,6 +38,18 @@ class Copying:
 
     def reduce_scatter(self, output, source, reduction):
         self.calls.append((output, source, reduction))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name()] += 1
+        return func(*args, **kwargs or {})
 
 
 def buffer(placement, rank=0, dtype=torch.float32, **arguments):
@@ -84,6 +98,22 @@ class DBufferTest(unittest.TestCase):
             shard.zero_padding()
             zeros = {10 * rank + i for i, value in enumerate(shard.flat.tolist()) if value == 0}
             self.assertEqual(zeros, PADDING & {*range(10 * rank, 10 * rank + 10)})
+
+    def test_padding_is_zeroed_by_one_operation(self):
+        """For any number of gaps, and any dtype: not by one kernel per gap."""
+        tensors = tuple(TensorSpec(f"w{i}", (3,), (), 1) for i in range(40))
+        layout = BufferLayout(tensors, tuple(range(0, 160, 4)), 80, 2, 1, 0, "", "")
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+            for rank, placement in ((0, Partial()), (0, Shard(0)), (1, Shard(0))):
+                padded = DBuffer(layout, placement, rank, dtype, CPU)
+                padded.flat.view(torch.uint8).fill_(1)
+                with Operations() as seen:
+                    padded.zero_padding()
+                self.assertEqual(seen.counts["aten::_foreach_zero_"], 1)
+                self.assertLess(seen.counts.total(), 6, seen.counts)
+                zeros = (padded.flat.view(torch.uint8).view(-1, dtype.itemsize) == 0).all(1)
+                self.assertEqual(zeros.nonzero().flatten().tolist(), list(range(3, padded.flat.numel(), 4)))
+                self.assertEqual(int((padded.flat.view(torch.uint8) == 0).sum()), padded.flat.numel() // 4 * dtype.itemsize)
 
     def test_the_shard_of_a_whole_buffer_is_a_slice_of_it(self):
         for rank in range(4):

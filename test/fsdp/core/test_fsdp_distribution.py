@@ -3,6 +3,7 @@
 import math
 import unittest
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from common import error_of, fake_group
@@ -17,9 +18,12 @@ from torch_ragged._register._torch import dtensor_like
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
 from torch_ragged.fsdp.core._fsdp_param import Distribution
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, groups_of
 from torch_ragged.fsdp.elastic._regroup import check_kept, check_movable, copy_settings, keep_as, kept_by, mesh_of_groups
+from torch_ragged.fsdp.elastic._reshard_to import checked_states
 
 
 def whole(*shape):
@@ -387,36 +391,44 @@ class RegroupTest(unittest.TestCase):
     def test_groups_of_several_meshes_are_refused(self):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         groups = [fully_shard(nn.Linear(4, 4), mesh=mesh[name])._ragged_groups(recurse=True)[0] for name in "aab"]
-        self.assertEqual(mesh_of_groups(groups[:2]).mesh, mesh["a"])
-        self.assertRegex(error_of(mesh_of_groups, groups), "ValueError: .*reshard_to moves parameters of one mesh")
+        self.assertEqual(mesh_of_groups(groups[:2], "reshard_to").mesh, mesh["a"])
+        self.assertRegex(
+            error_of(mesh_of_groups, groups, "reshard_to"), "ValueError: .*reshard_to takes parameters of one mesh"
+        )
         whole_mesh = SimpleNamespace(dp=DataParallelMesh.of(mesh, dims(("a",))), names="weight", params=[])
         error = "ValueError: weight was sharded by parallelize, or with dp_mesh_dims, which reshard_to does not support"
-        self.assertIn(error, error_of(mesh_of_groups, [whole_mesh]))
+        self.assertIn(error, error_of(mesh_of_groups, [whole_mesh], "reshard_to"))
         module = nn.Linear(4, 4, bias=False)
         module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["b"], [Shard(0)], src_data_rank=None))
         parallel = fully_shard(module, mesh=mesh["a"])._ragged_groups(recurse=True)
-        self.assertRegex(error_of(mesh_of_groups, parallel), "ValueError: weight was a DTensor .*data parallelism only")
+        self.assertRegex(
+            error_of(mesh_of_groups, parallel, "reshard_to"), "ValueError: weight was a DTensor .*data parallelism only"
+        )
 
     @fake_group(4)
     def test_groups_that_would_lose_something_are_refused(self):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        self.assertEqual(error_of(check_movable, self.group(mesh["dp"])), "")
+        self.assertEqual(error_of(check_movable, self.group(mesh["dp"]), "reshard_to"), "")
         module = nn.Linear(4, 4)
         module.weight = nn.Parameter(Typed(torch.zeros(4, 4)))
         typed = fully_shard(module, mesh=mesh["dp"])._ragged_groups(recurse=True)
-        errors = [error_of(check_movable, group) for group in typed]
+        errors = [error_of(check_movable, group, "reshard_to") for group in typed]
         self.assertRegex("".join(errors), "^ValueError: weight is of a type with its own all-gather, which reshard_to does not")
         with torch.device("meta"):
             module = nn.Linear(4, 4)
         (group,) = fully_shard(module, mesh=mesh["dp"])._ragged_groups(recurse=True)
-        self.assertRegex(error_of(check_movable, group), "RuntimeError: weight and 1 more on the meta device: materialize")
+        self.assertRegex(
+            error_of(check_movable, group, "reshard_to"), "RuntimeError: weight and 1 more on the meta device: materialize"
+        )
         for pending in ("is_accumulating", "needs_reduction"):
             group = self.group(mesh["dp"])
             group.add_gradient(0, torch.ones(4, 4)) if pending == "needs_reduction" else group.end_pass(is_accumulating=True)
-            self.assertRegex(error_of(check_movable, group), "RuntimeError: .*has gradients that are not reduced yet")
+            self.assertRegex(
+                error_of(check_movable, group, "reshard_to"), "RuntimeError: .*has gradients that are not reduced yet"
+            )
         group = self.group(mesh["dp"])
         group.collectives = ProcessGroupCollectives(group.dp.shard_group, None)
-        self.assertRegex(error_of(check_movable, group), "ValueError: .*has collectives that belong to its mesh")
+        self.assertRegex(error_of(check_movable, group, "reshard_to"), "ValueError: .*has collectives that belong to its mesh")
         for method, value, text in (
             ("set_separate_reduce_scatter_group", True, "has a second process group"),
             ("set_keep_unsharded_storage", True, "has persistent buffers"),
@@ -425,9 +437,32 @@ class RegroupTest(unittest.TestCase):
             model = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
             getattr(model, method)(value)
             (group,) = model._ragged_groups(recurse=True)
-            self.assertRegex(error_of(check_movable, group), f"ValueError: .*{text}")
+            self.assertRegex(error_of(check_movable, group, "reshard_to"), f"ValueError: .*{text}")
             getattr(model, method)(not value)
-            self.assertEqual(error_of(check_movable, group), "")
+            self.assertEqual(error_of(check_movable, group, "reshard_to"), "")
+
+    @fake_group(2)
+    def test_looks_at_states_and_groups_grow_with_their_number_only(self):
+        mesh, count = init_device_mesh("cpu", (2,)), 24
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)(torch.ones(1, 2))  # From now on, all states share what is their root's.
+        optimizers = [torch.optim.SGD([param], lr=0.1) for param in model.parameters()]
+        asked, compared = [], []
+        is_unsynchronized = FSDPParamGroup.is_unsynchronized.fget
+        for _ in range(3):
+            asked.clear()
+            ask = property(lambda group: (asked.append(group), is_unsynchronized(group))[1])
+            with mock.patch.object(FSDPParamGroup, "is_unsynchronized", ask):
+                for optimizer in optimizers:
+                    optimizer.step()
+            self.assertEqual(len(asked), len(optimizers))
+        model.reset_iter_state()
+        equal = lambda a, b: (compared.append(a), a is b)[1]  # noqa: E731
+        with mock.patch.object(FSDPState, "__eq__", equal):
+            self.assertEqual(len(checked_states(model, "reshard_to")), count + 1)
+        self.assertLess(len(compared), 2 * count)
 
     def group(self, mesh):
         (group,) = fully_shard(nn.Linear(4, 4), mesh=mesh)._ragged_groups(recurse=True)

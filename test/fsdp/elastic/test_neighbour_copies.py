@@ -8,12 +8,13 @@ import unittest
 import pytest
 import torch
 import torch.distributed as dist
-from common import context_of_ranks, error_of, ranks, run_mortal_ranks
+from common import context_of_ranks, error_of, ranks, run_mortal_ranks, run_ranks
+from delays import delays
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_ragged._ranks import peers, standstill
-from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to, rows
+from torch_ragged.fsdp import NeighbourCopies, Offload, fully_shard, reshard_to, rows
 from torch_ragged.fsdp.elastic import _neighbour_copies
 from torch_ragged.optim import AdamW8bit
 from torch_ragged.transfer import _watch
@@ -181,6 +182,43 @@ def lose_a_rank_and_stop_another():
     return copies.ranks_left(4), time.monotonic() - start
 
 
+def miss_an_update_and_lose_a_rank():
+    """Rank 1 misses the update of step 2, and dies after it has copied step 3: its copy on rank 2 is of another step."""
+    _watch._PATIENCE = 3.0
+    rank = dist.get_rank()
+    model, optimizer = make(init_device_mesh("cpu", (4,)))
+    copies, states = NeighbourCopies(model, optimizer), []
+    for number in range(3):
+        step(model, optimizer, number)
+        states.append(copied(whole(model, optimizer)) | copied(dict(model.named_buffers())))
+        if number != (1 if rank == 1 else 2):
+            copies.update()
+    failure = error_of(copies.wait)
+    dist.barrier()
+    if rank == 1:
+        die()
+    return failure, copies.recover(), same(whole(model, optimizer), states[0])
+
+
+def delayed_copies(seed):
+    """Copies of each second step, of which rank 2 misses one call, and recovery, with a scheduler."""
+    with delays(seed):
+        mesh = init_device_mesh("cpu", (3,))
+        model, optimizer = make(mesh)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        copies, states, texts = NeighbourCopies(model, optimizer, every=2, stateful=[scheduler]), [], []
+        for number in range(6):
+            step(model, optimizer, number)
+            scheduler.step()
+            states.append(copied(whole(model, optimizer)) | copied(dict(model.named_buffers())))
+            if dist.get_rank() != 2 or number != 2:
+                texts.append(error_of(copies.update))
+        texts.append(error_of(copies.wait))
+        recovered = copies.recover(mesh)
+        different = same(whole(model, optimizer), states[recovered - 1])
+        return "".join(texts), recovered, different, scheduler.last_epoch, optimizer.param_groups[0]["lr"]
+
+
 class NeighbourCopiesTest(unittest.TestCase):
     def run_world(self, victims, kind):
         context = context_of_ranks()
@@ -326,6 +364,89 @@ class NeighbourCopiesTest(unittest.TestCase):
             assert "RuntimeError: a copy has failed, and its process group is not usable" in error_of(copies.update)
         assert copies.recover(mesh) == 2
         assert not same(whole(model, optimizer), wanted)
+
+    @ranks(4)
+    def test_a_missed_update_is_an_error_on_all_ranks():
+        """Whichever rank misses it, and whoever keeps its copy: the copy of several steps is not used."""
+        rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
+        for misses, distance in (({1}, 1), ({0, 3}, 2), ({0, 1, 2}, 3)):
+            model, optimizer = make(mesh)
+            copies, states = NeighbourCopies(model, optimizer, distance=distance), []
+            for number in range(3):
+                step(model, optimizer, number)
+                states.append(copied(whole(model, optimizer)) | copied(dict(model.named_buffers())))
+                if number != (1 if rank in misses else 2):
+                    copies.update()
+            text = error_of(copies.wait)
+            assert text.startswith("TransferError: NeighbourCopies.update() failed"), text
+            assert "this rank copies the state after 2 optimizer steps, and rank" in text, text
+            assert "call update() after the same steps on all ranks" in text, text
+            assert "a copy has failed" in error_of(copies.update)
+            assert copies.recover(mesh) == 1
+            assert not same(whole(model, optimizer), states[0]), (misses, same(whole(model, optimizer), states[0]))
+
+    def test_shards_of_two_steps_are_never_joined_after_a_death(self):
+        for failure, *rest in run_mortal_ranks(4, {1}, miss_an_update_and_lose_a_rank).values():
+            self.assertIn("call update() after the same steps on all ranks", failure)
+            self.assertEqual(rest, [1, []])
+
+    @ranks(2)
+    def test_two_objects_and_a_model_that_is_resharded_in_between_recover_the_copied_step():
+        """On the same mesh, with other weights: the copy of the old layout fills the new one."""
+        mesh = init_device_mesh("cpu", (2,))
+        (model, optimizer), other = make(mesh), make(mesh)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        copies, others = NeighbourCopies(model, optimizer, stateful=[scheduler]), NeighbourCopies(*other)
+        wanted = []
+        for number in range(3):
+            step(model, optimizer, number)
+            scheduler.step()
+            step(*other, number + 5)
+            copies.update()
+            if number == 1:
+                others.update()
+                wanted.append(copied(whole(*other)) | copied(dict(other[0].named_buffers())))
+                reshard_to(model, optimizer, mesh, weights=[3, 1])
+        wanted.append(copied(whole(model, optimizer)) | copied(dict(model.named_buffers())))
+        reshard_to(model, optimizer, mesh, weights=[1, 2])
+        step(model, optimizer, 3)
+        scheduler.step()
+        assert (others.recover(mesh), copies.recover(mesh)) == (1, 3)
+        assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (3, 0.1 / 8)
+        assert not same(whole(*other), wanted[0])
+        assert not same(whole(model, optimizer), wanted[1])
+
+    @ranks(2)
+    def test_what_cannot_be_copied_is_refused_at_once_by_name():
+        mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=Offload())
+        text = error_of(NeighbourCopies, model, None)
+        assert text.startswith("ValueError: weight and 1 more was sharded with Offload("), text
+        assert "which NeighbourCopies does not support" in text, text
+        model, optimizer = make(mesh)
+        for wrong, right, words in (
+            ({"optimizer": 3}, {"optimizer": optimizer}, "NeighbourCopies expects a torch.optim.Optimizer"),
+            ({"optimizer": None, "stateful": [3]}, {"optimizer": None}, "NeighbourCopies(stateful=) takes a list of objects"),
+        ):
+            text = error_of(NeighbourCopies, model, **(wrong if rank else right))
+            assert text.startswith("TypeError: " if rank else "RuntimeError: NeighbourCopies failed on rank 1: TypeError"), text
+            assert words in text, text
+        step(model, optimizer, 0)
+        text = error_of(NeighbourCopies, model[0], None)
+        assert "pass the root, the outermost fully_shard module, to NeighbourCopies" in text, text
+
+    def test_delays_change_nothing(self):
+        self.check_delays(range(2))
+
+    @pytest.mark.slow
+    def test_no_delays_change_anything(self):
+        self.check_delays(range(50))
+
+    def check_delays(self, seeds):
+        for seed in seeds:
+            for text, *rest in run_ranks(3, delayed_copies, seed):
+                self.assertIn("call update() after the same steps on all ranks", text, seed)
+                self.assertEqual(rest, [2, [], 2, 0.025], seed)
 
     def test_the_last_copy_stays_until_a_larger_one_is_complete(self):
         for failure, recovered, different in run_mortal_ranks(4, {2}, lose_a_rank_when_states_appear).values():

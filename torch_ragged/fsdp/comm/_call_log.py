@@ -78,6 +78,8 @@ class CallLog:
         tracker.watch_this_thread()
         # The same number on all of these ranks, since they call their roots in the same order.
         self._set_up(ranks, timeout, next(_counts[dist.get_rank(), tuple(ranks)]))
+        # Keys of the last forward are in use until all ranks have made a later call: of another root, as this one is deleted.
+        weakref.finalize(self, self._roots.inherit, self._store, self._used).atexit = False
 
     def _set_up(self, ranks: Sequence[int], timeout: timedelta, name: object) -> None:
         self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
@@ -218,7 +220,7 @@ class CallLog:
         if at in self._counted:
             return everyone
         if at > max(self._counted, default=(0, 0)):  # Otherwise, the keys of a later call are in use.
-            used, self._used = self._used, [counter, everyone]
+            used, self._used[:] = list(self._used), [counter, everyone]
         self._counted.add(at)
         if self._store.add(counter, 1) == len(self._ranks):
             # All ranks have been counted for this call, so none reads the keys of the last one. Before the others go on: the
@@ -294,6 +296,11 @@ class _RootLog(CallLog):
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         self._set_up(ranks, timeout, "roots")
+        self._inherited: list[tuple[SharedStore, str]] = []
+
+    def inherit(self, store: SharedStore, keys: Sequence[str]) -> None:
+        """The log of a root was deleted, and leaves these keys. No communication: this may run at any time."""
+        self._inherited += [(store, key) for key in keys]
 
     def enter(self, root: str) -> None:
         """A root's forward is about to communicate. Raises as :meth:`add` does."""
@@ -301,7 +308,10 @@ class _RootLog(CallLog):
         self._calls.append(root)
         path = (root,)
         if self._paths.expected() != path:
+            inherited, self._inherited = self._inherited, []
             self._agree(0)
+            for store, key in inherited:  # Each rank does, since another one may have deleted its log later.
+                store.delete(key)
         self._paths.add(path)
 
 

@@ -10,7 +10,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._torch import backward_error_handlers, backward_id, is_wrapper
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import local_of, owner_of
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups, groups_of_params
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
 __all__ = [
@@ -45,8 +45,17 @@ sharded_originals = WeakTensorKeyDictionary()
 _ignored = WeakTensorKeyDictionary()  # Those that the user reduces, and those that a warning has named.
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _LOOKS = 2  # The first step may be the one without gradients by which a checkpoint makes the optimizer's states.
-_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""How many parameter groups each optimizer had when it was looked at, and how many looks are left."""
+
+
+class _Look(NamedTuple):
+    """What is known of an optimizer: how many parameters it had, how many looks are left, and the groups of its parameters."""
+
+    params: int
+    looks: int
+    groups: weakref.WeakSet[FSDPParamGroup]
+
+
+_seen: weakref.WeakKeyDictionary[Optimizer, _Look] = weakref.WeakKeyDictionary()
 
 _hooks: list[Any] = []
 _ADVICE = (
@@ -55,9 +64,14 @@ _ADVICE = (
 )
 
 
-def note_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str, call: str = "fully_shard") -> None:
-    """``call`` has replaced ``param``, which was ``name`` of ``module``. An optimizer that holds it trains nothing."""
-    sharded_originals[param], replaced_params[param] = fqn, (weakref.ref(module), name, call)
+def note_replaced(
+    param: nn.Parameter, fqn: str, module: nn.Module, name: str, call: str = "fully_shard", remedy: str = ""
+) -> None:
+    """``call`` has replaced ``param``, which was ``name`` of ``module``. An optimizer that holds it trains nothing.
+
+    The warning advises to make the optimizer after ``call``, and adds ``remedy``.
+    """
+    sharded_originals[param], replaced_params[param] = fqn, (weakref.ref(module), name, call, remedy)
     _seen.clear()  # Also optimizers that have made steps may hold it.
 
 
@@ -161,25 +175,30 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # Every step of every optimizer calls this: after the first two, it asks each group one question. torch.compile traces it.
+    # Every step of every optimizer calls this: after the first two, it asks each of its groups one question. torch.compile
+    # traces it.
     if torch.compiler.is_compiling():
         return
-    waiting = [group for group in all_groups if group.is_unsynchronized]
+    look, count = _seen.get(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)
+    params: list[torch.Tensor] = []
+    if look is None or look.looks or look.params != count:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+    if look is None or look.params != count:
+        look = _Look(count, _LOOKS, groups_of_params(params))
+    waiting = [group for group in look.groups if group.is_unsynchronized]
     if waiting and backward_id() == -1:  # Optimizers that step in backward do so while other groups reduce.
         _refuse_unsynchronized(optimizer, waiting)
-    (count, looks), groups = _seen.get(optimizer, (0, 0)), len(optimizer.param_groups)
-    if count == groups and not looks:
+    if not look.looks:
         return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     _refuse_unsharded(optimizer, params)
     _refuse_promoted(optimizer, params)
     texts = []
     replaced = [replaced_params[param] for param in params if param in replaced_params]
-    if names := _names((module(), name) for module, name, _ in replaced):
-        call = replaced[0][2]
+    if names := _names((module(), name) for module, name, *_ in replaced):
+        *_, call, remedy = replaced[0]
         texts.append(
             f"has parameters that {call} has replaced since: {_listed(names)}. Its step does not train the model: make the "
-            f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}"
+            f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}{remedy}"
         )
     texts += _of_detached(params) + _of_alone(optimizer, params) + _of_offload(optimizer, params)
     pending: dict[int, tuple[nn.Module, str]] = {}
@@ -193,7 +212,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "this step does not use them. A backward used parameters that unshard() has gathered, outside of a forward: the "
             "next backward of their modules reduces them"
         )
-    _seen[optimizer] = groups, 0 if texts else (looks if count == groups else _LOOKS) - 1
+    _seen[optimizer] = look._replace(looks=0 if texts else look.looks - 1)
     for text in texts:
         warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=3)
 
@@ -221,6 +240,9 @@ def _refuse_unsynchronized(optimizer: Optimizer, waiting: Sequence[FSDPParamGrou
 
 def _refuse_unsharded(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
     """An error, since such a step is always lost: the next all-gather overwrites what it writes."""
+    params = [param for param in params if owner_of(param) is None]
+    if not params:  # There may be as many optimizers as parameters.
+        return
     unsharded = {id(param.unsharded): param.registered_names[0] for group in all_groups for param in group.params}
     if names := _names(unsharded[id(param)] for param in params if id(param) in unsharded):
         raise RuntimeError(

@@ -7,6 +7,7 @@ import functools
 import os
 import pickle
 import time
+import weakref
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged import transfer
@@ -25,8 +27,8 @@ from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import local_tensor, process_groups
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.elastic._regroup import mesh_of_groups
-from torch_ragged.fsdp.elastic._reshard_to import Description, Move, checked_states
+from torch_ragged.fsdp.elastic._regroup import check_supported, mesh_of_groups
+from torch_ragged.fsdp.elastic._reshard_to import Description, Move, check_stateful, checked_states, optimizers_of
 from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
 from torch_ragged.transfer._watch import Watch
@@ -80,6 +82,16 @@ class _Shards:
 
 
 @dataclass
+class _Steps:
+    """Counts the steps of optimizers, as a hook of theirs."""
+
+    count: int = 0
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.count += 1
+
+
+@dataclass
 class _Generation:
     """One copy: this rank's own shards, and those of the rank whose copy it keeps.
 
@@ -87,12 +99,14 @@ class _Generation:
 
     Attributes:
         step: the number of the ``update()`` that made this copy; -1 until both buffers have arrived.
+        steps: how many steps the optimizers of this rank had made. Those of the other rank had made as many.
         specs: of all tensors, by name.
     """
 
     own: _Shards
     kept: _Shards
     step: int = -1
+    steps: int = 0
     specs: dict[str, Spec] = field(default_factory=dict)
     told: Description | None = None
     whole: list[torch.Tensor] = field(default_factory=list)
@@ -114,6 +128,9 @@ class NeighbourCopies:
         ...
         step = copies.recover()                         # after a death, on all ranks that are left
 
+    A copy has one state of the run: all ranks call :meth:`update` after the same steps of the optimizers. If a rank has missed
+    a call, its next copy is an error on all ranks, and the last one stays.
+
     The last copy stays valid until the next one has arrived on all ranks. So a death at any time leaves one step of which all
     shards exist, if no rank died together with the rank that keeps its copy.
 
@@ -126,27 +143,42 @@ class NeighbourCopies:
         every: copy in every so-many-th call of :meth:`update`.
         distance: rank ``i`` of the mesh sends its copy to rank ``i + distance``. None: ``LOCAL_WORLD_SIZE``, the ranks of a
             host, as torchrun sets it, if the mesh has more ranks; otherwise 1.
+        stateful: objects with ``state_dict`` and ``load_state_dict``, such as learning rate schedulers, that :meth:`recover`
+            brings to the state of the copy, too. Each rank copies its own.
 
     Raises:
-        ValueError: the model is not sharded, or has replicas; ``every`` or ``distance`` does not fit, or they, the
-            model or the optimizers differ between ranks.
+        ValueError: the model is not sharded, has replicas, or was sharded with what :func:`reshard_to` does not support, such
+            as ``Offload``; ``every`` or ``distance`` does not fit, or they, the model or the optimizers differ between ranks.
+        TypeError: as :func:`reshard_to`.
 
     Collectives: two all-reduces of up to 24 bytes, on the mesh. The copies have a process group of their own, with the timeout
     of the mesh's group.
     """
 
-    _made: ClassVar[int] = 0
-    """The largest number of NeighbourCopies so far, of this rank and of those that it has made them with."""
+    _numbers: ClassVar[set[int]] = set()
+    """The numbers of this rank's NeighbourCopies that exist, or of which the group has failed. They name the groups."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, *, every: int = 1, distance: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        every: int = 1,
+        distance: int | None = None,
+        stateful: Sequence[Stateful] = (),
+    ) -> None:
         self._model, self._optimizer, self._every = model, optimizer, every
-        dp = _mesh_of(checked_states(model))
+        states = checked_states(model, _CALL)
+        dp = _mesh_of(states)
         if dp.mesh.ndim != 1 or dp.ranks < 2 or not dp.is_member:
             raise ValueError(f"NeighbourCopies takes a 1-D mesh of at least 2 ranks, with this rank, got {dp.mesh}")
         mesh_group = dp.shard_group
         assert mesh_group is not None
         self._device = device_of_messages(mesh_group)
         with agreement([mesh_group], self._device, _CALL) as claim:
+            for group in (group for state in states for group in state.groups):
+                check_supported(group, _CALL)
+            optimizers, self._stateful = optimizers_of(optimizer, _CALL), check_stateful(stateful, _CALL)
             local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             distance = (local if local < dp.ranks else 1) if distance is None else distance
             if every < 1 or not 0 < distance < dp.ranks:
@@ -162,11 +194,14 @@ class NeighbourCopies:
         self._rank, self._distance = dist.get_rank(), distance
         place = self._ranks.index(self._rank)
         self._keeper, self._kept = self._ranks[(place + distance) % dp.ranks], self._ranks[place - distance]
-        # Ranks may have made different numbers of them before, with other ranks: the largest number names the group.
-        number = torch.tensor([-NeighbourCopies._made - 1], device=self._device)
-        reduce_min(number, mesh_group, _CALL)
-        NeighbourCopies._made = -int(number)
-        self._group = group_of(sorted(self._ranks), f"neighbour copies {NeighbourCopies._made}", mesh_group)
+        # A number that no rank uses: so the groups of deleted NeighbourCopies are used again. Ranks may have others, with other
+        # ranks, or may not have deleted one yet.
+        lowest = torch.tensor([-max(NeighbourCopies._numbers, default=0) - 1], device=self._device)
+        reduce_min(lowest, mesh_group, _CALL)
+        number = -int(lowest)
+        self._group = group_of(sorted(self._ranks), f"neighbour copies {number}", mesh_group)
+        NeighbourCopies._numbers.add(number)
+        self._frees_number = weakref.finalize(self, NeighbourCopies._numbers.discard, number)
         self._calls = 0
         self._index, self._specs = _Index({}, 0), dict[str, Spec]()
         # What the keeper knows of this rank, and this rank of the one whose copy it keeps.
@@ -174,6 +209,10 @@ class NeighbourCopies:
         self._generations = [_Generation(_Shards(self._device), _Shards(self._device)) for _ in range(2)]
         self._handle: Handle | None = None
         self._has_failed = False
+        self._steps = _Steps()
+        for each in optimizers:
+            # The optimizer may live longer than this object, which it must not keep alive.
+            weakref.finalize(self, each.register_step_post_hook(self._steps).remove)
         self._left, self._deaths = self._ranks, 0
 
     @property
@@ -185,7 +224,8 @@ class NeighbourCopies:
         """Copy the present state, and send it in the background. Call it after ``optimizer.step()``, on all ranks.
 
         Raises:
-            TransferError: the last copy failed, because a rank died, or its ``update()`` raised.
+            TransferError: the last copy failed, because a rank died, its ``update()`` raised, or ranks made it after different
+                steps of the optimizers.
             RuntimeError: a copy has failed before.
             ValueError: the model is on another mesh, after :func:`reshard_to` or :meth:`recover`. On all ranks, at once.
             Exception: the state of this rank cannot be copied. The other ranks raise a TransferError in their next call.
@@ -200,7 +240,7 @@ class NeighbourCopies:
             raise RuntimeError(
                 "a copy has failed, and its process group is not usable: call recover(), and make new NeighbourCopies"
             )
-        mesh = _mesh_of(checked_states(self._model, runs=True)).mesh
+        mesh = _mesh_of(checked_states(self._model, _CALL, runs=True)).mesh
         if mesh != self._mesh:
             raise ValueError(
                 f"the model is on {mesh}, and its NeighbourCopies were made on {self._mesh}: make new ones after reshard_to() "
@@ -208,7 +248,7 @@ class NeighbourCopies:
             )
         # The older one, or one that was never complete: the last complete copy stays until this one is complete on all ranks.
         generation = min(self._generations, key=lambda each: each.step)
-        generation.step = -1
+        generation.step, generation.steps = -1, self._steps.count
         problem: Exception | None = None
         try:
             self._fill(generation)
@@ -222,7 +262,7 @@ class NeighbourCopies:
         """Wait until the last copy has arrived on all ranks.
 
         Raises:
-            TransferError: it failed, because a rank died, or its ``update()`` raised.
+            TransferError: it failed, because a rank died, its ``update()`` raised, or ranks made it after different steps.
         """
         handle, self._handle = self._handle, None
         if handle is not None:
@@ -243,7 +283,8 @@ class NeighbourCopies:
         Raises:
             RuntimeError: this rank reported too late, and the others have gone on without it.
         """
-        groups = {group.dp.shard_group for state in checked_states(self._model, runs=True) for group in state.groups}
+        self._frees_number.detach()
+        groups = {group.dp.shard_group for state in checked_states(self._model, _CALL, runs=True) for group in state.groups}
         for group in {*groups, self._group}:
             if group is not None:
                 end_messages(group, self._device)
@@ -300,14 +341,15 @@ class NeighbourCopies:
             self.wait()
         except transfer.TransferError:
             pass  # The copy before that one counts.
-        own = (self._rank, dist.get_rank(), [each.step for each in self._generations if each.step >= 0])
+        # With the optimizers' steps: of a copy that mixes states of several steps, ranks may know different parts.
+        own = (self._rank, dist.get_rank(), [(each.step, each.steps) for each in self._generations if each.step >= 0])
         answers: list[Any] = [None] * group.size()
         dist.all_gather_object(answers, own, group=group)
         holders = _holders({old: now for old, now, _ in answers}, self._ranks, self._distance)
         common = set.intersection(*(set(steps) for _, _, steps in answers))
         if not common:
             raise RuntimeError("recover(): the ranks that are left have no complete copy in common: load a checkpoint")
-        step = max(common)
+        step, _ = max(common)
         generation = next(each for each in self._generations if each.step == step)
         assert generation.told is not None
         self._model.reset_iter_state()  # type: ignore[operator]
@@ -315,6 +357,7 @@ class NeighbourCopies:
             param.grad = None
         move = self._move(mesh)
         move.make_groups(generation.told)
+        move.load_stateful(generation.told)
         target = move.target(generation.told)
         target = {name: tensor for name, tensor in target.items() if not name.startswith("gradient.")}
         source = {
@@ -327,13 +370,14 @@ class NeighbourCopies:
             transfer.plan(RelocatedSide(generation.specs, holders), target, group=group).run(source, target)
             for (*_, tensor), saved in zip(move.whole_tensors(), generation.whole):
                 tensor.copy_(saved)
-        move.finish(generation.told, target, takes_told=True)
+        move.finish(generation.told, target, group, takes_told=True)
         return step
 
     def _move(self, mesh: DeviceMesh | None) -> Move:
-        states = checked_states(self._model)
+        states = checked_states(self._model, _CALL)
         old = _mesh_of(states)
-        return Move(self._model, states, self._optimizer, old, old if mesh is None else DataParallelMesh.of(mesh))
+        new = old if mesh is None else DataParallelMesh.of(mesh)
+        return Move(self._model, states, self._optimizer, old, new, _CALL, stateful=self._stateful)
 
     def _fill(self, generation: _Generation) -> None:
         """Copy this rank's state. No communication."""
@@ -363,17 +407,28 @@ class NeighbourCopies:
             watch.wait([dist.all_reduce(done, group=self._group, async_op=True)])
         except Exception as error:
             self._has_failed = True
+            self._frees_number.detach()
             failure = watch.failed(error, "NeighbourCopies.update()", ("the copy of each rank's shards",))
             end_messages(self._group, self._device)
             raise failure from error
 
     def _exchange_indices(self, generation: _Generation, watch: Watch) -> None:
-        """Tell the keeper what this rank sends, if it is not what it sent before, and make room for what this rank keeps."""
+        """Tell the keeper what this rank sends, if it is not what it sent before, and make room for what this rank keeps.
+
+        Raises:
+            ValueError: the rank whose copy this one keeps copies the state of another step.
+        """
         index = generation.own.index
         text = b"" if index == self._told_index else pickle.dumps(index)
-        sizes = torch.tensor([[len(text)], [0]], device=self._device)
-        self._exchange(sizes[0], sizes[1], watch)
-        received = torch.empty(int(sizes[1]), dtype=torch.uint8, device=self._device)
+        numbers = torch.tensor([[len(text), generation.steps], [0, 0]], device=self._device)
+        self._exchange(numbers[0], numbers[1], watch)
+        size, steps = numbers[1].tolist()
+        if steps != generation.steps:
+            raise ValueError(
+                f"this rank copies the state after {generation.steps} optimizer steps, and rank {self._kept} that after "
+                f"{steps}: call update() after the same steps on all ranks"
+            )
+        received = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._exchange(torch.tensor(list(text), dtype=torch.uint8, device=self._device), received, watch)
         if received.numel():
             self._kept_index = pickle.loads(bytes(received.tolist()))
@@ -391,7 +446,7 @@ class NeighbourCopies:
 
 
 def _mesh_of(states: Sequence[FSDPState]) -> DataParallelMesh:
-    return mesh_of_groups([group for state in states for group in state.groups])
+    return mesh_of_groups([group for state in states for group in state.groups], _CALL)
 
 
 def _end_messages_with(dead: Set[int]) -> None:

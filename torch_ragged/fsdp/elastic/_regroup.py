@@ -22,14 +22,24 @@ from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.core.keepers._resident import Resident
 
-__all__ = ["Kept", "check_kept", "check_movable", "copy_settings", "keep_as", "kept_by", "mesh_of_groups", "plan_on"]
+__all__ = [
+    "Kept",
+    "check_kept",
+    "check_movable",
+    "check_supported",
+    "copy_settings",
+    "keep_as",
+    "kept_by",
+    "mesh_of_groups",
+    "plan_on",
+]
 
 Kept = Union[int, str, None]
 """What stays gathered between uses: k of ``reshard_after_forward=k``, "all" (ZERO1, ZERO2), or None."""
 
 
-def mesh_of_groups(groups: Sequence[FSDPParamGroup]) -> DataParallelMesh:
-    """The mesh of all ``groups``.
+def mesh_of_groups(groups: Sequence[FSDPParamGroup], call: str) -> DataParallelMesh:
+    """The mesh of all ``groups``. ``call`` is the name of what the user calls, for errors.
 
     Raises:
         ValueError: they have several meshes, or tensor parallelism, or ``dp_mesh_dims``.
@@ -38,61 +48,69 @@ def mesh_of_groups(groups: Sequence[FSDPParamGroup]) -> DataParallelMesh:
     for group in groups:
         if group.dp.spmd is not None:
             raise ValueError(
-                f"{group.names} was sharded by parallelize, or with dp_mesh_dims, which reshard_to does not support: save a "
+                f"{group.names} was sharded by parallelize, or with dp_mesh_dims, which {call} does not support: save a "
                 "checkpoint, and load it on the new ranks"
             )
         for param in group.params:
             if param.distribution.is_dtensor:
                 raise ValueError(
-                    f"{param.fqn} was a DTensor before fully_shard (tensor or expert parallelism): reshard_to supports data "
+                    f"{param.fqn} was a DTensor before fully_shard (tensor or expert parallelism): {call} supports data "
                     "parallelism only"
                 )
         if group.dp.mesh != first.mesh:
             raise ValueError(
-                f"{group.names} is sharded over {group.dp.mesh}, {groups[0].names} over {first.mesh}: reshard_to moves "
-                "parameters of one mesh"
+                f"{group.names} is sharded over {group.dp.mesh}, {groups[0].names} over {first.mesh}: {call} takes parameters "
+                "of one mesh"
             )
     return first
 
 
-def check_movable(group: FSDPParamGroup) -> None:
-    """Raise if ``group`` has something that would be lost.
+def check_supported(group: FSDPParamGroup, call: str) -> None:
+    """Raise if ``group`` has an ``Offload``, HIERARCHICAL, or a tensor type with its own all-gather: it stays so.
 
     Raises:
-        ValueError: it has an ``Offload``, a tensor type with its own all-gather, or collectives or memory that belong to its
-            mesh.
-        RuntimeError: it is on the meta device, or has gradients that are not in ``.grad`` yet.
+        ValueError: it has one. The text names ``call``, which the user calls.
     """
     if isinstance(group.plan.offload, Offload):
         raise ValueError(
-            f"{group.names} was sharded with {group.plan.offload}, which reshard_to does not support: save a checkpoint, and "
-            "load it on the other mesh"
+            f"{group.names} was sharded with {group.plan.offload}, which {call} does not support: save a checkpoint, and load "
+            "it on the other mesh"
         )
     if group.shards.are_typed:
-        raise ValueError(f"{group.names} is of a type with its own all-gather, which reshard_to does not support")
+        raise ValueError(f"{group.names} is of a type with its own all-gather, which {call} does not support")
+    if isinstance(group.process_groups, HierarchicalCollectives):
+        raise ValueError(f"{group.names} was sharded with HIERARCHICAL, which {call} does not support")
+
+
+def check_movable(group: FSDPParamGroup, call: str) -> None:
+    """Raise if ``group`` has something now that would be lost, or that :func:`check_supported` refuses.
+
+    Raises:
+        ValueError: it has collectives or memory that belong to its mesh.
+        RuntimeError: it is on the meta device, or has gradients that are not in ``.grad`` yet.
+    """
+    check_supported(group, call)
     if group.dp.is_member and group.is_meta:
-        raise RuntimeError(f"{group.names} on the meta device: materialize parameters before reshard_to")
+        raise RuntimeError(f"{group.names} on the meta device: materialize parameters before {call}")
     if group.is_pending or group.is_accumulating:
         raise RuntimeError(
             f"{group.names} has gradients that are not reduced yet, and would be lost: run a backward that reduces them, or "
-            "drop them with reset_iter_state(), before reshard_to"
+            f"drop them with reset_iter_state(), before {call}"
         )
     process_groups = group.process_groups
-    if isinstance(process_groups, HierarchicalCollectives):
-        raise ValueError(f"{group.names} was sharded with HIERARCHICAL, which reshard_to does not support")
     if group.collectives is not process_groups:
         raise ValueError(
             f"{group.names} has collectives that belong to its mesh: close a monitor and call set_collectives('nccl') before "
-            "reshard_to, and choose them again after it"
+            f"{call}, and choose them again after it"
         )
     if group.pools[0] is not None or group.encoding.keeps_storage:
         raise ValueError(
             f"{group.names} has persistent buffers, as a captured model needs them: call set_persistent_buffers(False), or "
-            "set_keep_unsharded_storage(False), before reshard_to, and capture again after it"
+            f"set_keep_unsharded_storage(False), before {call}, and capture again after it"
         )
     if process_groups.separate_group is not None:
         raise ValueError(
-            f"{group.names} has a second process group: call set_separate_reduce_scatter_group(False) before reshard_to"
+            f"{group.names} has a second process group: call set_separate_reduce_scatter_group(False) before {call}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -20,9 +22,11 @@ from torch_ragged.fsdp._fully_shard import module_states
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param import GroupPlan
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._fsdp_state import FSDPState, map_tensors
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core._state_dict import OptimizerStates, Told
+from torch_ragged.fsdp.core._untrained import note_replaced
+from torch_ragged.fsdp.elastic._compare_options import compare_options
 from torch_ragged.fsdp.elastic._regroup import (
     Kept,
     check_kept,
@@ -35,7 +39,7 @@ from torch_ragged.fsdp.elastic._regroup import (
 )
 from torch_ragged.fsdp.layout._weighted import check_weights
 
-__all__ = ["Description", "Move", "checked_states", "reshard_to"]
+__all__ = ["Description", "Move", "check_stateful", "checked_states", "optimizers_of", "reshard_to"]
 
 _CALL = "reshard_to"
 
@@ -47,6 +51,7 @@ def reshard_to(
     *,
     group: dist.ProcessGroup | None = None,
     weights: Sequence[int] | None = None,
+    stateful: Sequence[Stateful] = (),
 ) -> None:
     """Move a model that :func:`fully_shard` has sharded, and its optimizers, to another mesh, without a checkpoint.
 
@@ -59,13 +64,18 @@ def reshard_to(
 
     Parameters, gradients and all states of the optimizers move; the buffers of groups are planned for the new mesh. Call it
     between steps, on the root module. The parameters become other objects: those in the optimizers' groups and states are
-    exchanged, and other references, such as lists of parameters, are out of date. Optimizers, their groups, and learning rate
-    schedulers stay the same objects. Compiled modules compile again; captured graphs must be captured again.
+    exchanged, and other references, such as lists of parameters, are out of date. An optimizer that is not passed keeps the
+    old ones, and its next step warns. Optimizers, their groups, and learning rate schedulers stay the same objects. Compiled
+    modules compile again; captured graphs must be captured again.
 
     A rank outside of the old mesh calls ``fully_shard(..., mesh=old)`` before, as ranks of that mesh do, perhaps with a model
     on the meta device, and makes its optimizer. Its model is dormant: it has no shards, and its forward raises. In this call
     it takes options (such as ``lr``) and steps of the optimizers, buffers and parameters that are not sharded from the lowest
     rank of the old mesh. A rank outside of the new mesh becomes dormant, and its optimizers have no states. It may end.
+
+    Objects with a state that is equal on all ranks, such as schedulers and a ``GradScaler``, are at their start on a rank that
+    joins. Pass them as ``stateful``, or load their state there. After the call, ranks compare the options of the optimizers in
+    the first 8 steps, and in every 64th one: a scheduler that was forgotten is an error on all ranks of the new mesh.
 
     Args:
         model: the root, the outermost module that ``fully_shard`` was called on, or a module around it. All its sharded
@@ -78,18 +88,21 @@ def reshard_to(
             ranks that left have ended, pass a group without them, such as ``mesh.get_group()`` of the present mesh.
         weights: an integer per rank of the new shards, to which they are in proportion, as for :func:`fully_shard`; None: equal
             shards, also if the old ones were not. ``mesh`` may be the present one.
+        stateful: objects with ``state_dict`` and ``load_state_dict``, in one order on all ranks. A rank outside of the old mesh
+            loads the states of the lowest rank of the old mesh, with tensors on the CPU. The other ranks keep theirs.
 
     Memory: until the call ends, old and new shards exist together.
 
     Collectives, over ``group``: two all-reduces of 24 bytes, a broadcast of a description, those that move the elements, and a
-    broadcast of each buffer if ranks join. With ``reshard_after_forward=k``, neighbours make a process group.
+    broadcast of each buffer if ranks join. With ``reshard_after_forward=k``, neighbours make a process group. In later steps,
+    the comparisons: all-gathers of up to 48 bytes over ``mesh``.
 
     Raises:
         ValueError: ``model`` is not sharded, or is sharded with tensor parallelism, ``dp_mesh_dims``, ``HIERARCHICAL``, a
             tensor type with its own all-gather, persistent buffers or other collectives than the mesh's; ``mesh`` or
             ``weights`` do not fit;
             an optimizer holds another parameter, or a state of unknown placement; or ranks disagree.
-        TypeError: ``mesh`` is not a ``DeviceMesh``, or ``optimizer`` is not an optimizer.
+        TypeError: ``mesh`` is not a ``DeviceMesh``, ``optimizer`` is not an optimizer, or one of ``stateful`` has no state.
         RuntimeError: a forward or backward runs; there are gradients that are not in ``.grad`` yet; parameters are on the meta
             device; or another rank raised. All ranks raise, and the model and the optimizers are unchanged, but resharded.
     """
@@ -100,25 +113,29 @@ def reshard_to(
         raise ValueError(f"rank {dist.get_rank()} is not in the group passed to reshard_to: call it on the ranks of the group")
     device = device_of_messages(world)
     with agreement([world], device, _CALL) as claim:
-        states = checked_states(model)
-        old = mesh_of_groups([group for state in states for group in state.groups])
+        states = checked_states(model, _CALL)
+        old = mesh_of_groups([group for state in states for group in state.groups], _CALL)
         new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
-        move = Move(model, states, optimizer, old, new, weights)
+        move = Move(model, states, optimizer, old, new, _CALL, weights, stateful)
         own = move.description() if old.is_member else None
+        message = _pickled(own) if dist.get_rank() == min(_ranks(old.mesh)) else b""
         claim += move.lines()
-    told = _from_lowest_rank(own, old, world, device)
+    received = _from_lowest_rank(message, old, world, device)
     with agreement([world], device, _CALL) as claim:
+        told: Description = pickle.loads(received)
         if own is not None:
             _check_equal(own, told)
         move.make_groups(told)
         source = move.source() if old.is_member else None
         target = move.target(told) if new.is_member else None
+        if not old.is_member:
+            move.load_stateful(told)
         claim.append("ready to move")
     with torch.no_grad():
         transfer.plan(source, target, group=world).run(source, target)
         _send_whole_tensors(move.whole_tensors(), old, new, world)
     del source
-    move.finish(told, target or {}, takes_told=not old.is_member)
+    move.finish(told, target or {}, world, takes_told=not old.is_member)
 
 
 @dataclass(frozen=True)
@@ -130,12 +147,14 @@ class Description:
         gradients: the dtype of ``.grad``, of parameters that have one.
         kept: what stays gathered, of each group.
         optimizers: the options and states of each optimizer.
+        stateful: the state dicts of the objects that the user has passed as ``stateful``.
     """
 
     requires_grad: dict[str, bool]
     gradients: dict[str, torch.dtype]
     kept: list[Kept]
     optimizers: list[Told]
+    stateful: list[Any]
 
     @property
     def lines(self) -> list[str]:
@@ -158,13 +177,16 @@ class Move:
         optimizer: Any,
         old: DataParallelMesh,
         new: DataParallelMesh,
+        call: str,
         weights: Sequence[int] | None = None,
+        stateful: Sequence[Stateful] = (),
     ) -> None:
         self._model, self._states, self._old, self._new = model, states, old, new
+        self._call, self._stateful = call, check_stateful(stateful, call)
         self._weights = weights if weights is None else check_weights(weights, new.ranks)
         self._groups = [group for state in states for group in state.groups]
         for group in self._groups:
-            check_movable(group)
+            check_movable(group, call)
             check_kept(group, new, self._weights)
         for state in states:
             state.reshard()
@@ -174,12 +196,12 @@ class Move:
         self._sharded: dict[str, nn.Parameter] = {}
         for param in [param for group in self._groups for param in group.params]:
             if param.sharded not in names:
-                raise ValueError(f"{param.fqn} is not registered in the {type(model).__name__} passed to reshard_to")
+                raise ValueError(f"{param.fqn} is not registered in the {type(model).__name__} passed to {call}")
             self._sharded[names[param.sharded]] = param.sharded
         self._names = {param: name for name, param in self._sharded.items()}
         _check_gradients(self._sharded)
         self._optimizers = [
-            OptimizerStates(each, self._names, f"optimizer {i}") for i, each in enumerate(_optimizers(optimizer))
+            OptimizerStates(each, self._names, f"optimizer {i}") for i, each in enumerate(optimizers_of(optimizer, call))
         ]
         self._made: list[FSDPParamGroup] = []
 
@@ -195,7 +217,11 @@ class Move:
             lines.append(f"group of {group.names}, {group.param_dtype}: shards of {plan.layout.shard_numel}")
             lines += [f"{self._names[p.sharded]} {tuple(p.sharded.shape)} {p.sharded.dtype}" for p in group.params]
             lines.append(f"at {plan.layout.offsets}")
+            # A rank that joins would divide by another number, and train its shards with other gradients.
+            lines.append(f"{group.settings.reduction}, requires_all_reduce={group.settings.requires_all_reduce}")
+        lines += [f"{state.name} requires_gradient_sync={state.requires_gradient_sync}" for state in self._states]
         lines += [f"optimizer {line}" for each in self._optimizers for line in each.lines]
+        lines += [f"stateful {type(each).__name__}" for each in self._stateful]
         return lines + [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, *_, tensor in self.whole_tensors()]
 
     def whole_tensors(self) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -209,7 +235,13 @@ class Move:
             {name: param.grad.dtype for name, param in self._sharded.items() if param.grad is not None},
             [kept_by(group) for group in self._groups],
             [each.told() for each in self._optimizers],
+            [map_tensors(lambda tensor: tensor.detach().cpu(), each.state_dict()) for each in self._stateful],
         )
+
+    def load_stateful(self, told: Description) -> None:
+        """Let the ``stateful`` objects load what ``told`` has of them. Call it on ranks that join, or after a death."""
+        for each, state in zip(self._stateful, told.stateful):
+            each.load_state_dict(state)
 
     def make_groups(self, told: Description) -> None:
         """Make the new groups, which allocates their shards. They are not registered yet."""
@@ -238,10 +270,11 @@ class Move:
             moved |= states.target(of_optimizer, params)
         return moved
 
-    def finish(self, told: Description, moved: Mapping[str, torch.Tensor], takes_told: bool) -> None:
+    def finish(self, told: Description, moved: Mapping[str, torch.Tensor], world: dist.ProcessGroup, takes_told: bool) -> None:
         """Exchange groups, parameters and states. The old ones are freed when nothing refers to them.
 
         Args:
+            world: a group that has all ranks of the new mesh.
             takes_told: whether this rank takes the options and single states of ``told``, and not its own.
         """
         params = self._new_params()
@@ -256,6 +289,11 @@ class Move:
             state.replace_groups([next(made) for _ in state.groups])
             for group in state.groups:
                 group.register_sharded()
+        for name, param in self._sharded.items():  # Another optimizer may hold the old ones.
+            path, _, key = name.rpartition(".")
+            note_replaced(param, name, self._model.get_submodule(path), key, self._call, f", or pass it to {self._call}")
+        for states in self._optimizers:
+            compare_options(states.optimizer, self._new.mesh, world)
 
     def _new_params(self) -> dict[str, nn.Parameter]:
         pairs = [pair for old, new in zip(self._groups, self._made) for pair in zip(old.params, new.params)]
@@ -265,21 +303,24 @@ class Move:
 # -- checks --------------------------------------------------------------------------------------------------------------
 
 
-def checked_states(model: nn.Module, runs: bool = False) -> list[FSDPState]:
-    """The states of the modules of ``model``. No forward or backward runs, unless ``runs`` says that one may."""
+def checked_states(model: nn.Module, call: str, runs: bool = False) -> list[FSDPState]:
+    """The states of the modules of ``model``. No forward or backward runs, unless ``runs`` says that one may.
+
+    ``call`` is the name of what the user calls, for errors.
+    """
     states = list(module_states(model).values())
-    for state in states:
-        context = state.context
-        if any(each not in states for each in context.states):
+    known, first = set(states), {state.context: state for state in reversed(states)}
+    for context, state in first.items():  # Each is shared by all states under a root.
+        if not known.issuperset(context.states):
             raise ValueError(
                 f"{state.name} is part of a larger model that fully_shard was called on: pass the root, the outermost "
-                "fully_shard module, to reshard_to"
+                f"fully_shard module, to {call}"
             )
-        if runs:
-            continue
+    for state in states if not runs else ():
+        context = state.context
         if state.calls or context.in_backward or context.awaits_finalize:
             raise RuntimeError(
-                f"{state.name} is in a forward or backward: call reshard_to between steps, after finalize_backward() if it is "
+                f"{state.name} is in a forward or backward: call {call} between steps, after finalize_backward() if it is "
                 "called by hand, or after reset_iter_state() if forward or backward raised"
             )
     if not any(state.groups for state in states):
@@ -302,10 +343,36 @@ def _checked_mesh(mesh: Any, old: DataParallelMesh, world: Sequence[int]) -> Dat
     return DataParallelMesh.of(mesh)
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+def optimizers_of(optimizer: Any, call: str) -> list[torch.optim.Optimizer]:
+    """The optimizers that the user has passed: one, several, or None.
+
+    Raises:
+        TypeError: one is not an optimizer, or is one that wraps another, whose states it does not have.
+    """
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(f"{call} expects a torch.optim.Optimizer, or a list of them, got {type(each).__name__}")
+        if not {"state", "param_groups"} <= vars(each).keys():
+            raise TypeError(f"{call} got {type(each).__name__}, which wraps another optimizer: pass the wrapped one")
+    return optimizers
+
+
+def check_stateful(stateful: Any, call: str) -> list[Stateful]:
+    """``stateful`` as a list.
+
+    Raises:
+        TypeError: it is no list or tuple, or one of it has no ``state_dict`` and ``load_state_dict``, or is not equal on all
+            ranks by its nature: a module or an optimizer.
+    """
+    given = list(stateful) if isinstance(stateful, (list, tuple)) else [stateful]
+    for each in given:
+        if isinstance(each, (nn.Module, torch.optim.Optimizer)) or not isinstance(each, Stateful):
+            raise TypeError(
+                f"{call}(stateful=) takes a list of objects with state_dict and load_state_dict, such as schedulers, got "
+                f"{type(each).__name__}"
+            )
+    return given
 
 
 def _check_gradients(sharded: Mapping[str, nn.Parameter]) -> None:
@@ -338,14 +405,21 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 # -- communication -------------------------------------------------------------------------------------------------------
 
 
-def _from_lowest_rank(
-    own: Description | None, old: DataParallelMesh, world: dist.ProcessGroup, device: torch.device
-) -> Description:
-    """The description of the lowest rank of the old mesh. One broadcast."""
-    message = [own]
-    dist.broadcast_object_list(message, src=min(_ranks(old.mesh)), group=world, device=device)
-    assert message[0] is not None
-    return message[0]
+def _pickled(own: Description | None) -> bytes:
+    """What the lowest rank sends. It is made before the others wait for it, because options may be of any type."""
+    try:
+        return pickle.dumps(own)
+    except Exception as error:
+        raise TypeError(
+            f"reshard_to cannot send the options and states of the optimizers and of stateful to other ranks: {error}"
+        ) from error
+
+
+def _from_lowest_rank(message: bytes, old: DataParallelMesh, world: dist.ProcessGroup, device: torch.device) -> bytes:
+    """The message of the lowest rank of the old mesh. Two broadcasts."""
+    received = [message]
+    dist.broadcast_object_list(received, src=min(_ranks(old.mesh)), group=world, device=device)
+    return received[0]
 
 
 def _whole_tensors(model: nn.Module, sharded: Container[torch.Tensor]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:

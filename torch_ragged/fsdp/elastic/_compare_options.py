@@ -1,0 +1,81 @@
+"""After a move, ranks compare the options of their optimizers: a scheduler of a rank that joined may set other ones.
+
+It changes no option.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from torch_ragged._ranks.comparison import Comparison
+from torch_ragged._ranks.groups import group_of
+from torch_ragged._register._torch import backward_id, no_dispatch
+from torch_ragged.tensor._local_tensor import coordinates_of
+
+__all__ = ["compare_options"]
+
+_EVERY = 64
+_NUMBERS = (bool, int, float)
+_ADVICE = (
+    "A learning rate scheduler of a rank that has joined is at its start: pass schedulers to reshard_to as stateful, or let "
+    "that rank load the state_dict() of another rank's scheduler"
+)
+
+_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+"""The comparison of each optimizer. The next move ends it, as its ranks may be others then."""
+
+
+def compare_options(optimizer: Optimizer, mesh: DeviceMesh, parent: dist.ProcessGroup) -> None:
+    """From now on, ranks of ``mesh`` compare the options of ``optimizer`` in its first 8 steps and in every 64th one.
+
+    Args:
+        parent: a group that has all ranks of ``mesh``.
+    """
+    known = _hooks.pop(optimizer, None)
+    if known is not None:
+        known.remove()
+    if mesh.get_coordinate() is not None and mesh.size() > 1:
+        _hooks[optimizer] = optimizer.register_step_pre_hook(_OptionComparison(optimizer, mesh, parent))
+
+
+class _OptionComparison(Comparison):
+    """A hook of an optimizer's step."""
+
+    def __init__(self, optimizer: Optimizer, mesh: DeviceMesh, parent: dist.ProcessGroup) -> None:
+        group = functools.partial(group_of, sorted(mesh.mesh.flatten().tolist()), "", parent)
+        group()  # Made now, where all ranks are: a step must not make a process group.
+        names = mesh.mesh_dim_names or ("replicate", "shard")[-mesh.ndim :]
+        what = f"the steps of {type(optimizer).__name__}"
+        super().__init__(what, group, coordinates_of(mesh), names, mesh.device_type, _EVERY)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # In backward, ranks may be at other collectives. A captured step has no time for the host.
+        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if torch.compiler.is_compiling() or backward_id() != -1 or is_capturing:
+            return
+        is_due = self.begin_call()
+        with no_dispatch():
+            groups = optimizer.param_groups
+            for key in sorted({key for group in groups for key in group} - {"params"}):
+                values = [group.get(key) for group in groups]
+                tensors = [value.detach().double().flatten() for value in values if isinstance(value, torch.Tensor)]
+                joined = torch.cat([each.to(tensors[0].device) for each in tensors]) if tensors else None
+                self.note(key, str([_text_of(value) for value in values]), _ADVICE, joined)
+            if is_due:
+                self.compare()
+
+
+def _text_of(value: Any) -> Any:
+    """A number, or numbers, as it is. Other options, such as functions, may differ in their text only."""
+    is_number = isinstance(value, _NUMBERS) or (
+        isinstance(value, (tuple, list)) and all(isinstance(each, _NUMBERS) for each in value)
+    )
+    return value if is_number else type(value).__name__
