@@ -78,7 +78,10 @@ class _Script:
     def __init__(self, rng: random.Random, case: dict[str, Any], writer: Writer, lengths: list[int]) -> None:
         self.rng, self.case, self.lengths, module = rng, case, lengths, writer.module
         # Hooks on the gradients of a unit's parameters are called for the unsharded ones, as in FSDP2.
-        self.hooks_on_parameters = ("accumulated",) if writer.is_in_units else ("tensor", "accumulated")
+        # One process calls hooks again for the backward of each reentrant checkpoint, and a unit once per backward.
+        is_reentrant = any(part["checkpoint"] and part["reentrant"] for _, part in parts_of(case["model"]))
+        kinds = ("accumulated",) if writer.is_in_units else ("tensor", "accumulated")
+        self.hooks_on_parameters = () if writer.is_in_units and is_reentrant else kinds
         self.params = [name for name, _ in module.named_parameters()]
         self.parts = [name for name, part in parts_of(case["model"]) if "parts" not in part]
         self.modules = [name for name, _ in module.named_modules() if name and not name.endswith((".parts", "blocks"))]
@@ -123,7 +126,7 @@ class _Script:
             lambda: ("mode", rng.choice(self.modules), rng.random() < 0.5),
             lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
             lambda: ("unhook",),
-            lambda: ("param hook", rng.choice(self.hooks_on_parameters), rng.choice(self.params)),
+            lambda: ("param hook", rng.choice(self.hooks_on_parameters or (None,)), rng.choice(self.params)),
             lambda: ("freeze", rng.choice(["", *self.modules, *self.params])),
             lambda: ("unfreeze", rng.choice(["", *self.modules, *self.params])),
             lambda: ("load", rng.random() < 0.6, rng.choice((1.0, 0.5))),
