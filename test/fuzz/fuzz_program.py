@@ -53,7 +53,9 @@ def random_case(seed: int) -> dict[str, Any]:
     case["rows"], case["length"] = rows, lengths[0]
     writer = _ProgramWriter(rng, case, case["mesh"])
     case["plan"], case["inputs"] = writer.write(), writer.inputs
-    if writer.is_in_units:  # A unit's inputs are outputs of an autograd function, to which autograd refuses writes, as in FSDP2.
+    if (
+        writer.is_in_units
+    ):  # A unit's inputs are outputs of an autograd function, to which autograd refuses writes, as in FSDP2.
         for _, part in parts_of(model):
             part["acts"] = [act for act in part["acts"] if act != "write_input"]
     case["script"] = _Script(rng, case, writer, lengths).write()
