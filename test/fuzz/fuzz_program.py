@@ -88,6 +88,7 @@ class _Script:
         self.parts = [name for name, part in parts_of(case["model"]) if "parts" not in part]
         self.modules = [name for name, _ in module.named_modules() if name and not name.endswith((".parts", "blocks"))]
         self.outputs = 4
+        self.is_in_units = writer.is_in_units
         self.is_calm = rng.random() < 0.15  # Nothing changes: static for sure.
 
     def write(self) -> list[dict[str, Any]]:
@@ -102,6 +103,8 @@ class _Script:
         chances = {"flag": 0.15, "early": 0.08, "twice": 0.1, "accumulates": 0.15, "retain": 0.05, "looks": 0.15}
         step |= {name: not self.is_calm and rng.random() < chance for name, chance in chances.items()}
         step["alone"] = rng.choice(self.parts) if not self.is_calm and rng.random() < 0.08 else None
+        # Of a module that is called outside of its unit's forward, a second backward does not find the parameters.
+        step["retain"] &= not (step["alone"] and self.is_in_units)
         step["uses"] = [rng.random() < (1.0 if self.is_calm else 0.8) for _ in range(self.outputs)]
         step["uses aux"], step["to none"] = rng.random() < 0.7, rng.random() < 0.8
         step["needs"] = rng.random() < 0.7  # Whether the script's own tensors train.

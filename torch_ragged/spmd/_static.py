@@ -307,8 +307,8 @@ class _Region:
         state, kind = self._kind_of(leaves, tree)
         self._running.append(("eager", None))
         found = None if state is None or kind is None else self._found_for(state, kind, leaves, tree)
-        # Before this backward, its parameters may be used again. Then only the first use is by leaves: the last gradient to arrive
-        # is added to the sum of the others, as in eager mode.
+        # Before one backward, parameters may be used several times. Only the first use is by leaves. Its gradient arrives last,
+        # and is added to the sum of the others, as in eager mode.
         backward, is_first = self.gradients.backwards, self._used_before != self.gradients.backwards
         if torch.is_grad_enabled():
             for region in (self,) if found is not None else self.around:
