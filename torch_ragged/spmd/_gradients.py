@@ -101,7 +101,7 @@ class PendingGradients:
         param.requires_grad_(trains)  # A frozen parameter may train later.
 
     def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> Leaf | None:
-        """A leaf of ``param`` whose gradient has ``placements``; None for a parameter of a unit, with hooks, or that is shared."""
+        """A leaf of ``param`` whose gradient has ``placements``; None: it is in a unit, has hooks, or is shared."""
         if param not in self._wanted or has_hooks(param) or param in self._shared:
             return None
         local = param._local_tensor.detach()  # type: ignore[attr-defined]
