@@ -53,6 +53,11 @@ def random_case(seed: int) -> dict[str, Any]:
     case["rows"], case["length"] = rows, lengths[0]
     writer = _ProgramWriter(rng, case, case["mesh"])
     case["plan"], case["inputs"] = writer.write(), writer.inputs
+    if (
+        writer.is_in_units
+    ):  # A unit's inputs are outputs of an autograd function, to which autograd refuses writes, as in FSDP2.
+        for _, part in parts_of(model):
+            part["acts"] = [act for act in part["acts"] if act != "write_input"]
     case["script"] = _Script(rng, case, writer, lengths).write()
     return case
 
@@ -75,11 +80,15 @@ class _Script:
     def __init__(self, rng: random.Random, case: dict[str, Any], writer: Writer, lengths: list[int]) -> None:
         self.rng, self.case, self.lengths, module = rng, case, lengths, writer.module
         # Hooks on the gradients of a unit's parameters are called for the unsharded ones, as in FSDP2.
-        self.hooks_on_parameters = ("accumulated",) if writer.is_in_units else ("tensor", "accumulated")
+        # One process calls hooks again for the backward of each reentrant checkpoint, and a unit once per backward.
+        is_reentrant = any(part["checkpoint"] and part["reentrant"] for _, part in parts_of(case["model"]))
+        kinds = ("accumulated",) if writer.is_in_units else ("tensor", "accumulated")
+        self.hooks_on_parameters = () if writer.is_in_units and is_reentrant else kinds
         self.params = [name for name, _ in module.named_parameters()]
         self.parts = [name for name, part in parts_of(case["model"]) if "parts" not in part]
         self.modules = [name for name, _ in module.named_modules() if name and not name.endswith((".parts", "blocks"))]
         self.outputs = 4
+        self.is_in_units = writer.is_in_units
         self.is_calm = rng.random() < 0.15  # Nothing changes: static for sure.
 
     def write(self) -> list[dict[str, Any]]:
@@ -94,6 +103,8 @@ class _Script:
         chances = {"flag": 0.15, "early": 0.08, "twice": 0.1, "accumulates": 0.15, "retain": 0.05, "looks": 0.15}
         step |= {name: not self.is_calm and rng.random() < chance for name, chance in chances.items()}
         step["alone"] = rng.choice(self.parts) if not self.is_calm and rng.random() < 0.08 else None
+        # Of a module that is called outside of its unit's forward, a second backward does not find the parameters.
+        step["retain"] &= not (step["alone"] and self.is_in_units)
         step["uses"] = [rng.random() < (1.0 if self.is_calm else 0.8) for _ in range(self.outputs)]
         step["uses aux"], step["to none"] = rng.random() < 0.7, rng.random() < 0.8
         step["needs"] = rng.random() < 0.7  # Whether the script's own tensors train.
@@ -120,7 +131,7 @@ class _Script:
             lambda: ("mode", rng.choice(self.modules), rng.random() < 0.5),
             lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
             lambda: ("unhook",),
-            lambda: ("param hook", rng.choice(self.hooks_on_parameters), rng.choice(self.params)),
+            lambda: ("param hook", rng.choice(self.hooks_on_parameters or (None,)), rng.choice(self.params)),
             lambda: ("freeze", rng.choice(["", *self.modules, *self.params])),
             lambda: ("unfreeze", rng.choice(["", *self.modules, *self.params])),
             lambda: ("load", rng.random() < 0.6, rng.choice((1.0, 0.5))),

@@ -305,11 +305,11 @@ class Play:
         if self.handles:
             self.handles.pop().remove()
 
-    def do_param_hook(self, kind: str, name: str) -> None:
+    def do_param_hook(self, kind: str | None, name: str) -> None:
         param = self.model.get_parameter(name)
         if param.requires_grad and kind == "tensor":
             self.handles.append(param.register_hook(lambda grad: grad * 2))
-        elif param.requires_grad:
+        elif param.requires_grad and kind == "accumulated":
             self.handles.append(param.register_post_accumulate_grad_hook(_double))
 
     def do_freeze(self, name: str) -> None:
@@ -330,6 +330,7 @@ class Play:
             name: value.detach().clone() * factor if value.is_floating_point() else value.clone()
             for name, value in self.model.state_dict().items()
         }
+        assign = assign and not self.case["model"]["tied"]  # It unties parameters, and under a plan tied ones stay tied.
         self.model.load_state_dict(state, assign=assign)
         for name, param in self.model.named_parameters():
             param.requires_grad_(trains[name])

@@ -121,6 +121,21 @@ class FormsTest(unittest.TestCase):
                 assert "`<in:labels>` has other values" in error and FORMS in error, error
 
     @ranks(2)
+    def test_own_rows_that_a_parameter_outside_of_the_model_computes_raise():
+        mesh = mesh_of(2)
+        model = parallelize(nn.Linear(6, 3), Plan().own_rows("<in>", "dp").default(Replicate()), mesh)
+        prompt, rows = nn.Linear(4, 6), torch.randn(2, 4)
+        told = error_of(lambda: model(prompt(rows).tanh()))
+        assert "by a parameter of shape (6, 4) that is not in the model" in told, told
+        model(prompt(rows).detach()).full_tensor()
+        own = torch.randn(2, 6, requires_grad=True)
+        model(own * 2).sum().backward()
+        assert own.grad is not None
+        prompt = parallelize(prompt, Plan().own_rows("<in>", "dp").default(Replicate()), mesh)
+        model(prompt(rows)).sum().backward()
+        assert prompt.weight.grad.placements == (Replicate(),)
+
+    @ranks(2)
     def test_unequal_numbers_of_own_rows_raise_with_both_numbers_in_each_call():
         mesh = mesh_of(2)
         model, rank = made(own_rows(), mesh, compare_every=100), mesh.get_rank()

@@ -1,11 +1,13 @@
 """The script of one device goes on under a plan: it reads numbers, adds layers, and its mistakes are errors on all ranks."""
 
+import contextlib
 import copy
 import functools
 import itertools
 import logging
 import unittest
 import warnings
+from unittest import mock
 
 import numpy
 import pytest
@@ -15,7 +17,7 @@ from common import error_of, ranks, run_mortal_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -23,6 +25,7 @@ from torch_ragged import InterleavedShard
 from torch_ragged._ranks import peers, standstill
 from torch_ragged.fsdp import rows
 from torch_ragged.spmd import Plan, deferred_init, parallelize
+from torch_ragged.tensor import _plain_ops
 
 SIZE = 8
 
@@ -588,6 +591,22 @@ class MistakesTest(unittest.TestCase):
             assert out.placements[0].dim == 1 and out.to_local().shape == (2, SIZE // 2), placement
             expected = nn.functional.linear(x, model.weight.full_tensor(), model.bias.full_tensor())
             assert torch.equal(out.full_tensor(), expected), placement
+
+    @ranks(2)
+    def test_who_waits_in_an_op_on_a_list_of_tensors_is_named():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        parallelize(make(), data_parallel(), mesh)  # Redistributions are watched from now on.
+        named = []
+
+        def look(what, of, waiting):
+            named.append((what, waiting()))
+            return contextlib.nullcontext()
+
+        rows, columns = (distribute_tensor(torch.ones(4, 4), mesh, [Shard(dim)]) for dim in range(2))
+        with mock.patch.object(_plain_ops, "peers_named", look):
+            torch.cat([rows, columns])
+            torch.stack([rows, columns])
+        assert named == [(f"redistribution for aten.{name}.default", [0, 1]) for name in ("cat", "stack")], named
 
 
 if __name__ == "__main__":

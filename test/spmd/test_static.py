@@ -617,6 +617,78 @@ class ProgramTest(unittest.TestCase):
         assert static.static_modules.report.modules == ("",)
 
     @ranks(2)
+    def test_gradients_of_static_and_eager_calls_before_one_backward_add_up_in_the_order_of_eager_mode():
+        class Twice(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.eye(8) + 0.1)
+
+            def forward(self, x):
+                return (x @ self.weight).sin() @ self.weight
+
+        class Borrows(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.calls = nn.Linear(8, 8), 0
+
+            def forward(self, x):
+                self.calls += 1  # So it is eager, and the module in it may be static.
+                return F.linear(self.inner(F.linear(x, self.inner.weight)).tanh(), self.inner.weight)
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in>", Shard(0), "a").default(Replicate())
+        for make in (lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), Twice, Borrows):
+            single = make().double()
+            eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+            # By rows: 4 is static from step 1 on, a number that comes first is eager.
+            for step, rows in enumerate([(4,), (4,), (4, 6, 4), (8, 4, 4), (4, 4, 10, 4), (12, 4, 4, 14)]):
+                grads = []
+                for model in (eager, static):
+                    model.zero_grad()
+                    generator = torch.Generator().manual_seed(step)
+                    xs = [torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in rows]
+                    sum((model(x) * (i + 0.3)).sin().mean() for i, x in enumerate(xs)).backward()
+                    grads.append([param.grad.full_tensor() for param in model.parameters()])
+                for ours, expected in zip(*reversed(grads), strict=True):
+                    assert torch.equal(ours, expected), (make, step)
+
+    @ranks(2)
+    def test_inputs_whose_other_uses_are_in_an_output_of_a_class_or_stored_keep_the_order_of_eager_mode():
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.main, self.calls = nn.RMSNorm(8), nn.Linear(8, 8), 0
+
+            def forward(self, x):
+                self.calls += 1
+                y = self.main(self.norm(x))
+                self.stored = (x * 0.7).sin()
+                return SimpleNamespace(value=x.cos() + y)
+
+        class Both(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.block = nn.Linear(8, 8), Block()
+
+            def forward(self, x):
+                return self.block(self.first(x))
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        single = Both().double()
+        plan = Plan().shard("<in>", Shard(0), "a").default(Replicate())
+        eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        for step in range(5):
+            grads = []
+            for model in (eager, static):
+                model.zero_grad()
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                (model(x).value.square().mean() + model.block.stored.mean()).backward()
+                grads.append([param.grad.full_tensor() for param in model.parameters()])
+            for ours, expected in zip(*reversed(grads), strict=True):
+                assert torch.equal(ours, expected), step
+        assert "block.main" in static.static_modules.report.modules
+
+    @ranks(2)
     def test_gradients_that_several_modules_add_up_keep_the_order_of_eager_mode():
         """RMSNorm uses its input twice, and the residual once more: eager mode adds one gradient after the other."""
 

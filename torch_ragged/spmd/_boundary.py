@@ -225,11 +225,36 @@ class _Annotate:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         placements = self._of_ndim[tensor.ndim].placements
         if not isinstance(tensor, DTensor):
+            if tensor.grad_fn is not None and any(isinstance(each, Shard) for each in placements):
+                _check_own_rows(tensor, self.boundary.path)
             return as_dtensor(tensor, self._mesh, placements)
         wanted = [new or old for new, old in zip(placements, tensor.placements)]
         if wanted == list(tensor.placements):
             return tensor
         return DTensor.from_local(tensor.to_local(), self._mesh, wanted, run_check=False)
+
+
+def _check_own_rows(tensor: torch.Tensor, path: str) -> None:
+    """Whether no plain parameter has computed a part: its gradient would be that of the part, another one on each rank.
+
+    Raises:
+        ValueError: one has, with its shape.
+    """
+    waiting = [tensor.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and not isinstance(leaf, DTensor):
+            raise ValueError(
+                f"{path} is computed from this rank's own rows by a parameter of shape {tuple(leaf.shape)} that is not in the "
+                "model: its gradient would be that of these rows alone. Make its module a part of the model, or pass the whole "
+                "batch, or pass a DTensor if the script itself adds up these gradients over ranks"
+            )
+        for inner, _ in () if node is None else node.next_functions:
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                waiting.append(inner)
 
 
 class Redistribution:

@@ -83,7 +83,10 @@ class PendingGradients:
         self._mesh = mesh
         self._passes: dict[int, _Pass] = {}
         self._without: torch.nn.Parameter | None = None
+        self.backwards = 0
+        """How many backwards have ended."""
         self._leaves: dict[torch.nn.Parameter, dict[tuple[Placement, ...], Leaf]] = {}
+        self._shared: set[torch.nn.Parameter] = set()
         self._node_of: dict[torch.nn.Parameter, Any] = {}  # The nodes keep their hooks alive.
         for param, placements in params:
             self.add(param, placements)
@@ -102,8 +105,8 @@ class PendingGradients:
         return self._wanted.get(param)
 
     def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> Leaf | None:
-        """A leaf of ``param`` whose gradient has ``placements``; None if a unit reduces the gradient, or hooks wait for it."""
-        if param not in self._wanted or has_hooks(param):
+        """A leaf of ``param`` whose gradient has ``placements``; None: it is in a unit, has hooks, or is shared."""
+        if param not in self._wanted or has_hooks(param) or param in self._shared:
             return None
         local = param._local_tensor.detach()  # type: ignore[attr-defined]
         # Modules that share a parameter share its leaf: autograd adds their gradients, as in eager mode, before the reduction.
@@ -115,6 +118,24 @@ class PendingGradients:
             known = Leaf(param, local.requires_grad_(), spec, goal, _pending(placements, goal))
             leaves[placements] = known
         return known
+
+    def share(self, param: torch.nn.Parameter) -> bool:
+        """From now on, ``param`` has no leaf: a forward uses it several times, and not all of them may be in static modules.
+
+        Returns:
+            whether it had leaves before.
+        """
+        is_new = param not in self._shared
+        self._shared.add(param)
+        return is_new
+
+    def edges(self) -> dict[torch.nn.Parameter, list[tuple[Any, int]]]:
+        """Where in autograd's graph the gradients of each parameter go: its own node, and those of its leaves."""
+        leaves = {param: [get_gradient_edge(leaf.local) for leaf in each.values()] for param, each in self._leaves.items()}
+        return {
+            param: [(node, 0), *((edge.node, edge.output_nr) for edge in leaves.get(param, ()))]
+            for param, node in self._node_of.items()
+        }
 
     def collect(self, leaves: Sequence[Leaf]) -> None:
         """When this backward has ended, add the gradients of ``leaves`` to those of their parameters.
@@ -129,6 +150,7 @@ class PendingGradients:
                     "backward: register hooks on parameters before forward"
                 )
         if gradient_use(_witness_node) is not GradientUse.ACCUMULATED:  # Of some tensors only.
+            self.backwards += 1
             for each in leaves:
                 if gradient_use(self._node_of[each.param]) is not GradientUse.NONE:
                     raise RuntimeError(
@@ -179,6 +201,7 @@ class PendingGradients:
 
     def _reduce(self, task: int) -> None:
         this = self._passes.pop(task, _Pass())
+        self.backwards += 1
         parts: dict[torch.nn.Parameter, list[tuple[torch.Tensor, Any, Leaf | None]]] = {}
         for event in this.events:
             if isinstance(event, torch.nn.Parameter):

@@ -80,6 +80,8 @@ class StaticModules:
             self._regions[name] = _Region(self, module, name)
         for name, reason in reasons.items():
             self.forbid(name, reason)
+        for name, region in self._regions.items():
+            region.around = [other for outer, other in self._regions.items() if _is_in(name, outer)]
         self._watched: list[tuple[_Kind, int, Any]] = []
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
@@ -95,17 +97,35 @@ class StaticModules:
 
     def watch_uses(self, kind: _Kind, leaves: Sequence[Any]) -> None:
         """When this forward ends, note how often the inputs of a call in eager mode were used."""
-        if torch.is_grad_enabled():
-            inputs = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor) and leaf.requires_grad]
+        inputs = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor) and leaf.requires_grad]
+        if torch.is_grad_enabled() and inputs:
             self._watched += [(kind, index, edge_of(leaf)) for index, leaf in inputs]
+        else:
+            kind.is_watched = True
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         watched, self._watched = self._watched, []
-        if watched:
-            outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            uses = count_uses(outputs, {position: edge for position, (_, _, edge) in enumerate(watched)})
-            for position, (kind, index, _) in enumerate(watched):
-                kind.uses[index] = max(uses[position], kind.uses.get(index, 0))
+        if not watched:
+            return
+        # What the script may use: outputs, and what modules have stored.
+        kept = [
+            value
+            for each in module.modules()
+            for name, value in vars(each).items()
+            if name not in _OF_MODULES and isinstance(value, _KEPT)
+        ]
+        ends = [leaf for leaf in _tensors_in((output, kept)) if leaf.requires_grad]
+        used = [*map(edge_of, ends)]
+        edges: dict[Any, Any] = {position: edge for position, (_, _, edge) in enumerate(watched)}
+        params = self.gradients.edges()
+        uses = count_uses(ends, {**edges, **{edge: edge for each in params.values() for edge in each}})
+        for position, (kind, index, edge) in enumerate(watched):
+            kind.uses[index] = max(uses[position] + used.count(edge), kind.uses.get(index, 0))
+            kind.is_watched = True
+        for param, each in params.items():
+            if sum(uses[edge] for edge in each) > 1 and self.gradients.share(param):
+                for region in self._regions.values():
+                    region.forget(param)
 
     @property
     def report(self) -> StaticReport:
@@ -222,6 +242,12 @@ class _Region(Shared):
         """Why the module is eager for good; an empty text: because of a module in it; None: it is not."""
         self.is_on_trial = False
         self.leaves: list[Leaf] = []
+        """Of the call that runs."""
+        self.around: list[_Region] = []
+        """This region and those that it is in."""
+        self._used_before = -1
+        """The number of the backward before which its parameters were last used."""
+        self._leaves: list[Leaf] = []
         self._owner = owner
         self._states: list[_State] = []
         self._running: list[tuple[str, Optional[_Kind]]] = []
@@ -280,8 +306,26 @@ class _Region(Shared):
         leaves, tree = pytree.tree_flatten((args, kwargs))
         state, kind = self._kind_of(leaves, tree)
         self._running.append(("eager", None))
-        if state is None or kind is None:
+        found = None if state is None or kind is None else self._found_for(state, kind, leaves, tree)
+        # Before one backward, parameters may be used several times. Only the first use is by leaves. Its gradient arrives last,
+        # and is added to the sum of the others, as in eager mode.
+        backward, is_first = self.gradients.backwards, self._used_before != self.gradients.backwards
+        if torch.is_grad_enabled():
+            for region in (self,) if found is not None else self.around:
+                region._used_before = backward
+        if found is None:
             return None
+        self._running[-1] = ("static", kind)
+        _now.enter(self, found)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, DTensor):
+                spec = found.input_grads.get(index)
+                leaves[index] = _ToLocal.apply(leaf, spec or leaf._spec, None if spec else clean(leaf.placements))
+        self._bind(found, is_first)
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _found_for(self, state: _State, kind: _Kind, leaves: Sequence[Any], tree: Any) -> Optional[Found]:
+        """What a trial of this kind of calls found, perhaps now; None: this call is eager."""
         if kind.reason is not None and backward_id() < 0:
             kind.found = None  # Not before: a checkpoint whose forward was static is computed again as it was.
         if kind.reason is not None and kind.found is None:
@@ -290,24 +334,13 @@ class _Region(Shared):
         if kind.found is None or kind.is_stale:
             # A call that activation checkpointing runs again is as the first one was.
             if kind.found is None and (backward_id() >= 0 or not kind.is_watched or kind.pending):
-                kind.is_watched = True
                 self._running[-1] = ("watched", kind)
-                self._owner.watch_uses(kind, leaves)
+                if backward_id() < 0:
+                    self._owner.watch_uses(kind, leaves)
                 return None
             if backward_id() < 0:
                 self._try(state, kind, leaves, tree)
-                if kind.found is None:
-                    return None
-        found = kind.found
-        assert found is not None
-        self._running[-1] = ("static", kind)
-        _now.enter(self, found)
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, DTensor):
-                spec = found.input_grads.get(index)
-                leaves[index] = _ToLocal.apply(leaf, spec or leaf._spec, None if spec else clean(leaf.placements))
-        self._bind(found)
-        return pytree.tree_unflatten(leaves, tree)
+        return kind.found
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._running or _now.region not in (None, self) or module is not self.module:
@@ -419,9 +452,7 @@ class _Region(Shared):
             hooks = []
             for each in self._params:
                 local = params[each.name]
-                each.attributes[each.key] = (
-                    _ToPending.apply(local, found.shares[each.name]) if each.name in found.shares else local
-                )
+                each.attributes[each.key] = _pending_if(local, found.shares.get(each.name))
             for module in found.islands:
                 if module not in self._island_hooks:
                     hooks.append(module.register_forward_pre_hook(self._to_island, with_kwargs=True))
@@ -438,17 +469,20 @@ class _Region(Shared):
 
     # -- parameters and buffers
 
-    def _bind(self, found: Found) -> None:
+    def _bind(self, found: Found, by_leaves: bool) -> None:
         """While the module runs, attributes of the instances are local tensors."""
         for each in self._params:
             param: Any = each.registered[each.key]
             spec = found.param_grads.get(each.name)
+            if not by_leaves and spec is not None and param.requires_grad:
+                each.attributes[each.key] = _pending_if(_ToLocal.apply(param, spec, None), found.shares.get(each.name))
+                continue
             is_known = param is each.of and spec is each.spec and param._local_tensor.data_ptr() == each.address
             is_known = is_known and param.requires_grad == each.requires_grad and not (each.leaf and has_hooks(param))
             local = each.local if is_known else self._local_of(each, param, spec)
             if local is not None:
-                shares = found.shares.get(each.name)
-                each.attributes[each.key] = _ToPending.apply(local, shares) if shares else local
+                each.attributes[each.key] = _pending_if(local, found.shares.get(each.name))
+        self.leaves = self._leaves if by_leaves else []
         for owner, key in self._buffers:
             buffer = owner._buffers.get(key)
             if isinstance(buffer, DTensor):
@@ -468,14 +502,21 @@ class _Region(Shared):
         if param.requires_grad and spec is not None:
             each.leaf = self.gradients.leaf_of(param, spec.placements)  # type: ignore[arg-type]
             if each.leaf is None:  # A unit's: gathered anew for each forward. Or one with hooks: autograd goes to it.
-                self.leaves = [leaf for leaf in self.leaves if leaf.param is not param]
+                self._leaves = [leaf for leaf in self._leaves if leaf.param is not param]
                 return _ToLocal.apply(param, spec, None)
             each.local = each.leaf.local
         else:
             each.local, each.leaf = param._local_tensor.detach(), None
         each.of, each.address, each.requires_grad = param, param._local_tensor.data_ptr(), param.requires_grad
-        self.leaves = list({id(other.leaf): other.leaf for other in self._params if other.leaf is not None}.values())
+        self._leaves = list({id(other.leaf): other.leaf for other in self._params if other.leaf is not None}.values())
         return each.local
+
+    def forget(self, param: Any) -> None:
+        """Make what stands for a parameter anew."""
+        for each in self._params:
+            if each.registered.get(each.key) is param:
+                each.of = each.leaf = None
+        self._leaves = [leaf for leaf in self._leaves if leaf.param is not param]
 
     # -- modules in it that draw
 
@@ -527,6 +568,17 @@ class _LocalParam:
     leaf: Optional[Leaf] = None
 
 
+_KEPT = (torch.Tensor, list, tuple, dict)
+_OF_MODULES = set(vars(nn.Module()))
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in containers, and in objects in them."""
+    leaves = pytree.tree_leaves(value)
+    inner = [list(vars(leaf).values()) for leaf in leaves if not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__")]
+    return [leaf for leaf in (*leaves, *pytree.tree_leaves(inner)) if isinstance(leaf, torch.Tensor)]
+
+
 def _users_hook(module: nn.Module, name: str) -> Optional[str]:
     """Why hooks of the user keep a module eager: they are called with DTensors, and may do anything with them."""
     for inner, each in module.named_modules():
@@ -542,6 +594,10 @@ def _note_arrival(kind: _Kind, call: _Call, index: int, gradient: Any) -> None:
     kind.pending.discard(call)
     if isinstance(gradient, DTensor):
         kind.arrivals[index] = gradient.placements
+
+
+def _pending_if(local: torch.Tensor, shares: Any) -> torch.Tensor:
+    return _ToPending.apply(local, shares) if shares else local
 
 
 class _ToPending(torch.autograd.Function):

@@ -435,8 +435,14 @@ def _run_reference(
                 _check_gradient(reference.name, leaf.placements, found.output_grads[index])
             leaves = given.leaves()
             if needing and leaves:
-                edges = {i: edge_of(leaf) for i, leaf in enumerate(given.args) if _needs_grad(leaf)}
-                found.uses = count_uses(needing.values(), edges)
+                edges: dict[Any, Any] = {i: edge_of(leaf) for i, leaf in enumerate(given.args) if _needs_grad(leaf)}
+                params = {key: param for key, param in given.params.items() if _needs_grad(param)}
+                uses = count_uses(needing.values(), {**edges, **{key: edge_of(param) for key, param in params.items()}})
+                found.uses = {i: uses[i] for i in edges}
+                for key, param in params.items():
+                    # Eager mode adds up gradients one by one, those of other calls between them.
+                    if uses[key] > sum(param is other for other in params.values()):
+                        raise Refused(reference.name, f"it uses parameter {key} several times")
                 gradients = []
                 for index, leaf in needing.items():
                     with _disable_current_modes():

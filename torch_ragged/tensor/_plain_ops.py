@@ -288,8 +288,13 @@ class _AllOps:
             mesh, given, wanted = op_info.compute_mesh, op_info.schema, sharding.redistribute_schema
             if given is None or wanted is None:  # A call that torch's C++ cache knew, or a rule that redistributes as it runs.
                 return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
-            specs = zip(given.args_schema, wanted.args_schema)
-            pairs = [zip(old.placements, new.placements) for old, new in specs if hasattr(old, "placements")]
+            # Lists of tensors are flat in one of the two at times, and a number stands where the other has a tensor.
+            specs = zip(*[pytree.tree_leaves(list(each.args_schema)) for each in (given, wanted)])
+            pairs = [
+                zip(old.placements, new.placements)
+                for old, new in specs
+                if hasattr(old, "placements") and hasattr(new, "placements")
+            ]
             moved = {dim for each in pairs for dim, (old, new) in enumerate(each) if old != new}
             where = tuple([slice(None) if dim in moved else index for dim, index in enumerate(mesh.get_coordinate())])
             return mesh.mesh[where].flatten().tolist()  # type: ignore[no-any-return]
