@@ -207,7 +207,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "Checkpoints": (
-        ("checkpoint", "tensor._checkpoint", "tensor._hf_storage"),
+        ("checkpoint", "tensor._checkpoint", "tensor._hf_storage", "tensor._stored_tensor"),
         """
         A `CheckpointError` is raised on every rank, and names the file or the parameter. After an error of `save`,
         readers see the previous checkpoint. After an error of `load`, parameters and optimizer states are as they
