@@ -97,6 +97,7 @@ WRONG = {
         (CPUOffloadPolicy(), OffloadPolicy(), BOTH),
         (CPUOffloadPolicy, OffloadPolicy(), "is no policy: pass offload_policy=CPUOffloadPolicy()"),
     ],
+    "check_replicas": [(False, True, BOTH)],
     "ignored_params": [("all", None, "ignored_params: ("), (["weight"], None, "got 'weight' in it")],
     "orig_param_policy": [
         (lambda fqn, p: rows(2), None, "of weight: cut in"),

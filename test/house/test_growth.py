@@ -152,7 +152,7 @@ MAKES = {
 
 PLAIN = {
     *("OffloadPolicy", "CPUOffloadPolicy", "MixedPrecisionPolicy", "Offload", "BufferLayout", "Granularity", "Segments"),
-    *("Float8Planes", "Float4Planes", "Float8Weight", "EngineLayout", "MeshShape"),
+    *("Float8Planes", "Float4Planes", "Float8Weight", "EngineLayout", "MeshShape", "MatrixGroups"),
 }
 """Classes of values and of tensors: they own no more than what they are made of."""
 
