@@ -518,23 +518,24 @@ class ReadGuard:
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         self._params, self.version = params, 0
-        self._versions: tuple[int, ...] = ()  # Of the unsharded parameters, while they are resharded.
+        # The parameters that are refused now, and their versions before.
+        self._refused: tuple[tuple[nn.Parameter, ...], tuple[int, ...]] | None = None
 
     def refuse_reads(self) -> None:
         """The parameters are resharded."""
         tensors = tuple([param.unsharded for param in self._params])
-        self._versions, self.version = tuple([each._version for each in tensors]), next(_resharded_versions)
+        self._refused, self.version = (tensors, tuple([each._version for each in tensors])), next(_resharded_versions)
         set_versions(tensors, (self.version,) * len(tensors))
 
     def allow_reads(self) -> None:
         """The parameters are unsharded again."""
-        if self._versions:
-            set_versions(tuple([param.unsharded for param in self._params]), self._versions)
-            self._versions = ()
+        if self._refused is not None:
+            set_versions(*self._refused)
+            self._refused = None
 
     def refuses(self, version: int) -> bool:
         """Whether autograd's error of a tensor of ``version`` is of these parameters."""
-        return bool(self._versions) and version == self.version
+        return self._refused is not None and version == self.version
 
 
 _resharded_versions = itertools.count(2**24)
