@@ -48,6 +48,8 @@ _MOST_PATHS, _MOST_CONTEXTS = 16, 1024
 _END = "the end of the forward"
 _logs: weakref.WeakSet[CallLog] = weakref.WeakSet()
 _counts: defaultdict[tuple[int, tuple[int, ...]], itertools.count[int]] = defaultdict(itertools.count)
+_left: defaultdict[tuple[int, tuple[int, ...]], list[tuple[SharedStore, list[str]]]] = defaultdict(list)
+"""By rank and ranks, the keys that deleted logs have left in their stores."""
 
 
 class CallLog:
@@ -78,8 +80,9 @@ class CallLog:
         tracker.watch_this_thread()
         # The same number on all of these ranks, since they call their roots in the same order.
         self._set_up(ranks, timeout, next(_counts[dist.get_rank(), tuple(ranks)]))
-        # Keys of the last forward are in use until all ranks have made a later call: of another root, as this one is deleted.
-        weakref.finalize(self, self._roots.inherit, self._store, self._used).atexit = False
+        # Keys of the last forward are in use until all ranks have made a later call: of another root, if this one is deleted.
+        left = _left[self._rank, self._ranks]
+        weakref.finalize(self, lambda store, keys: left.append((store, keys)), self._store, self._used).atexit = False
 
     def _set_up(self, ranks: Sequence[int], timeout: timedelta, name: object) -> None:
         self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
@@ -193,7 +196,10 @@ class CallLog:
 
     def _agree(self, position: int) -> None:
         """Return when all ranks make the call at ``position``: one counter in the store, and the wait for it."""
-        call, peers = self._calls[position], Peers.of(self._ranks)
+        call, peers, left = self._calls[position], Peers.of(self._ranks), _left[self._rank, self._ranks]
+        deleted = [
+            left.pop() for _ in range(len(left))
+        ]  # Logs of which all ranks have ended the last forward, if they come here.
         with peers_named(f"the forward of {call}", "", lambda: self._ranks, patience=_PATIENCE):
             everyone = self._count(self._forward, position, call)
             deadline = time.monotonic() + self._timeout.total_seconds()
@@ -209,6 +215,9 @@ class CallLog:
                     waited = f"rank {self._rank} waited {self._timeout.total_seconds():g} s for the other ranks to call it"
                     where = "; ".join(f"rank {rank} {fate.text}" for rank, fate in fates_of(self._ranks).items())
                     raise peers.error(f"the forward of {call}", f"{waited}: {where}")
+            for store, keys in deleted:  # Each rank does, since another one may delete its log later.
+                for key in keys if store.is_current else ():
+                    store.delete(key)
 
     def _count(self, forward: int, position: int, call: str) -> str:
         """Count this rank for a call, once. Returns the key that is set when all ranks have been counted for it."""
@@ -296,11 +305,6 @@ class _RootLog(CallLog):
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         self._set_up(ranks, timeout, "roots")
-        self._inherited: list[tuple[SharedStore, str]] = []
-
-    def inherit(self, store: SharedStore, keys: Sequence[str]) -> None:
-        """The log of a root was deleted, and leaves these keys. No communication: this may run at any time."""
-        self._inherited += [(store, key) for key in keys]
 
     def enter(self, root: str) -> None:
         """A root's forward is about to communicate. Raises as :meth:`add` does."""
@@ -308,10 +312,7 @@ class _RootLog(CallLog):
         self._calls.append(root)
         path = (root,)
         if self._paths.expected() != path:
-            inherited, self._inherited = self._inherited, []
             self._agree(0)
-            for store, key in inherited:  # Each rank does, since another one may have deleted its log later.
-                store.delete(key)
         self._paths.add(path)
 
 
