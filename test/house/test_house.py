@@ -11,7 +11,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "torch_ragged"
 FSDP = f"{PACKAGE}.fsdp"
-MOST_LINES = 900
 MOST_ARROWS = 30
 MOST_FILES_OF_CORE = 18
 MOST_ARROWS_IN_CORE = 40
@@ -332,14 +331,6 @@ class TestFilesTest(unittest.TestCase):
     def test_no_mock_answers_what_its_original_does_not_have(self):
         found = {name: list(mocks_without_spec(tree)) for name, tree in self.FILES.items()}
         self.assertEqual({name: mocks for name, mocks in found.items() if mocks}, {})
-
-
-class SizesTest(unittest.TestCase):
-    def test_no_file_is_too_long_to_read(self):
-        folders = (PACKAGE, "test", "upstream", "examples", "benchmarks")
-        lines = {path: len(path.read_text().splitlines()) for folder in folders for path in (ROOT / folder).rglob("*.py")}
-        self.assertGreater(len(lines), len(SOURCES))
-        self.assertEqual({str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MOST_LINES}, {})
 
 
 class DocsTest(unittest.TestCase):

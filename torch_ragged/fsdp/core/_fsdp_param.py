@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,17 @@ from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
-__all__ = ["Distribution", "FSDPParam", "FoundParam", "GroupPlan", "ShardedState", "has_extension", "local_of", "owner_of"]
+__all__ = [
+    "Distribution",
+    "FSDPParam",
+    "FoundParam",
+    "GroupPlan",
+    "ShardedState",
+    "group_by_param",
+    "has_extension",
+    "local_of",
+    "owner_of",
+]
 
 
 class ShardedState(Enum):
@@ -390,6 +401,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _owners: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+group_by_param: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The group of each parameter, by the id of its FSDPParam, which the group keeps alive."""
+
 """By ``id`` of a sharded parameter: torch swaps the contents of tensors only if they have no weak references."""
 
 

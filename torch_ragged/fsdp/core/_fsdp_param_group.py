@@ -11,8 +11,13 @@ import functools
 import itertools
 import operator
 import weakref
+<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
+=======
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+>>>>>>> h-elastic
 
 import torch
 from torch import nn
@@ -36,6 +41,7 @@ from torch_ragged.fsdp.core._fsdp_param import (
     GroupPlan,
     ReadGuard,
     ShardedState,
+    group_by_param,
     has_extension,
     keep_grad_dtype,
     local_of,
@@ -49,7 +55,7 @@ from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of, untyped
 from torch_ragged.fsdp.core.keepers._keeper import Keeper
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
 
-__all__ = ["FSDPCommContext", "FSDPParamGroup", "all_groups", "groups_of_params"]
+__all__ = ["FSDPCommContext", "FSDPParamGroup", "all_groups"]
 
 
 # Since torch 2.15, FSDP2 does not round gradients to param_dtype. Autograd leaves them in the dtype of their computation, and
@@ -59,18 +65,8 @@ _KEEPS_WIDE_GRADIENTS = fsdp2_keeps_wide_gradients()
 SMALLEST_WRITTEN_IN_PLACE = 2**16
 """If a weight has fewer elements, detecting its matmuls in Python costs more time than one copy of its gradient."""
 
-
 _version_of = operator.attrgetter("sharded._version")
-
 all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
-_groups: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
-"""The group of each parameter, by the id of its FSDPParam, which the group keeps alive."""
-
-
-def groups_of_params(params: Iterable[torch.Tensor]) -> weakref.WeakSet[FSDPParamGroup]:
-    """The groups of sharded parameters. Its time does not depend on how many groups there are."""
-    found = (_groups.get(id(owner)) for param in params if (owner := owner_of(param)) is not None)
-    return weakref.WeakSet(group for group in found if group is not None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -193,7 +189,7 @@ class FSDPParamGroup:
         self._init_unsharded_params()
         self.shards.release()
         all_groups.add(self)
-        _groups.update((id(param), self) for param in self.params)
+        group_by_param.update((id(param), self) for param in self.params)
 
     # -- construction ----------------------------------------------------------------------------------------------
 

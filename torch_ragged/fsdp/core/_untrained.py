@@ -25,9 +25,14 @@ from torch_ragged._ranks.comparison import first_difference
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._torch import backward_error_handlers, backward_id, is_wrapper
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
+<<<<<<< HEAD
 from torch_ragged.fsdp.core._fsdp_param import local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups, groups_of_params
 from torch_ragged.tensor._replaced import replaced as replaced_params
+=======
+from torch_ragged.fsdp.core._fsdp_param import group_by_param, local_of, owner_of
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
+>>>>>>> h-elastic
 
 __all__ = [
     "note_ignored",
@@ -184,7 +189,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if look is None or look.looks or look.params != count:
         params = [param for group in optimizer.param_groups for param in group["params"]]
     if look is None or look.params != count:
-        look = _Look(count, _LOOKS, groups_of_params(params))
+        owned = (group_by_param.get(id(owner_of(param))) for param in params)
+        look = _Look(count, _LOOKS, weakref.WeakSet(group for group in owned if group is not None))
     waiting = [group for group in look.groups if group.is_unsynchronized]
     if waiting and backward_id() == -1:  # Optimizers that step in backward do so while other groups reduce.
         _refuse_unsynchronized(optimizer, waiting)
