@@ -11,13 +11,8 @@ import functools
 import itertools
 import operator
 import weakref
-<<<<<<< HEAD
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
-=======
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
->>>>>>> h-elastic
+from typing import Protocol
 
 import torch
 from torch import nn

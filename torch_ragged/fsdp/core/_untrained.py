@@ -25,14 +25,9 @@ from torch_ragged._ranks.comparison import first_difference
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._torch import backward_error_handlers, backward_id, is_wrapper
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
-<<<<<<< HEAD
-from torch_ragged.fsdp.core._fsdp_param import local_of, owner_of
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups, groups_of_params
-from torch_ragged.tensor._replaced import replaced as replaced_params
-=======
 from torch_ragged.fsdp.core._fsdp_param import group_by_param, local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
->>>>>>> h-elastic
+from torch_ragged.tensor._replaced import replaced as replaced_params
 
 __all__ = [
     "note_ignored",
