@@ -336,7 +336,7 @@ def _save(pictures: Sequence[_Picture], path: str, draw: bool) -> None:
 
     figure = Figure(figsize=(7, 3 * len(pictures)), layout="constrained")
     for axes, picture in zip(figure.subplots(len(pictures), squeeze=False)[:, 0], pictures):
-        _draw(axes, picture, matplotlib.colormaps["tab20"].colors)
+        _draw(axes, picture, matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]
     with matplotlib.rc_context({"svg.hashsalt": "torch_ragged", "svg.fonttype": "none"}):
         whole = f"{path}.{os.getpid()}"  # Then renamed: ranks of several meshes may write ``path`` at once.
         figure.savefig(whole, format=kind[1:], metadata={"Date": None} if kind == ".svg" else None)

@@ -67,7 +67,7 @@ class SharedStore:
 
     def append(self, key: str, text: str) -> None:
         """Add ``text`` to the end of what was written; other ranks may append at once."""
-        _within(_LIMIT, lambda: self._store.append(key, text))
+        _within(_LIMIT, lambda: self._store.append(key, text))  # type: ignore[attr-defined]
 
     def delete(self, key: str) -> None:
         """Forget a key."""

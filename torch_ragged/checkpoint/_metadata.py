@@ -13,6 +13,7 @@ import math
 import pickle
 import pickletools
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -58,6 +59,9 @@ class _Made:
 
 class _DataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]  # Python's own: the C one has no opcodes to limit.
     """Reads containers, numbers and strings, and stand-ins of the classes in ``_KNOWN``. Refuses everything else."""
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:

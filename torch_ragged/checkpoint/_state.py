@@ -301,7 +301,7 @@ def _initialized(state: TrainState, form: str = "stored") -> dict[str, Any]:
                 if hasattr(optimizer, "states_as"):
                     stack.enter_context(optimizer.states_as(form))
                     if not optimizer.state:  # DCP's function would make gradients of all parameters at once.
-                        optimizer.make_states()
+                        optimizer.make_states()  # type: ignore[attr-defined]
             return get_optimizer_state_dict(state.model, state.optimizers)
     finally:
         for parameter, gradient in gradients:

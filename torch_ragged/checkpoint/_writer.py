@@ -98,7 +98,7 @@ class CheckpointWriter(FileSystemWriter):
         self.folder = Path(folder)
         self.token = secrets.token_hex(8)  # The coordinator's counts.
         super().__init__(incomplete_of(self.folder, self.token), sync_files=False)  # Our file system syncs every file.
-        self.fs = HashingFileSystem(block)
+        self.fs: HashingFileSystem = HashingFileSystem(block)
         self.manifest = manifest or Manifest()
         self.rng, self.tied = dict(rng or {}), dict(tied or {})
         self.read_back = read_back
@@ -154,11 +154,12 @@ class CheckpointWriter(FileSystemWriter):
         self.path = share.path
         plan = replace(plan, storage_data=share.storage_data)
         self.fs.planned = sum(map(_nbytes, plan.items))
-        with serialization_config.patch("save.compute_crc32", False):  # The records of the files have checksums.
+        # The records of the files have checksums.
+        with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             results: list[Any] = super().write_data(plan, planner).value()
         self.fs.planned = 0
-        for name, record in self.fs.records.items() if self.read_back else ():
-            if check_blocks(Path(self.path) / name, record):
+        for name, written in self.fs.records.items() if self.read_back else ():
+            if check_blocks(Path(self.path) / name, written):
                 raise CheckpointError(f"{Path(self.path) / name} reads back other bytes than were written: check the storage")
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         mine = {item.index.fqn for item in plan.items}

@@ -527,7 +527,7 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     states = _states_of(modules)
     for state in states:
         for each in state.context.states:
-            each.join(each.context, states[0].comm)
+            each.join(each.context, states[0].comm)  # type: ignore[attr-defined]
 
 
 def _of_group(fn: Callable[[torch.Tensor], torch.Tensor], group: FSDPParamGroup) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -543,7 +543,7 @@ def _states_of(modules: list[TorchFSDPModule]) -> list[FSDPState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
-    return [module._ragged_states(recurse=False)[0] for module in modules]
+    return [module._ragged_states(recurse=False)[0] for module in modules]  # type: ignore[attr-defined]
 
 
 def _traffic_of(groups: list[FSDPParamGroup]) -> Traffic:

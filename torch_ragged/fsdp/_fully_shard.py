@@ -198,7 +198,7 @@ def fully_shard(
         claim += written + _claim(plans, list(found))
     _move(modules, found if dp.is_member else {}, device)
     in_files = any(plan.parameters_folder is not None for plan in plans)
-    with agreement(ranks, device, "fully_shard") if in_files else nullcontext([]) as claim:
+    with agreement(ranks, device, "fully_shard") if in_files else nullcontext([]) as claim:  # type: ignore[attr-defined]
         groups = [make_group(plan) for plan in plans]
         claim.append("files")  # One may fail on one rank: then no rank replaces a parameter.
     note_ignored(ignored)
@@ -351,7 +351,8 @@ def _check_modules(
 def _sharded_by_torch(modules: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
     """The parameters under modules that torch's ``fully_shard`` was called on, with the name of such a module."""
     named = [pair for module in modules for pair in module.named_modules()]
-    theirs = [(name, each) for name, each in named if isinstance(each, TorchFSDPModule) and not isinstance(each, FSDPModule)]
+    torchs = [(name, isinstance(each, TorchFSDPModule) and not isinstance(each, FSDPModule), each) for name, each in named]
+    theirs = [(name, each) for name, is_torchs, each in torchs if is_torchs]
     return {param: name or type(each).__name__ for name, each in theirs for param in each.parameters()}
 
 

@@ -224,8 +224,8 @@ class _Loading:
                 f"{type(model).__name__} is not sharded by torch_ragged: shard must call torch_ragged.fsdp.fully_shard on the "
                 "model, after its submodules"
             )
-        offloaded = model.config.distributed_config.fsdp_cpu_offload
-        model.to_empty(device="cpu" if offloaded else mesh.device_type)
+        offloaded = model.config.distributed_config.fsdp_cpu_offload  # type: ignore[attr-defined]
+        model.to_empty(device="cpu" if offloaded else mesh.device_type)  # type: ignore[attr-defined]
         return model
 
     def _fully_shard_with_tied(self, module: Any, **options: Any) -> Any:

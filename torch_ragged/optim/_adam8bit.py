@@ -281,7 +281,7 @@ class Adam8bit(RaggedOptimizer):
                 target.copy_(flat.view(target.shape))
             return
         assert isinstance(param, DTensor)
-        whole_blocks: Any = param.detach().redistribute(placements=layout.aligned)
+        whole_blocks: Any = param.detach().redistribute(placements=layout.aligned)  # type: ignore[attr-defined]
         spec = spec_of(param.device_mesh, param.placements, param.shape, gradient.dtype, param.stride())
         source = dtensor_of(gradient, spec)
         moved: Any = source.redistribute(placements=layout.aligned)

@@ -54,7 +54,7 @@ STEP_NBYTES = 4  # The step counter of a parameter, in float32.
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor; a plain tensor itself. The result shares memory with ``tensor``."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()  # type: ignore[attr-defined]
 
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:

@@ -65,7 +65,8 @@ def wrap_changes(model: nn.Module, wrap: Callable[[Boundary, _Change], _Change])
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if isinstance(hook, (_InputHook, _OutputHook)):
-                hook.changes = [(*where, wrap(change.boundary, change)) for *where, change in hook.changes]
+                changes: list[Any] = hook.changes
+                hook.changes = [(*where, wrap(change.boundary, change)) for *where, change in changes]
 
 
 def is_own_hook(hook: Any) -> bool:
@@ -188,7 +189,7 @@ def _with_entry(value: Any, key: Any, entry: Any) -> Any:
     if isinstance(value, tuple):
         if hasattr(value, "_fields"):
             name = key if isinstance(key, str) else value._fields[key]
-            return value._replace(**{name: entry})
+            return value._replace(**{name: entry})  # type: ignore[attr-defined]
         return type(value)((*value[:key], entry, *value[key + 1 :]))
     if isinstance(value, Mapping) and isinstance(key, int) and key not in value:
         key = list(value)[key]

@@ -102,7 +102,7 @@ def explain(plan: Plan, model: nn.Module, mesh: Union[DeviceMesh, MeshShape], *i
 
 
 # Attached here, as a plan knows no models, and these two need one.
-Plan.check, Plan.explain = check, explain
+Plan.check, Plan.explain = check, explain  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -262,4 +262,5 @@ def _texts(placements: Any) -> Any:
 
 
 def _text(placement: Placement) -> str:
-    return f"{type(placement).__name__}({placement.dims})" if has_ragged((placement,)) else placement_text(placement)
+    dims = getattr(placement, "dims", None)
+    return f"{type(placement).__name__}({dims})" if has_ragged((placement,)) else placement_text(placement)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,8 @@ def parallelize(
         raise ValueError(f"parallelize: rank {dist.get_rank()} is not in {mesh}: call it on the ranks of the mesh only")
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] if is_mesh else [world] if world is not None else []
     # Without a mesh, most meshes of the other ranks have the group of all ranks.
-    with agreement(groups, device_of_messages(groups[0]), "parallelize") if groups else nullcontext([]) as claim:
+    alone: AbstractContextManager[list[str]] = nullcontext([])
+    with agreement(groups, device_of_messages(groups[0]), "parallelize") if groups else alone as claim:
         if not is_mesh:
             raise TypeError(f"parallelize: mesh must be a DeviceMesh, got a {type(mesh).__name__}: pass init_device_mesh(...)")
         if hasattr(model, "plan_ir"):

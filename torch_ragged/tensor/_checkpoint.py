@@ -48,7 +48,7 @@ class RaggedCheckpoint(CheckpointExtension):
         return chunks_of(chunk_boxes(tensor))
 
     def create_write_items(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
-        return write_items_of(fqn, chunk_boxes(tensor), tensor.detach().to_local(), tensor.size())
+        return write_items_of(fqn, chunk_boxes(tensor), tensor.detach().to_local(), tensor.size())  # type: ignore[attr-defined]
 
     def get_tensor_shard(self, tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
         """The view of the local tensor for the chunk ``index``.
@@ -56,12 +56,12 @@ class RaggedCheckpoint(CheckpointExtension):
         Raises:
             ValueError: this rank holds no box at ``index.offset``.
         """
-        return shard_at(index, chunk_boxes(tensor), tensor.detach().to_local(), tensor.shape)
+        return shard_at(index, chunk_boxes(tensor), tensor.detach().to_local(), tensor.shape)  # type: ignore[attr-defined]
 
     def from_full(self, tensor: DTensor, full: torch.Tensor, device: torch.device) -> DTensor:
         if tensor.is_meta:
             tensor = torch.empty_like(tensor, device=device)  # type: ignore[assignment]
-        local = tensor.detach().to_local()
+        local = tensor.detach().to_local()  # type: ignore[attr-defined]
         for box in chunk_boxes(tensor):
             part = full[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
             _view(local, box).copy_(part)

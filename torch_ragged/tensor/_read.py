@@ -54,7 +54,7 @@ def methods_of_one_device() -> dict[str, Any]:
     ``tolist`` and the like read memory that a DTensor does not have, or refuse it. An assignment to ``data`` exchanges what
     only the wrapper has, and is lost. ``copy.deepcopy`` of a parameter copies its gradient, too, if it is a DTensor.
     """
-    data = property(torch.Tensor.data.__get__, _assign_data)
+    data = property(torch.Tensor.data.__get__, _assign_data)  # type: ignore[attr-defined]
     reads = {"tolist": _tolist, "numpy": _numpy, "__dlpack__": _dlpack, "__format__": _format}
     return {**reads, "data": data, "__deepcopy__": _deepcopy}
 

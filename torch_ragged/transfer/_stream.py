@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -211,7 +211,7 @@ class _Gather:
                 return _Issued(tensor.to(dtype))
             mesh = tensor.device_mesh
             if gathers is None:
-                placed = tensor.to(dtype).to(mesh.device_type)
+                placed: Any = tensor.to(dtype).to(mesh.device_type)
                 return _Issued(placed.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True).to_local())
             local = waited(local_tensor(tensor))
             if not gathers:

@@ -109,7 +109,7 @@ def plan_groups(
         shard_dim = cut.dim if isinstance(cut, Shard) else None
         one = FoundParam(fqn, registered, param, Distribution(fqn, param, mesh, shard_dim))
         tile, why = _tile_of(one, cut, dtype or param.dtype, mp_policy)
-        if why and param.numel() and mp_policy.takes(param, registered):
+        if why and param.numel() and mp_policy.takes(param, registered):  # type: ignore[attr-defined]
             unquantized.setdefault(why, []).append(fqn)
         apart = is_typed or (fqn if shard_dim is not None else None)
         key = (mesh.key, param.dtype, dtype, param.is_meta, apart, tile)

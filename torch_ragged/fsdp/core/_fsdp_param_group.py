@@ -487,7 +487,8 @@ class FSDPParamGroup:
                 is_intact = self.encoding.is_intact(param, local)
                 if not is_intact:
                     param.view = self.encoding.compute_tensor(index)
-                    torch.Tensor.data.__set__(unsharded, param.distribution.gathered(param.view))  # Of a plan's DTensor, too.
+                    # Of a plan's DTensor, too.
+                    torch.Tensor.data.__set__(unsharded, param.distribution.gathered(param.view))  # type: ignore[attr-defined]
                 module, name = param.registered_names[0]
                 is_changed = not is_intact or module._parameters.get(name) is not unsharded
                 if not is_changed and param.compute_version != param.version:

@@ -318,7 +318,7 @@ def _is_product(weight: Any, x: Any, bias: Any = None) -> bool:
     """Whether a matmul of ``x`` and ``weight`` may become a ``_Product``."""
     return (
         isinstance(weight, _Weight)
-        and weight.requires_grad
+        and weight.requires_grad  # type: ignore[attr-defined]
         and weight.parameter.gradient_target is not None
         and type(x) in _PLAIN_TYPES
         and (bias is None or type(bias) in _PLAIN_TYPES)

@@ -71,7 +71,7 @@ def made_optimizers(optimizer: OptimizerLike | Iterable[OptimizerLike] | None, p
 def state_nbytes(optimizer: Optimizer) -> dict[int, int]:
     """By ``id`` of a parameter, the bytes of its state on the device now."""
     if hasattr(optimizer, "tier_nbytes"):  # Of fsdp.offload: reading ``state`` would copy it.
-        return optimizer.state_nbytes("device")
+        return optimizer.state_nbytes("device")  # type: ignore[attr-defined]
     return {id(param): _nbytes(state.values()) for param, state in optimizer.state.items()}
 
 
@@ -79,7 +79,7 @@ def host_nbytes(optimizer: Optimizer) -> tuple[dict[int, int], int]:
     """The bytes of an optimizer's states in host memory: by ``id`` of a parameter, and of windows that all parameters share."""
     if not hasattr(optimizer, "tier_nbytes"):
         return {}, 0
-    by_param, windows = optimizer.state_nbytes("host"), optimizer.tier_nbytes()
+    by_param, windows = optimizer.state_nbytes("host"), optimizer.tier_nbytes()  # type: ignore[attr-defined]
     return by_param, windows["windows"]
 
 

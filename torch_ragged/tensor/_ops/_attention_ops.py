@@ -41,7 +41,7 @@ def _strategy(outputs: int, inputs: int, schema: OpSchema) -> OpStrategy:
     specs = [a.strategies[0].output_spec for a in schema.args_schema if isinstance(a, OpStrategy)]
     query, key = [spec for spec in specs if len(spec.shape) == 4][inputs // 6 : inputs // 6 + 2]  # Backward: after a gradient.
     mask = schema.kwargs_schema.get("attn_mask")
-    mask_spec = None if mask is None else mask.strategies[0].output_spec
+    mask_spec = None if mask is None else mask.strategies[0].output_spec  # type: ignore[attr-defined]
     mesh, rows, whole = schema.get_mesh_from_args(), Shard(2), Replicate()
     is_causal = bool(schema.args_schema[inputs + 1]) if len(schema.args_schema) > inputs + 1 else False
     by_rows: list[Optional[Placement]] = (

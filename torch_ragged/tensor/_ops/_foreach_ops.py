@@ -113,7 +113,8 @@ def _on_one_mesh(norms: list[DTensor]) -> list[DTensor]:
     results = list(norms)
     for mesh in others:
         own = [index for index, norm in enumerate(norms) if norm.device_mesh == mesh]
-        reduced = torch.stack([norms[index] for index in own]).redistribute(placements=[Replicate()] * mesh.ndim)
+        stacked: Any = torch.stack([norms[index] for index in own])
+        reduced = stacked.redistribute(placements=[Replicate()] * mesh.ndim)
         for index, value in zip(own, reduced.to_local().unbind()):
             results[index] = DTensor.from_local(value, first, [Replicate()] * first.ndim, run_check=False)
     return results

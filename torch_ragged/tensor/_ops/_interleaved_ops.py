@@ -278,7 +278,7 @@ def _reshaped(call: OpCall, spec: Spec, given: tuple[Placement, ...], shape: Seq
             placements.append(_follow(placement, left, sizes, ranks))
             if _is_cut(placement):
                 left[placement.dim] //= ranks  # type: ignore[attr-defined]
-                sizes[placements[-1].dim] //= ranks
+                sizes[placements[-1].dim] //= ranks  # type: ignore[attr-defined]
         make = torch.Tensor.view
         # Beside another cut of its dimension, a shard that became segments is torch's strided one.
         dims = [p.dim for p in placements if _is_cut(p)]  # type: ignore[attr-defined]

@@ -86,7 +86,7 @@ def equal(op: torch._ops.OpOverload, left: DTensor, right: DTensor) -> bool:
     if left.shape != right.shape:
         return False
     different = torch.ne(left, right).sum()
-    return bool(different.full_tensor() == 0)
+    return bool(different.full_tensor() == 0)  # type: ignore[attr-defined]
 
 
 @decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
