@@ -200,8 +200,8 @@ ValueError: segments: sizes must be two or more positive integers, got (3,)
 ValueError: segments: sizes must be two or more positive integers, got (3, -1)
 TypeError: segments: dim must be an integer, got '0'
 TypeError: unit: unknown option reshard_after_forwards, did you mean reshard_after_forward? The options are
-    | reshard_after_forward, mp_policy, offload_policy, placements, optional, weights, granularity,
-    | orig_param_policy, shard_placement_fn
+    | reshard_after_forward, mp_policy, offload_policy, placements, optional, check_replicas, weights,
+    | granularity, orig_param_policy, shard_placement_fn
 TypeError: unit: granularity must be a value of torch_ragged.granularity, such as rows(32), got 32
 ValueError: unit: granularity and orig_param_policy say the same thing: give one of them
 ValueError: unit: dims ('a', 'b', 'c') are 3 mesh dimensions: give the one of the shards, or those of replicas
