@@ -125,7 +125,8 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
     for group in groups:
         replicas = group.dp.replicate_group
         # A memory report runs on one rank alone, and simulated ranks send nothing.
-        if replicas is not None and not group.plan.runs_on_meta and dist.get_backend(replicas) != "fake":
+        has_others = replicas is not None and replicas.size() > 1 and dist.get_backend(replicas) != "fake"
+        if has_others and not group.plan.runs_on_meta:
             by_mesh.setdefault(group.params[0].sharded.device_mesh, []).append(group)  # type: ignore[attr-defined]
     for mesh, members in by_mesh.items():
         dp, params = members[0].dp, [param for group in members for param in group.params]
@@ -133,7 +134,7 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
         assert replicas is not None
         parts = [(index, part) for index, param in enumerate(params) for part in _parts(local_of(param.sharded))]
         # Also the groups of model parallelism: all ranks raise.
-        others = [each for each in map(mesh.get_group, range(mesh.ndim)) if each is not replicas]
+        others = [each for each in map(mesh.get_group, range(mesh.ndim)) if each is not replicas and each.size() > 1]
         device = device_of_messages(replicas)
         first = first_difference([part for _, part in parts], replicas, others, device, "the comparison of replicas")
         if first is not None:
