@@ -265,8 +265,8 @@ class Recorder(TorchDispatchMode):
         point = self._points[device_type].get(marker, ends.get((device_type, marker)))
         if point is None and _is_marked(seed_of(device_type)):
             raise RuntimeError(
-                f"deferred_init: the generator on {device_type} was set to a state that an earlier deferred_init had left, whose "
-                "numbers are no longer known: call torch.manual_seed before, or set a state from before that deferred_init"
+                f"deferred_init: the generator on {device_type} was set to a state that an earlier deferred_init had left, "
+                "whose numbers are no longer known: call torch.manual_seed before, or set an older state"
             )
         return ("state", marker) if point is None else point
 
