@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._register._torch import waited
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.tensor._box_tensor import BoxTensor, with_layout
 from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, layout_of
@@ -168,5 +167,5 @@ def plain(values: Any, with_dtensors: bool = True) -> Any:
     if isinstance(values, BoxTensor):
         return values.detach()
     if isinstance(values, DTensor) and not with_dtensors:
-        return waited(values._local_tensor)
+        return values._local_tensor
     return {name: plain(value, with_dtensors) for name, value in values.items()} if isinstance(values, dict) else values
