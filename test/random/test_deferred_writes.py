@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import io
 import unittest
 import warnings
 
@@ -306,7 +307,7 @@ class DeferredWritesTest(unittest.TestCase):
             lambda: model(torch.ones(2, 6)),
             lambda: model.cpu(),
             lambda: torch.ones(6, 6).copy_(model[0].weight.detach()),
-            lambda: torch.save(model.state_dict(), "never"),
+            lambda: torch.save(model.state_dict(), io.BytesIO()),
         ):
             self.assertIn("has none yet: call materialize(module) before", error_of(function))
         self.assertIn("in place: call it in the function", error_of(lambda: model[0].weight.data.t_()))
@@ -453,6 +454,34 @@ class DeferredWritesTest(unittest.TestCase):
         check_equal(materialize(deferred_init(make)), want, "")
         self.assertEqual(list(tape.streams["cpu"].known), [number], "its end, and no other state")
         self.assertEqual(tape.entries, {})
+
+    def test_a_state_whose_recording_is_forgotten_raises(self):
+        torch.manual_seed(0)
+        model = deferred_init(build)
+        state = torch.get_rng_state()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            deferred_init(build)
+        gc.collect()
+        deferred_init(build)  # The model keeps its tape.
+        materialize(model)
+        del model
+        torch.manual_seed(2)
+        for _ in range(4):
+            deferred_init(build)
+        torch.manual_seed(3)
+        deferred_init(build)
+        for _ in range(3):
+            gc.collect()
+        self.assertEqual(len(ends), 1, "as many as the generator may be at")
+        torch.set_rng_state(state)
+        self.assertIn(
+            "an earlier deferred_init had left, whose numbers are no longer known", error_of(lambda: deferred_init(build))
+        )
+        torch.manual_seed(0)
+        got = materialize(deferred_init(build))
+        torch.manual_seed(0)
+        check_equal(got, build(), "seeded again")
 
 
 def nothing(model):

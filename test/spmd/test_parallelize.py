@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import gc
 import itertools
 import tempfile
 import unittest
+import weakref
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,7 +16,7 @@ from tested_device import IS_REHEARSED
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, debug
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
@@ -683,6 +685,43 @@ class CallTest(unittest.TestCase):
         model(ids).sum().backward()
         for param in model.parameters():
             assert param.grad.placements == param.placements
+
+    @ranks(2)
+    def test_parameters_that_outlive_their_model_have_reduced_gradients_and_are_freed():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        plan = Plan().default(Replicate()).shard("<in:input>", Shard(0), "dp")
+        for mode in ("eager", "static"):
+            model = parallelize(nn.Linear(3, 1, bias=False), plan, mesh, mode=mode)
+            model(torch.ones(4, 3)).sum().backward()
+            weight = model.weight
+            del model
+            gc.collect()
+            given = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+            for times in (2, 3):
+                nn.functional.linear(given, weight).sum().backward()
+                assert weight.grad.placements == (Replicate(),), (mode, weight.grad.placements)
+                assert torch.equal(weight.grad.to_local(), torch.full((1, 3), 4.0 * times))
+            # Asked for, a gradient is returned, and .grad stays as it is.
+            (gradient,) = torch.autograd.grad(nn.functional.linear(given, weight).sum(), weight)
+            assert torch.equal(gradient.full_tensor(), torch.full((1, 3), 4.0)), (mode, gradient)
+            assert torch.equal(weight.grad.to_local(), torch.full((1, 3), 12.0))
+            gone = weakref.ref(weight)
+            del weight, gradient
+            debug._clear_sharding_prop_cache()
+            for _ in range(2):
+                gc.collect()
+            assert gone() is None, mode
+
+    @ranks(2)
+    def test_hooks_of_users_see_each_gradient_when_others_are_there():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(nn.Linear(3, 1), Plan().default(Replicate()).shard("<in:input>", Shard(0), "dp"), mesh)
+        seen = []
+        model.weight.register_hook(lambda grad: (seen.append(grad.full_tensor()), 2 * grad)[1])
+        for times in (1, 2):
+            model(torch.ones(4, 3)).sum().backward()
+            assert torch.equal(model.weight.grad.full_tensor(), torch.full((1, 3), 8.0 * times)), model.weight.grad
+        assert all(torch.equal(each, torch.full((1, 3), 4.0)) for each in seen) and len(seen) == 2, seen
 
     @ranks(2)
     def test_seeds_that_differ_raise_on_every_rank():

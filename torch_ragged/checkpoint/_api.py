@@ -162,7 +162,7 @@ def async_save(
     result = BackgroundSave(state.step)
     try:
         # Staged here and not by DCP: if staging failed inside dcp.async_save on one rank, the other ranks would hang.
-        staged: Any = agree(lambda: relaid(stager.stage(plain(tensors)), tensors), what, process_group)
+        staged: Any = agree(lambda: relaid(stager.stage(plain(tensors, with_dtensors=False)), tensors), what, process_group)
         with _quiet():
             future: Any = dcp.async_save(
                 staged,

@@ -150,13 +150,22 @@ def relaid(copied: Any, original: Any) -> Any:
     """A copy of a nested state dict, whose tensors have the layouts of the ``original``: copies are plain tensors."""
     if isinstance(original, BoxTensor):
         return with_layout(copied, original.global_layout)
+    if isinstance(original, DTensor):
+        return DTensor(copied, original._spec, requires_grad=False)  # type: ignore[call-arg]
     if isinstance(original, dict):
         return {name: relaid(copied[name], value) for name, value in original.items()}
     return copied
 
 
-def plain(values: Any) -> Any:
-    """A nested state dict with plain local tensors, on the same memory."""
+def plain(values: Any, with_dtensors: bool = True) -> Any:
+    """A nested state dict with plain local tensors, on the same memory.
+
+    Args:
+        with_dtensors: False: the local tensors of DTensors, too. A deep copy of a DTensor has a mesh of its own, which the
+            caches of shardings keep.
+    """
     if isinstance(values, BoxTensor):
         return values.detach()
-    return {name: plain(value) for name, value in values.items()} if isinstance(values, dict) else values
+    if isinstance(values, DTensor) and not with_dtensors:
+        return values._local_tensor
+    return {name: plain(value, with_dtensors) for name, value in values.items()} if isinstance(values, dict) else values

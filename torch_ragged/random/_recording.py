@@ -6,13 +6,14 @@ the meta device, whose ops continue the tape. Nothing is computed here, except v
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
 import traceback
 from dataclasses import dataclass
 from typing import Any
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import nn
@@ -28,10 +29,10 @@ from torch_ragged.random._tape import End, Entry, Part, Stream, Tape, is_random,
 
 __all__ = ["ORIGIN", "DeferredTensor", "Origin", "Recorder", "check_draws", "ends", "has_fakes"]
 
-ends: dict[tuple[str, bytes], End] = {}
-"""Where recordings have left the default generators, by device type and state."""
-_seeds: dict[tuple[str, int], bytes] = {}
-"""The seed that tells such a state from all others, as long as nothing seeds the generator again, with the state."""
+ends: WeakValueDictionary[tuple[str, bytes], End] = WeakValueDictionary()
+"""Where recordings have left the default generators, by device type and state: as long as anything needs their tapes."""
+_last: dict[str, End] = {}
+"""The last of them on each device type: the generator may be there, when no tensor of the tape is left."""
 _lift_fresh = torch.ops.aten.lift_fresh.default
 _UNMARKED = ("running_mean", "running_var")  # Ops of batch norm write to these arguments, which their schemas do not say.
 
@@ -194,9 +195,8 @@ class Recorder(TorchDispatchMode):
         for device_type, stream in self.tape.streams.items():
             stream.marker = bytes(read_state(device_type).numpy())
             stream.end = self._point(device_type, stream.marker)
-            stream.ends.add(stream.end)
-            ends[device_type, stream.marker] = End(self.tape, stream.end)
-            _seeds[device_type, seed_of(device_type)] = stream.marker
+            end = ends[device_type, stream.marker] = _last[device_type] = End(self.tape, stream.end)
+            stream.ends.append(end)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op that depends on values: numbers, or fake tensors of the shapes that it has."""
@@ -254,13 +254,21 @@ class Recorder(TorchDispatchMode):
             state = read_state(device_type)
             marker = bytes(state.numpy())
             if device_type not in self._points:
-                self.tape.streams[device_type] = Stream(state.clone(), ends.get((device_type, marker)))
-                self._points[device_type] = {marker: ("start", b"")}
+                self._points[device_type] = {}
+                point = self._point(device_type, marker)
+                self.tape.streams[device_type] = Stream(state.clone(), point if isinstance(point, End) else None)
+                self._points[device_type][marker] = ("start", b"")
             return self._point(device_type, marker)
 
     def _point(self, device_type: str, marker: bytes) -> Any:
         """The point that the default generator is at, in the state ``marker``."""
-        return self._points[device_type].get(marker, ends.get((device_type, marker), ("state", marker)))
+        point = self._points[device_type].get(marker, ends.get((device_type, marker)))
+        if point is None and _is_marked(seed_of(device_type)):
+            raise RuntimeError(
+                f"deferred_init: the generator on {device_type} was set to a state that an earlier deferred_init had left, "
+                "whose numbers are no longer known: call torch.manual_seed before, or set an older state"
+            )
+        return ("state", marker) if point is None else point
 
     def _recorded(self, leaf: Any) -> Any:
         if isinstance(leaf, (FakeTensor, DeferredTensor)):
@@ -400,10 +408,25 @@ def mark(device_type: str, draw: str) -> bytes:
     after equal states give equal seeds, on all ranks.
     """
     digest = hashlib.sha256(bytes(read_state(device_type).numpy()) + draw.encode()).digest()
-    seed = int.from_bytes(digest[:8], "big") >> 1
-    state = torch.Generator(device_type).manual_seed(seed).get_state()
+    state = _state_after(device_type, _marked(int.from_bytes(digest[:5], "big")))
     write_state(device_type, state)
     return bytes(state.numpy())
+
+
+def _marked(value: int) -> int:
+    """A seed whose last bits are a checksum of the others: it tells a marked state from one that the user's seed has set."""
+    check = hashlib.sha256(value.to_bytes(8, "big")).digest()
+    return value << 23 | int.from_bytes(check[:3], "big") >> 1
+
+
+def _is_marked(seed: int) -> bool:
+    return seed == _marked(seed >> 23)
+
+
+@functools.lru_cache(maxsize=4)
+def _state_after(device_type: str, seed: int) -> torch.Tensor:
+    """The state of a generator that was just seeded."""
+    return torch.Generator(device_type).manual_seed(seed).get_state()
 
 
 def seed_of(device_type: str) -> int:
@@ -417,9 +440,9 @@ def check_draws(what: str) -> None:
     Raises:
         RuntimeError: they were, and the generator was not seeded since.
     """
-    for device_type in {device_type for device_type, _ in _seeds}:
-        marker = _seeds.get((device_type, seed_of(device_type)))
-        if marker is not None and marker != bytes(read_state(device_type).numpy()):
+    for device_type in _last:
+        seed = seed_of(device_type)
+        if _is_marked(seed) and not torch.equal(read_state(device_type), _state_after(device_type, seed)):
             raise RuntimeError(
                 f"{what}: random numbers were drawn on {device_type} after deferred_init, when the generator has no state of a "
                 "single device: draw them in the function that deferred_init calls, or after materialize(module), or call "

@@ -124,8 +124,9 @@ def prune(tape: Tape) -> None:
     """Keep what the random streams of the tape need: no tensor is left that its ops have made."""
     tape.is_pruned = is_drawn = True
     for stream in tape.streams.values():
-        stream.known = {point: state for point, state in stream.known.items() if point in stream.ends}
-        is_drawn &= all(point in stream.known for point in stream.ends if isinstance(point, int))
+        points = {end.point for end in stream.ends}
+        stream.known = {point: state for point, state in stream.known.items() if point in points}
+        is_drawn &= all(point in stream.known for point in points if isinstance(point, int))
     run = _Run(tape)
     run.plan()
     needed = {} if is_drawn else tape.entries

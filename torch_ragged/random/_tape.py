@@ -91,7 +91,7 @@ class Stream:
         after: where another tape ends, if that is the start: nothing was drawn between them.
         end: the point where the generator is left.
         marker: the state in which recording has left the real generator. If it is still in this state, nothing was drawn since.
-        ends: all points where recordings of this tape have ended. Other tapes may begin there.
+        ends: all that recordings of this tape have left. Other tapes may begin there. They live as long as the tape.
         known: the state after each entry that was drawn already, of 5 KB on CPU: later ones are reached without it.
     """
 
@@ -99,7 +99,7 @@ class Stream:
     after: Optional[End] = None
     end: Point = START
     marker: bytes = b""
-    ends: set[Point] = field(default_factory=set)
+    ends: list[End] = field(default_factory=list)
     known: dict[int, torch.Tensor] = field(default_factory=dict)
 
 

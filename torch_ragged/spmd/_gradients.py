@@ -6,6 +6,7 @@ It must not know units: fully_shard reduces the gradients of its parameters.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -87,7 +88,6 @@ class PendingGradients:
         """How many backwards have ended."""
         self._leaves: dict[torch.nn.Parameter, dict[tuple[Placement, ...], Leaf]] = {}
         self._shared: set[torch.nn.Parameter] = set()
-        self._node_of: dict[torch.nn.Parameter, Any] = {}  # The nodes keep their hooks alive.
         for param, placements in params:
             self.add(param, placements)
 
@@ -95,9 +95,10 @@ class PendingGradients:
         """From now on, bring the gradients of ``param`` to ``placements``, too."""
         self._wanted[param], self._order[param] = placements, len(self._order)
         trains = param.requires_grad
-        node = self._node_of[param] = get_gradient_edge(param.requires_grad_()).node
-        node.register_prehook(functools.partial(self._divert, param))
-        param.register_post_accumulate_grad_hook(self._note)
+        # Only this hook keeps this object alive. Python's collector sees neither a node of autograd nor all that torch holds of
+        # the other kind of hook: a cycle through them, which a parameter of this object would close, stays for ever.
+        param.requires_grad_().register_hook(functools.partial(self._divert, param))
+        param.register_post_accumulate_grad_hook(functools.partial(_note_gradient, weakref.ref(self)))
         param.requires_grad_(trains)  # A frozen parameter may train later.
 
     def placements_of(self, param: torch.nn.Parameter) -> tuple[Placement, ...] | None:
@@ -133,8 +134,9 @@ class PendingGradients:
         """Where in autograd's graph the gradients of each parameter go: its own node, and those of its leaves."""
         leaves = {param: [get_gradient_edge(leaf.local) for leaf in each.values()] for param, each in self._leaves.items()}
         return {
-            param: [(node, 0), *((edge.node, edge.output_nr) for edge in leaves.get(param, ()))]
-            for param, node in self._node_of.items()
+            param: [(edge.node, edge.output_nr) for edge in (get_gradient_edge(param), *leaves.get(param, ()))]
+            for param in self._wanted
+            if param.requires_grad
         }
 
     def collect(self, leaves: Sequence[Leaf]) -> None:
@@ -149,10 +151,10 @@ class PendingGradients:
                     f"a parameter of shape {tuple(each.param.shape)} in a static module got a hook between forward and "
                     "backward: register hooks on parameters before forward"
                 )
-        if gradient_use(_witness_node) is not GradientUse.ACCUMULATED:  # Of some tensors only.
+        if _is_partial():
             self.backwards += 1
             for each in leaves:
-                if gradient_use(self._node_of[each.param]) is not GradientUse.NONE:
+                if _use_of(each.param) is not GradientUse.NONE:
                     raise RuntimeError(
                         "torch.autograd.grad and backward(inputs=) do not find a parameter of shape "
                         f"{tuple(each.param.shape)} in a static module: call backward(), or parallelize with mode='eager'"
@@ -161,12 +163,12 @@ class PendingGradients:
         if not any(leaves is each for each in events):
             events.append(leaves)
 
-    def _divert(self, param: torch.nn.Parameter, gradients: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
+    def _divert(self, param: torch.nn.Parameter, gradient: Any) -> torch.Tensor | None:
         """Before autograd adds to ``.grad``: a sum of a reduced and a pending gradient would be reduced at once, by itself.
 
         Autograd gets minus zeros, which change no bit of ``.grad``. So it is as before if this backward fails.
         """
-        earlier, gradient = param.grad, gradients[0]
+        earlier: Any = param.grad
         # Of the parameter by which a static module is found in the graph, nothing arrives here.
         self._without = param if gradient is None else None
         if not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor) or torch.is_grad_enabled():
@@ -175,12 +177,13 @@ class PendingGradients:
         is_alone = param not in self._leaves
         if earlier.placements == gradient.placements and is_alone or not earlier.dtype.is_floating_point:
             return None
-        if len(param._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]  # Users' hooks see the whole sum.
+        # Users' hooks see this gradient, and the whole sum. torch.autograd.grad returns this gradient.
+        if has_hooks(param) or _is_partial() and _use_of(param) is not GradientUse.ACCUMULATED:
             return None
         self._begin().diverted[param] = gradient
         local = earlier._local_tensor
         zeros = local.new_full((), -0.0).expand(local.shape)
-        return (DTensor(zeros, earlier._spec, requires_grad=False),)  # type: ignore[call-arg]
+        return DTensor(zeros, earlier._spec, requires_grad=False)  # type: ignore[call-arg,no-any-return]
 
     def begin_forward(self, *_: Any) -> None:
         """Forget what a backward that raised has left. Recomputation in a backward forgets nothing."""
@@ -267,7 +270,24 @@ _witness_node = get_gradient_edge(witness).node
 
 def has_hooks(param: Any) -> bool:
     """Whether a parameter of :class:`PendingGradients` has hooks of the user, which autograd calls with its gradient."""
-    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1
+    return len(param._backward_hooks) > 1 or len(param._post_accumulate_grad_hooks) > 1
+
+
+def _is_partial() -> bool:
+    """Whether this backward is one of some tensors only: it was given them."""
+    return gradient_use(_witness_node) is not GradientUse.ACCUMULATED
+
+
+def _use_of(param: torch.nn.Parameter) -> GradientUse:
+    """What this backward does with the gradient of a parameter."""
+    return gradient_use(get_gradient_edge(param).node)
+
+
+def _note_gradient(pending: weakref.ref[PendingGradients], param: torch.nn.Parameter) -> None:
+    """A gradient has arrived in ``.grad``."""
+    this = pending()
+    if this is not None:
+        this._note(param)
 
 
 def _goal(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[Placement, ...]:
