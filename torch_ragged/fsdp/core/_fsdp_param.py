@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged._register._torch import dtensor_of, local_tensor, set_versions
+from torch_ragged._register._torch import REFUSED_VERSION, dtensor_of, local_tensor, set_versions
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, Offload
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
@@ -552,8 +552,7 @@ class ReadGuard:
         return self._refused is not None and version == self.version
 
 
-_resharded_versions = itertools.count(2**24)
-"""No parameter is written to so often, so that none has such a version otherwise."""
+_resharded_versions = itertools.count(REFUSED_VERSION)
 
 
 def owner_of(parameter: torch.Tensor) -> FSDPParam | None:

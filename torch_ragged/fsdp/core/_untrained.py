@@ -349,9 +349,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _refuse_resharded(error: RuntimeError) -> None:
+def _refuse_resharded(error: RuntimeError, inputs: Sequence[Any]) -> None:
     """Raise an error that names the group, if ``error`` is of parameters that are resharded. (2.11 to 2.15)"""
     text, group = str(error), None
+    if "appears to not have been used in the graph" in text:
+        _refuse_sharded_inputs(error, inputs)
     if found := re.search(r"modified by an inplace operation.* is at version (\d+)", text, re.DOTALL):
         group = next((each for each in list(all_groups) if each.guard.refuses(int(found[1]))), None)
     elif "mixed torch.Tensor and DTensor" in text:  # A checkpoint recomputes a part of a module with the sharded parameters.
@@ -364,6 +366,19 @@ def _refuse_resharded(error: RuntimeError) -> None:
             "and backward has not reached an output of the module first. Return the tensor from the module's forward; or pass "
             "reshard_after_forward=False to its fully_shard and, for several backward passes of one forward or one backward "
             "pass of several forwards, call set_reshard_after_backward(False)"
+        ) from error
+
+
+def _refuse_sharded_inputs(error: RuntimeError, inputs: Sequence[Any]) -> None:
+    """``inputs`` of ``torch.autograd.grad`` are sharded parameters: a forward computes with the unsharded ones."""
+    owners = [owner for each in inputs if (owner := owner_of(each)) is not None]
+    if owners:
+        names, group = _names(owner.registered_names[0] for owner in owners), group_by_param.get(id(owners[0]))
+        raise RuntimeError(
+            f"torch.autograd.grad got sharded parameters, and forward has computed with unsharded ones: {_listed(names)} of the "
+            f"module {(group and group.fqn) or 'root'}. Call backward() and read .grad, which is reduced over ranks; or, for "
+            "the gradients of this rank alone, pass reshard_after_forward=False to fully_shard of this module, and take its "
+            "parameters after the forward"
         ) from error
 
 
