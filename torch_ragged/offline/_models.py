@@ -219,4 +219,4 @@ BUILT_IN: dict[str, Callable[[], Groups]] = {
         vocab_size=151936,
     ),
 }
-"""By name: a function that makes the groups of DeepSeek-V3 without MTP, GPT-OSS-120B, Llama-3-70B, Llama-3-8B or Qwen3-30B-A3B."""
+"""By name: a function that makes the groups of DeepSeek-V3 without MTP, GPT-OSS-120B, Llama-3-70B and 8B, or Qwen3-30B-A3B."""

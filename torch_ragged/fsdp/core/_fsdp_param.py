@@ -551,6 +551,13 @@ class ReadGuard:
         """Whether autograd's error of a tensor of ``version`` is of these parameters."""
         return self._refused is not None and version == self.version
 
+    def refuses_view(self, offset: int) -> bool:
+        """Whether a view of freed memory, which begins at ``offset``, may be of these parameters."""
+        if self._refused is None:
+            return False
+        offsets = [(offset - local.storage_offset(), local.numel()) for local in map(local_of, self._refused[0])]
+        return any(0 <= inside < numel for inside, numel in offsets)
+
 
 _resharded_versions = itertools.count(REFUSED_VERSION)
 
