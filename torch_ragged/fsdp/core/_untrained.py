@@ -382,8 +382,8 @@ def _refuse_sharded_inputs(error: RuntimeError, inputs: Sequence[Any]) -> None:
         names, group = _names(owner.registered_names[0] for owner in owners), group_by_param.get(id(owners[0]))
         raise RuntimeError(
             f"torch.autograd.grad got sharded parameters, and forward has computed with unsharded ones: {_listed(names)} of "
-            f"the module {(group and group.fqn) or 'root'}. Call backward() and read .grad, which is reduced over ranks; or, for "
-            "the gradients of this rank alone, pass reshard_after_forward=False to fully_shard of this module, and take its "
+            f"the module {(group and group.fqn) or 'root'}. Call backward() and read .grad, which is reduced over ranks; or, "
+            "for the gradients of this rank alone, pass reshard_after_forward=False to fully_shard of this module, and take its "
             "parameters after the forward"
         ) from error
 
