@@ -634,8 +634,10 @@ class BadInputTest(Folder):
         return error.removeprefix("python -m torch_ragged.offline: error: ").rstrip("\n")
 
     def test_unknown_models_are_refused(self):
-        expected = "expected deepseek-v3, gpt-oss-120b, llama-3-70b, llama-3-8b, qwen3-30b-a3b, "
-            "the path of a config.json, or module:callable"
+        expected = (
+            "expected deepseek-v3, gpt-oss-120b, llama-3-70b, llama-3-8b, qwen3-30b-a3b, the path of a config.json, or "
+            "module:callable"
+        )
         self.assertEqual(self.error("deepseek-v2"), f"unknown model 'deepseek-v2' (did you mean deepseek-v3?): {expected}")
         self.assertEqual(self.error("nothing"), f"unknown model 'nothing': {expected}")
         module = __name__

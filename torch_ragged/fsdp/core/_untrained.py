@@ -383,8 +383,8 @@ def _refuse_sharded_inputs(error: RuntimeError, inputs: Sequence[Any]) -> None:
         raise RuntimeError(
             f"torch.autograd.grad got sharded parameters, and forward has computed with unsharded ones: {_listed(names)} of "
             f"the module {(group and group.fqn) or 'root'}. Call backward() and read .grad, which is reduced over ranks; or, "
-            "for the gradients of this rank alone, pass reshard_after_forward=False to fully_shard of this module, and take its "
-            "parameters after the forward"
+            "for the gradients of this rank alone, pass reshard_after_forward=False to fully_shard of this module, and take "
+            "its parameters after the forward"
         ) from error
 
 
