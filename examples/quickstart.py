@@ -11,6 +11,7 @@ from torch_ragged.fsdp import fully_shard  # FSDP2: from torch.distributed.fsdp 
 parser = argparse.ArgumentParser(description="Train a transformer on the source of Python's argparse.")
 parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
 args = parser.parse_args()
+distributed.is_torchelastic_launched() or parser.error("run: torchrun --nproc-per-node 2 examples/quickstart.py")
 distributed.init_process_group()
 torch.manual_seed(0)  # the same weights on all ranks
 windows = torch.tensor(list(open(argparse.__file__, "rb").read())).unfold(0, 33, 1)  # 32 bytes, and the next one
@@ -28,8 +29,7 @@ for _ in trange(args.steps, disable=distributed.get_rank() > 0):
     losses.append(loss.item())
 if distributed.get_rank() == 0:
     pathlib.Path("out").mkdir(exist_ok=True)
-    axes = pyplot.plot(losses)[0].axes
-    axes.set(xlabel="step", ylabel="loss of rank 0, nats per byte", title="quickstart.py")
-    axes.figure.savefig("out/loss.png")
+    pyplot.plot(losses)[0].axes.set(xlabel="step", ylabel="loss of rank 0, nats per byte", title="quickstart.py")
+    pyplot.savefig("out/loss.png")
     print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {args.steps} steps, drawn in out/loss.png")
 distributed.destroy_process_group()

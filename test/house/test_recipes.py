@@ -43,7 +43,7 @@ TASKS = {  # An everyday word, and the heading of its recipe.
     "expert parallelism": "Expert parallelism",
     "pipeline parallelism": "Pipeline parallelism",
     "muon": "Muon",
-    "8-bit adam": "8-bit Adam",
+    "8-bit adam": "Adam with 8-bit states",
     "profile": "Profile",
     "memory": "Memory",
     "hang": "Hang",

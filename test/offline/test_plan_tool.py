@@ -130,6 +130,7 @@ class ModelTest(Folder):
                 "deepseek-v3": (671_026_419_200, 45_395, 62),
                 "gpt-oss-120b": (116_829_156_672, 471, 37),
                 "llama-3-70b": (70_553_706_496, 723, 81),
+                "llama-3-8b": (8_030_261_248, 291, 33),
                 "qwen3-30b-a3b": (30_532_122_624, 18_867, 49),
             },
         )
@@ -144,6 +145,7 @@ class ModelTest(Folder):
                 "deepseek-v3": {(2048, 7168): 58 * 257 * 2, (7168, 2048): 58 * 257},
                 "gpt-oss-120b": {(128, 5760, 2880): 36, (128, 2880, 2880): 36},
                 "llama-3-70b": {},
+                "llama-3-8b": {},
                 "qwen3-30b-a3b": {(768, 2048): 48 * 128 * 2, (2048, 768): 48 * 128},
             },
         )
@@ -633,7 +635,8 @@ class BadInputTest(Folder):
 
     def test_unknown_models_are_refused(self):
         expected = (
-            "expected deepseek-v3, gpt-oss-120b, llama-3-70b, qwen3-30b-a3b, the path of a config.json, or module:callable"
+            "expected deepseek-v3, gpt-oss-120b, llama-3-70b, llama-3-8b, qwen3-30b-a3b, the path of a config.json, or "
+            "module:callable"
         )
         self.assertEqual(self.error("deepseek-v2"), f"unknown model 'deepseek-v2' (did you mean deepseek-v3?): {expected}")
         self.assertEqual(self.error("nothing"), f"unknown model 'nothing': {expected}")

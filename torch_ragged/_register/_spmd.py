@@ -22,14 +22,14 @@ from torch_ragged.tensor._ops import returns_alias
 from torch_ragged.tensor._plain_ops import all_ops, plain_handlers
 from torch_ragged.tensor._read import methods_of_one_device
 
-__all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch", "viewing_in_inference"]
+__all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch", "drop_advice_to_flatten", "viewing_in_inference"]
 
 hooks.append(
     Hook(
         "OpDispatcher._allow_implicit_replication, _custom_op_handlers, _propagate_op_sharding_dispatch_slow_path, "
         "loss._disable_custom_loss_ops, _ops.utils.redistribute_cost, _ops.utils.expand_to_full_mesh_op_strategy, "
-        "DTensor.tolist, numpy, data, __dlpack__, __format__ and __deepcopy__, the logger of _redistribute, "
-        "after torch_ragged.spmd.parallelize",
+        "DTensor.tolist, numpy, data, __dlpack__, __format__ and __deepcopy__, "
+        "after torch_ragged.spmd.parallelize; the logger of _redistribute, also after fully_shard of DTensors",
         "plain tensors that meet DTensors count as replicated; averages of losses are those of all rows, after loss_parallel() "
         "too; an op that torch cannot shard runs on replicated tensors; if an op's arguments fit, torch compares no other ways "
         "to place them; the cost of such a way takes no search; what a script reads is the value of the whole tensor; no "
@@ -57,8 +57,13 @@ methods of DTensor."""
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Not torch's advice to flatten mesh dimensions: under a plan, no user redistributes, and none can follow it."""
+    """Not torch's advice to flatten mesh dimensions: the mesh is of a plan or of fully_shard, and no user can follow it."""
     return "sequential" not in str(record.msg)
+
+
+def drop_advice_to_flatten() -> None:
+    """From now on, torch does not log this advice. For example, ``clip_grad_norm_`` sums over two mesh dimensions."""
+    _logger.addFilter(_is_of_use)
 
 
 def compute_as_one_device(promote: bool) -> None:
@@ -77,7 +82,7 @@ def compute_as_one_device(promote: bool) -> None:
         _original.append({name: vars(DTensor).get(name) for name in methods})
         for name, method in methods.items():
             setattr(DTensor, name, method)
-        _logger.addFilter(_is_of_use)
+        drop_advice_to_flatten()
         loss._disable_custom_loss_ops, op_utils.redistribute_cost = _end_loss_parallel, _redistribute_cost
         op_utils.expand_to_full_mesh_op_strategy = _strategies_that_fit
         torch._C._clear_DTensor_sharding_propagator_cache()  # Views that it knows would copy, and lose what is written to them.

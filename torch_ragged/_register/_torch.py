@@ -24,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "REFUSED_VERSION",
     "GradientUse",
     "as_plain_tensors",
     "backward_error_handlers",
@@ -88,9 +89,14 @@ set_versions = torch._C._autograd._unsafe_set_version_counter
 """Sets the version counters of a tuple of tensors to a tuple of numbers. Autograd refuses to read a tensor that it has saved
 with another version. (2.11 to 2.15)"""
 
-backward_error_handlers: list[Callable[[RuntimeError], None]] = getattr(torch.autograd.graph, "_backward_error_handlers", [])
-"""Each is called with a RuntimeError that a backward pass raises, and may raise one that says more. A stock torch has no such
-list: a hook calls them. (2.11 to 2.15)"""
+REFUSED_VERSION = 2**24
+"""Tensors with this version or a later one must not be read in a backward. No program writes to a tensor so often."""
+
+backward_error_handlers: list[Callable[[RuntimeError, Sequence[Any]], None]] = getattr(
+    torch.autograd.graph, "_backward_error_handlers", []
+)
+"""Each is called with a RuntimeError that a backward pass raises and the inputs of ``torch.autograd.grad``, and may raise one
+that says more. A stock torch has no such list: a hook calls them. (2.11 to 2.15)"""
 
 
 class GradientUse(Enum):

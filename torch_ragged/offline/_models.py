@@ -197,6 +197,15 @@ BUILT_IN: dict[str, Callable[[], Groups]] = {
         num_key_value_heads=8,
         vocab_size=128256,
     ),
+    "llama-3-8b": _family(
+        FAMILIES["llama"],
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    ),
     "qwen3-30b-a3b": _family(
         FAMILIES["qwen3_moe"],
         hidden_size=2048,
@@ -210,4 +219,4 @@ BUILT_IN: dict[str, Callable[[], Groups]] = {
         vocab_size=151936,
     ),
 }
-"""By name: a function that makes the groups of DeepSeek-V3 without MTP, GPT-OSS-120B, Llama-3-70B or Qwen3-30B-A3B."""
+"""By name: a function that makes the groups of DeepSeek-V3 without MTP, GPT-OSS-120B, Llama-3-70B and 8B, or Qwen3-30B-A3B."""

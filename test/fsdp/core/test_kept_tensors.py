@@ -7,9 +7,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from common import ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import FSDPModule, fully_shard
+from torch_ragged.spmd import Plan, parallelize
 
 DIM = 8
 
@@ -107,6 +109,22 @@ def on_one_rank(model, x, rank):
     return kept if rank == 1 else out.square().mean()
 
 
+def recomputed(model, x, rank):
+    """The recomputation has assigned ``kept`` again: its graph is used by a second backward."""
+    model(x).square().mean().backward()
+    return model.blocks[0].kept.square().mean()
+
+
+def penalty(model, x, rank):
+    """A gradient of the gradient of a tensor from inside of the model."""
+    hidden = []
+    handle = model.blocks[0].register_forward_hook(lambda module, args, output: hidden.append(output))
+    loss = model(x).square().mean()
+    handle.remove()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    return loss + gradient.square().sum()
+
+
 LOSSES = (attribute, view, hooked, side_heads, earlier_forward, leaf_inside, twice, on_one_rank)
 
 
@@ -202,6 +220,40 @@ class KeptTensorTest(unittest.TestCase):
         model = shard(Model(part=True), stays=False)
         text = text_of(attribute, model)
         assert text.startswith("backward needs first.weight and 6 more of the module blocks.0, which is resharded"), text
+
+    @ranks(2)
+    def test_a_second_backward_of_what_a_recomputation_has_kept_names_the_module():
+        """A recomputation saves tensors by hooks, and autograd compares no versions: it crashed."""
+        for slots in (False, True):
+            model = Model(whole=True)
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+            if slots:
+                model.set_persistent_buffers()
+            text = text_of(recomputed, model)
+            assert text.startswith("backward needs first.weight and 6 more of the module blocks.0, which is resharded"), text
+
+    @ranks(2)
+    def test_a_gradient_of_a_gradient_through_units_of_a_plan_names_a_module():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(Model(), Plan().unit(r"blocks\.\d+", "dp").own_rows("<in>", "dp"), mesh)
+        text = text_of(penalty, model)
+        assert text.startswith("backward needs ") and "root, which is resharded" in text, text
+
+    @ranks(2)
+    def test_gradients_of_sharded_parameters_name_them():
+        def grad(model, x, rank):
+            return torch.autograd.grad(model(x)[0].sum(), list(model.blocks[1].first.parameters()))[0].sum()
+
+        text = text_of(grad, shard(Model(), stays=False))
+        assert text.startswith("torch.autograd.grad got sharded parameters"), text
+        assert "blocks.1.first.weight, blocks.1.first.bias of the module blocks.1. Call backward()" in text, text
+        model = shard(Model(), stays=True)
+        output = model(torch.arange(3))  # Those that stay unsharded are in the graph, and the gradient is that of this rank.
+        weight, plain = model.blocks[1].first.weight, Model()
+        expected = torch.autograd.grad(plain(torch.arange(3))[0].sum(), plain.blocks[1].first.weight)[0]
+        torch.testing.assert_close(torch.autograd.grad(output[0].sum(), weight)[0], expected)
 
     @ranks(2)
     def test_other_errors_of_a_backward_stay_as_they_are():

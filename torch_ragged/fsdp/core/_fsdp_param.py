@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged._register._torch import dtensor_of, local_tensor, set_versions
+from torch_ragged._register._torch import REFUSED_VERSION, dtensor_of, local_tensor, set_versions
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, Offload
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
@@ -551,9 +551,15 @@ class ReadGuard:
         """Whether autograd's error of a tensor of ``version`` is of these parameters."""
         return self._refused is not None and version == self.version
 
+    def refuses_view(self, offset: int) -> bool:
+        """Whether a view of freed memory, which begins at ``offset``, may be of these parameters."""
+        if self._refused is None:
+            return False
+        offsets = [(offset - local.storage_offset(), local.numel()) for local in map(local_of, self._refused[0])]
+        return any(0 <= inside < numel for inside, numel in offsets)
 
-_resharded_versions = itertools.count(2**24)
-"""No parameter is written to so often, so that none has such a version otherwise."""
+
+_resharded_versions = itertools.count(REFUSED_VERSION)
 
 
 def owner_of(parameter: torch.Tensor) -> FSDPParam | None:

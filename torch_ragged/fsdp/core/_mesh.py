@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.agreement import agree_on_group
 from torch_ragged._ranks.groups import timeout_of
+from torch_ragged._register._spmd import drop_advice_to_flatten
 from torch_ragged._register._torch import concatenate, flatten
 from torch_ragged.fsdp.comm._collectives import is_debug
 from torch_ragged.tensor._redistribute import ranks_ascend
@@ -172,6 +173,7 @@ class DataParallelMesh:
         mine: list[Placement | None] = [Replicate()] * self.has_replicas + [None] * self.has_shards
         if param is None:
             return self.mesh, mine, [True] * len(mine)
+        drop_advice_to_flatten()  # A user cannot flatten the joint mesh.
         if self.spmd is None:
             is_mine = [True] * len(mine) + [False] * len(param.placements)
             return concatenate([self.mesh, param.device_mesh]), [*mine, *param.placements], is_mine

@@ -350,21 +350,42 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _refuse_resharded(error: RuntimeError) -> None:
+def _refuse_resharded(error: RuntimeError, inputs: Sequence[Any]) -> None:
     """Raise an error that names the group, if ``error`` is of parameters that are resharded. (2.11 to 2.15)"""
-    text, group = str(error), None
+    text, groups = str(error), sorted(all_groups, key=lambda group: group.fqn)
+    if "appears to not have been used in the graph" in text:
+        _refuse_sharded_inputs(error, inputs)
     if found := re.search(r"modified by an inplace operation.* is at version (\d+)", text, re.DOTALL):
-        group = next((each for each in list(all_groups) if each.guard.refuses(int(found[1]))), None)
+        groups = [group for group in groups if group.guard.refuses(int(found[1]))]
+    elif found := re.search(r"setStorage: .* storage offset (\d+),.* out of bounds for storage of size 0", text):
+        # Autograd makes a view of a DTensor again before it compares versions. Equal modules have equal offsets.
+        groups = [group for group in groups if group.guard.refuses_view(int(found[1]))]
     elif "mixed torch.Tensor and DTensor" in text:  # A checkpoint recomputes a part of a module with the sharded parameters.
         owners = [owner_of(param) for param in _innermost_parameters(error) if param is not None]
-        group = next((each for each in list(all_groups) for param in each.params if param in owners), None)
-    if group is not None:
+        groups = [group for group in groups if any(param in owners for param in group.params)][:1]
+    else:
+        return
+    if groups:
+        modules = " or ".join(group.fqn or "root" for group in groups)
         raise RuntimeError(
-            f"backward needs {group.names} of the module {group.fqn or 'root'}, which is resharded: the loss uses a tensor "
+            f"backward needs {groups[0].names} of the module {modules}, which is resharded: the loss uses a tensor "
             "from inside of this module (that an attribute, a hook or a list has kept, or of an earlier forward or backward), "
             "and backward has not reached an output of the module first. Return the tensor from the module's forward; or pass "
             "reshard_after_forward=False to its fully_shard and, for several backward passes of one forward or one backward "
             "pass of several forwards, call set_reshard_after_backward(False)"
+        ) from error
+
+
+def _refuse_sharded_inputs(error: RuntimeError, inputs: Sequence[Any]) -> None:
+    """``inputs`` of ``torch.autograd.grad`` are sharded parameters: a forward computes with the unsharded ones."""
+    owners = [owner for each in inputs if (owner := owner_of(each)) is not None]
+    if owners:
+        names, group = _names(owner.registered_names[0] for owner in owners), group_by_param.get(id(owners[0]))
+        raise RuntimeError(
+            f"torch.autograd.grad got sharded parameters, and forward has computed with unsharded ones: {_listed(names)} of "
+            f"the module {(group and group.fqn) or 'root'}. Call backward() and read .grad, which is reduced over ranks; or, "
+            "for the gradients of this rank alone, pass reshard_after_forward=False to fully_shard of this module, and take "
+            "its parameters after the forward"
         ) from error
 
 
