@@ -143,6 +143,14 @@ def check_arguments(path):
         start = "TypeError: " if dist.get_rank() == 1 else "CheckpointError: "
         assert text.startswith(start) and "expected a TrainState, got dict: pass checkpoint.TrainState(" in text, text
         assert os.listdir(path) == []
+        # Such as what latest() returns on a rank that does not see the folder.
+        text = error_of(call, None if dist.get_rank() == 1 else path, state)
+        assert text.startswith(start) and "path must be a str or a path, got None: checkpoint.latest" in text, text
+        assert os.listdir(path) == []
+    kind = "fork" if dist.get_rank() == 1 else "thread"
+    text = error_of(checkpoint.async_save, path, state, kind=kind, process_group=dist.group.WORLD)
+    assert "async_save kind must be one of ['process', 'thread'], got 'fork'" in text, text
+    assert os.listdir(path) == []
     checkpoint.save(path, checkpoint.TrainState(state.model, step=3))
     other = make_state(1)
     before = [param.full_tensor() for param in other.model.parameters()]

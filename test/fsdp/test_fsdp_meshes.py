@@ -151,6 +151,22 @@ class MeshTest(unittest.TestCase):
             self.assertIn("the ranks of dimension 'cp' are replicas, and parameters are sharded over 'fsdp' only", cp_fsdp[0])
             self.assertEqual((len(dp_cp), len(cp_fsdp), named, unnamed), (1, 1, [], []))
 
+    @ranks(4)
+    def test_a_model_on_an_equal_mesh_uses_the_groups_of_its_own_mesh():
+        """Each ``init_device_mesh`` makes groups. DTensor remembers ops by equal meshes, on the ranks that have called them."""
+        for _ in range(2):
+            mesh = dp_and_tp()
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if dist.get_rank() == 0:
+                (model.weight.detach() + 1).to_local()
+            state = optimizer.state[model.weight]["exp_avg"]
+            for tensor in (model.weight, model.weight.grad, state, model.weight.detach() + 1):
+                assert tensor.device_mesh.get_all_groups() == mesh.get_all_groups()
+                tensor.full_tensor()
+
     @ranks(1)
     def test_one_rank_has_no_second_copy_of_its_parameters():
         """On one rank, parameters keep one copy and their addresses, and train as without fully_shard."""

@@ -43,6 +43,8 @@ __all__ = ["async_save", "load", "save"]
 # The rank that was given a bad argument raises one of these types. The other ranks raise a CheckpointError.
 _REFUSED = (TypeError, ValueError)
 
+_KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
+
 _last_saves: dict[Path, tuple[int, int]] = {}  # By the folder of checkpoints: TrainState.step and the steps at the last save.
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # Since the first save.
 
@@ -87,7 +89,7 @@ def save(
             text names its host and process. Or a rank died: the text names it, and the process group cannot be used again. If a
             cleanup fails after the rename, ``save`` succeeds and logs a warning.
     """
-    tensors, writer = _prepare(Path(path), state, process_group)
+    tensors, writer = _prepare(path, state, process_group)
     folder, what = writer.folder, f"saving {writer.folder}"
     writer.read_back = read_back
     try:
@@ -144,15 +146,12 @@ def async_save(
         CheckpointError: the save could not be started, or ranks differ in a value that one rank writes for all. Every rank
             raises it.
     """
-    kinds = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
-    if kind not in kinds:
-        raise ValueError(f"async_save kind must be one of {sorted(kinds)}, got {kind!r}")
     if dist.is_initialized() and process_group is None:
         raise ValueError(
             "async_save got no process_group. It needs a process group of its own, which training does not use: pass "
             "process_group=dist.new_group(backend='gloo')"
         )
-    tensors, writer = _prepare(Path(path), state, process_group, is_staged=True)
+    tensors, writer = _prepare(path, state, process_group, kind)
     what = f"saving {writer.folder}"
     stager = DefaultStager(
         StagingOptions(
@@ -169,7 +168,7 @@ def async_save(
                 storage_writer=writer,
                 planner=SavePlannerOfViews(),
                 process_group=process_group,
-                async_checkpointer_type=kinds[kind],
+                async_checkpointer_type=_KINDS[kind],
                 async_stager=_Staged(),
                 no_dist=not dist.is_initialized(),
             )
@@ -242,11 +241,11 @@ def load(
             more than data, and ``trust`` is False. Every rank raises it; the text names the file, the parameter or the object.
             Or a rank died: the text names it. If tensors were being read then, parameters may be filled in part.
     """
-    given = Path(path)
-    what, functions = f"loading {given}", dict(redistribute or {})
+    what, functions = f"loading {path}", dict(redistribute or {})
     wait_for_save()
     rank, ranks = _rank_of(process_group), dist.get_world_size(process_group) if dist.is_initialized() else 1
-    agree(lambda: _check_load(state, functions), what, process_group, own=_REFUSED)
+    agree(lambda: _check_load(path, state, functions), what, process_group, own=_REFUSED)
+    given = Path(path)
     # Equal on all ranks because rank 0 alone chooses: another rank might already see a newer checkpoint.
     answers = gather(lambda: (resolve(given) if rank == 0 else given, given, has_lost(state)), what, process_group)
     found, given, _ = answers[0]
@@ -327,7 +326,8 @@ def _check_state(state: TrainState) -> None:
     state.check()
 
 
-def _check_load(state: TrainState, redistribute: Redistribute) -> None:
+def _check_load(given: str | os.PathLike[str], state: TrainState, redistribute: Redistribute) -> None:
+    _path_of(given)
     _check_state(state)
     for name, function in redistribute.items():
         if name not in state.per_rank or not (function is None or callable(function)):
@@ -337,27 +337,38 @@ def _check_load(state: TrainState, redistribute: Redistribute) -> None:
             )
 
 
+def _path_of(given: str | os.PathLike[str]) -> Path:
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(
+            f"a checkpoint's path must be a str or a path, got {given!r}: checkpoint.latest returns None if none is there"
+        )
+    return Path(given)
+
+
 def _rank_of(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def _prepare(
-    path: Path, state: TrainState, group: dist.ProcessGroup | None, is_staged: bool = False
+    given: str | os.PathLike[str], state: TrainState, group: dist.ProcessGroup | None, kind: str | None = None
 ) -> tuple[dict[str, Any], CheckpointWriter]:
-    """Check ``state`` and clear the folder. Returns the state dict to save and its writer.
+    """Check the arguments and clear the folder. Returns the state dict to save and its writer.
+
+    ``kind`` is that of a save in the background; None if it is none.
 
     Collective: every check is agreed on, so either all ranks go on to DCP or none does.
     """
-    what, rank = f"saving to {path}", _rank_of(group)
+    what, rank = f"saving to {given}", _rank_of(group)
     wait_for_save()
-    refuse_other_folders(gather(lambda: _check_save(path, state), what, group, own=_REFUSED), what)
+    refuse_other_folders(gather(lambda: _check_save(given, state, kind), what, group, own=_REFUSED), what)
+    path = Path(given)
     compare_before_checkpoint(state.model)
     check_replicas_of(state.model)
     steps = sum(map(_steps_of, state.optimizers))  # Before the states are taken: DCP may make them by a step.
     collected: list[Contents] = []
 
     def collect() -> dict[str, Any]:
-        collected.append(Contents(state, rank, is_staged))
+        collected.append(Contents(state, rank, kind is not None))
         return boxes_of(collected[0].state_dict)
 
     refuse_gaps(gather(collect, what, group), what)
@@ -375,8 +386,11 @@ def _prepare(
     return contents.state_dict, CheckpointWriter(folder, manifest, rng_checksums(contents.rng), tied=contents.tied)
 
 
-def _check_save(path: Path, state: TrainState) -> tuple[str, str]:
-    """Check ``state``. Returns this rank's names of the folder ``path``: one as it was given, one without symbolic links."""
+def _check_save(given: str | os.PathLike[str], state: TrainState, kind: str | None) -> tuple[str, str]:
+    """Check the arguments. Returns this rank's names of the folder: one as it was given, one without symbolic links."""
+    if kind is not None and kind not in _KINDS:
+        raise ValueError(f"async_save kind must be one of {sorted(_KINDS)}, got {kind!r}")
+    path = _path_of(given)
     _check_state(state)
     return str(path.absolute()), str(path.resolve())
 

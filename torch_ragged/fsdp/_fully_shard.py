@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from torch_ragged._ranks.agreement import agree, agreement
 from torch_ragged._ranks.claims import text_of
+from torch_ragged._ranks.groups import forget_equal_meshes
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
@@ -160,6 +161,7 @@ def fully_shard(
     # First: a rank whose arguments are wrong must tell those of model parallelism, too.
     ranks, device = groups_of(mesh) + _model_groups(module, mesh), device_of(mesh)
     agree_on_groups(mesh)
+    forget_equal_meshes(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
         modules, ignored = _root_modules(module), _parameters(ignored_params)
         _check_offload_policy(offload_policy)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.agreement import agreement
-from torch_ragged._ranks.groups import device_of_messages
+from torch_ragged._ranks.groups import device_of_messages, forget_equal_meshes
 from torch_ragged._register._spmd import compute_as_one_device
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.core._untrained import note_replaced, note_root, watch_optimizers
@@ -148,6 +148,7 @@ def parallelize(
             raise TypeError(f"parallelize: promote must be True or False, got {promote!r}")
         if type(compare_every) is not int or not 1 <= compare_every <= 1024:
             raise ValueError(f"parallelize: compare_every must be an integer from 1 to 1024, got {compare_every!r}")
+        forget_equal_meshes(mesh)
         resolved = resolve(plan, model, mesh)
         placed = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
         if placed is not None:
