@@ -258,8 +258,8 @@ class NeighbourCopiesTest(unittest.TestCase):
         assert "a 1-D mesh of at least 2 ranks" in error_of(NeighbourCopies, *make(mesh))
         flat = init_device_mesh("cpu", (4,))
         model, optimizer = make(flat)
-        for options in ({"every": 0}, {"distance": 0}, {"distance": 4}):
-            assert "expected every >= 1 and a distance between 1 and 3" in error_of(
+        for options in ({"every": 0}, {"every": "2"}, {"every": True}, {"distance": 0}, {"distance": 4}, {"distance": 1.5}):
+            assert "expected integers, every >= 1 and a distance between 1 and 3" in error_of(
                 NeighbourCopies, model, optimizer, **options
             )
         copies = NeighbourCopies(model, optimizer, every=2, distance=3)
@@ -323,7 +323,7 @@ class NeighbourCopiesTest(unittest.TestCase):
             text = error_of(NeighbourCopies, model, optimizer, **options)
             assert text.startswith(f"ValueError: NeighbourCopies was called differently on different ranks: {words}"), text
         text = error_of(NeighbourCopies, model, optimizer, distance=4 if rank == 1 else 1)
-        assert "expected every >= 1 and a distance between 1 and 3" in text, text
+        assert "expected integers, every >= 1 and a distance between 1 and 3" in text, text
 
     @ranks(2)
     def test_models_and_optimizers_that_differ_are_an_error_on_all_ranks():

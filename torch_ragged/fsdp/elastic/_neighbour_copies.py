@@ -181,10 +181,11 @@ class NeighbourCopies:
             optimizers, self._stateful = optimizers_of(optimizer, _CALL), check_stateful(stateful, _CALL)
             local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             distance = (local if local < dp.ranks else 1) if distance is None else distance
-            if every < 1 or not 0 < distance < dp.ranks:
+            whole = all(isinstance(each, int) and not isinstance(each, bool) for each in (every, distance))
+            if not whole or every < 1 or not 0 < distance < dp.ranks:
                 raise ValueError(
-                    f"NeighbourCopies(every={every}, distance={distance}) on {dp.ranks} ranks: expected every >= 1 and a "
-                    f"distance between 1 and {dp.ranks - 1}"
+                    f"NeighbourCopies(every={every!r}, distance={distance!r}) on {dp.ranks} ranks: expected "
+                    f"integers, every >= 1 and a distance between 1 and {dp.ranks - 1}"
                 )
             claim.append(f"every={every}, distance={distance}")
             claim += self._move(None).lines()  # Or the copies of two models, or of two dtypes, would meet.
