@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adafactor, AdamW
 
 from torch_ragged.fsdp import ZERO1, FSDPModule, MixedPrecisionPolicy, fully_shard, memory_report
 from torch_ragged.fsdp.core._fsdp_api import check_bool
@@ -227,6 +227,15 @@ class SilentUsesTest(unittest.TestCase):
         model(data).sum().backward()
         optimizer.step()
         assert not any(torch.equal(old, new.full_tensor()) for old, new in zip(before, model.parameters(), strict=True))
+
+    @ranks(2)
+    def test_an_optimizer_that_reads_numbers_of_parts_is_an_error():
+        model = sharded(blocks())
+        optimizer = Adafactor(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        before = [param.full_tensor().clone() for param in model.parameters()]
+        assert "Adafactor reads norms of whole parameters" in error_of(optimizer.step)
+        assert all(map(torch.equal, before, [param.full_tensor() for param in model.parameters()]))
 
     @ranks(2)
     def test_an_optimizer_of_a_state_dicts_values_is_named():

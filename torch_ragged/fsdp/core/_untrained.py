@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -27,6 +27,7 @@ from torch_ragged._register._torch import backward_error_handlers, backward_id, 
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import group_by_param, local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
+from torch_ragged.tensor._plain_ops import all_ops
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
 __all__ = [
@@ -194,6 +195,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     _refuse_unsharded(optimizer, params)
     _refuse_promoted(optimizer, params)
+    _refuse_parts(optimizer, params)
     texts = []
     replaced = [replaced_params[param] for param in params if param in replaced_params]
     if names := _names((module(), name) for module, name, *_ in replaced):
@@ -266,6 +268,16 @@ def _refuse_promoted(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> No
         "used beside a parallelized model. Make them DTensors: set them in the model itself after parallelize, or call "
         "parallelize on their module, with Plan().default(Replicate())"
     )
+
+
+def _refuse_parts(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """An optimizer that reads numbers of whole parameters would read those of this rank's part, in silence."""
+    if type(optimizer) is Adafactor and not all_ops.runs() and any(owner_of(param) is not None for param in params):
+        raise RuntimeError(
+            "torch.optim.Adafactor reads norms of whole parameters by item(), which of sharded parameters gives those of one "
+            "rank's part: it would train other numbers on each number of ranks. Use another optimizer, or a plan "
+            "(torch_ragged.spmd.parallelize), under which item() reads whole tensors"
+        )
 
 
 def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:
