@@ -125,11 +125,13 @@ SERIES = (
         (
             "_ranks/__init__.py",
             "_ranks/agreement.py",
+            "_ranks/claims.py",
             "_ranks/comparison.py",
             "_ranks/peers.py",
             "_ranks/process.py",
             "_ranks/standstill.py",
             "_ranks/store.py",
+            "_ranks/termination.py",
             "_register/_torch.py",
         ),
         ("ranks/test_agreement.py",),
@@ -183,14 +185,18 @@ SERIES = (
     ),
     Step(
         "0011-fsdp-peer-memory",
-        ("fsdp/comm/experimental/*.py", "fsdp/comm/_capabilities.py", "fsdp/comm/_choice.py"),
+        (
+            "_kernels/_triton_casts.py",
+            "_kernels/casts.py",
+            "fsdp/comm/experimental/*.py",
+            "fsdp/comm/_capabilities.py",
+            "fsdp/comm/_choice.py",
+        ),
         ("fsdp/comm/test_cuda_paths.py",),
     ),
     Step(
         "0012-fsdp-buffers",
         (
-            "_kernels/_triton_casts.py",
-            "_kernels/casts.py",
             "fsdp/core/__init__.py",
             "fsdp/core/_dbuffer.py",
             "fsdp/core/_fsdp_api.py",
@@ -222,6 +228,7 @@ SERIES = (
             "fsdp/core/_root.py",
             "fsdp/core/_untrained.py",
             "fsdp/core/optional/*.py",
+            "tensor/_replaced.py",
         ),
         ("fsdp/core/test_forward_order.py",),
     ),
@@ -266,7 +273,7 @@ SERIES = (
         ),
     ),
     Step("0018-fsdp-elastic", ("fsdp/elastic/*.py",), ("ranks/test_groups.py",)),
-    Step("0019-fsdp-offload", ("fsdp/offload/*.py",), ("fsdp/offload/test_offload_plain.py",)),
+    Step("0019-fsdp-offload", ("fsdp/offload/*.py", "tensor/_stored_tensor.py"), ("fsdp/offload/test_offload_plain.py",)),
     Step("0020-fsdp-tools", ("fsdp/tools/*.py",), ("common/fsdp_common.py", "fsdp/tools/test_fsdp_monitor.py")),
     Step("0021-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )

@@ -87,7 +87,7 @@ def check_another_optimizer(path):
         ),
     ):
         text = error_of(checkpoint.load, path, make_state(1, optimizer=optimizer))
-        assert text.startswith("CheckpointError: ") and told.format(states) in text, text
+        assert text.startswith("CheckpointError: ") and told.format(states) in text, (states, text)
         assert "load(path, TrainState(model)) loads the model alone" in text and "was it renamed" not in text, text
     fresh = make_state(1)
     assert checkpoint.load(path, checkpoint.TrainState(fresh.model)).step == 1

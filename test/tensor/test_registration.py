@@ -122,6 +122,8 @@ def reported_as(path, name, value):
         return {"_pytree.register_constant"}
     if name in ("_extension_of", "_torch_ragged_redistributes"):  # The guards of hooks on functions of this module call them.
         return {"distribute_tensor", "compute_local_shape_and_global_offset", "redistribute_local_tensor"}
+    if name == "_torch_ragged_has_ragged":
+        return {"_distribute_state_dict"}
     if name in ("_torch_ragged_uncounted", "_torch_ragged_runs"):
         return {"_dispatch_fast_path_python_tail"}
     return {each.removeprefix("_torch_ragged_").removeprefix("_torch_") for each in (name, path.rpartition(".")[2])}

@@ -14,16 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
-
-from torch_ragged._register._torch import forget_shardings
 
 __all__ = [
     "backend_of",
     "can_order_groups",
     "device_of_messages",
     "end_messages",
-    "forget_equal_meshes",
     "group_name",
     "group_of",
     "is_gloo",
@@ -46,22 +42,6 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], di
 _is_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 _is_nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 """Both are asked several times per collective, and slow to find out."""
-
-_groups_of_meshes: dict[int, list[weakref.ref[dist.ProcessGroup]]] = {}
-"""By the hash of a mesh, which equal meshes have in common, the process groups of the last of them."""
-
-
-def forget_equal_meshes(mesh: DeviceMesh) -> None:
-    """Drop what DTensor remembers of a mesh that is equal to ``mesh`` and has other process groups. No communication.
-
-    Each call of ``init_device_mesh`` makes groups, and equal meshes are one key of DTensor's cache of ops. So a parameter on
-    the second mesh would be on the first one, but only on ranks that remember the op: ranks would then wait for each other in
-    collectives of different groups.
-    """
-    groups = [] if mesh.get_coordinate() is None else [weakref.ref(group) for group in mesh.get_all_groups()]
-    if _groups_of_meshes.setdefault(hash(mesh), groups) != groups:
-        _groups_of_meshes[hash(mesh)] = groups
-        forget_shardings()
 
 
 def group_of(ranks: Sequence[int], purpose: str = "", parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

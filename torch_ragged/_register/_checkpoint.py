@@ -113,7 +113,12 @@ def _install_check_of_shapes() -> None:
 
         return _distribute_state_dict
 
-    extend_in_place(state_dict_utils._distribute_state_dict, "_has_ragged(local_state_dict)", checked, _has_ragged=_has_ragged)
+    extend_in_place(
+        state_dict_utils._distribute_state_dict,
+        "_torch_ragged_has_ragged(local_state_dict)",
+        checked,
+        _torch_ragged_has_ragged=_has_ragged,
+    )
 
 
 def _has_ragged(state_dict: dict[str, Any]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +17,12 @@ from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
+from torch_ragged._register._torch import drop_advice_to_flatten
 from torch_ragged.tensor._ops import returns_alias
 from torch_ragged.tensor._plain_ops import all_ops, plain_handlers
 from torch_ragged.tensor._read import methods_of_one_device
 
-__all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch", "drop_advice_to_flatten", "viewing_in_inference"]
+__all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch", "viewing_in_inference"]
 
 hooks.append(
     Hook(
@@ -49,21 +49,10 @@ hooks.append(
 )
 
 
-_logger = logging.getLogger("torch.distributed.tensor._redistribute")
 _original: list[Any] = []
 """What torch had, while it is replaced: the dispatcher's handlers and its promotion of plain tensors, the end of
 ``loss_parallel``, which removes all handlers of losses, the cost of a redistribution, the strategies of an op, and
 methods of DTensor."""
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    """Not torch's advice to flatten mesh dimensions: the mesh is of a plan or of fully_shard, and no user can follow it."""
-    return "sequential" not in str(record.msg)
-
-
-def drop_advice_to_flatten() -> None:
-    """From now on, torch does not log this advice. For example, ``clip_grad_norm_`` sums over two mesh dimensions."""
-    _logger.addFilter(_is_of_use)
 
 
 def compute_as_one_device(promote: bool) -> None:
@@ -195,7 +184,7 @@ def compute_as_torch() -> None:
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
     kept, promotes, *functions, methods = _original
     loss._disable_custom_loss_ops, op_utils.redistribute_cost, op_utils.expand_to_full_mesh_op_strategy = functions
-    _logger.removeFilter(_is_of_use)
+    drop_advice_to_flatten(False)
     for name, method in methods.items():
         if method is None:  # DTensor has that of Tensor.
             delattr(DTensor, name)

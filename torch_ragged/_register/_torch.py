@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -324,3 +325,17 @@ def has_multicast(device: torch.device) -> bool:
     """Whether a GPU and its driver have NVSwitch multicast. (2.11 to 2.15)"""
     kind = torch._C._autograd.DeviceType.CUDA
     return torch._C._distributed_c10d._SymmetricMemory.has_multicast_support(kind, device.index)
+
+
+def drop_advice_to_flatten(drops: bool = True) -> None:
+    """From now on, torch does not log its advice to flatten mesh dimensions. (2.11 to 2.15)
+
+    ``clip_grad_norm_`` of a dp x tp model sums over two dimensions of a mesh that ``fully_shard`` or a plan has made: no user
+    can flatten it.
+    """
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    (logger.addFilter if drops else logger.removeFilter)(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return "sequential" not in str(record.msg)

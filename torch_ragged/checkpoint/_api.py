@@ -255,7 +255,7 @@ def load(
         metadata = agree(reader.read_metadata, what, process_group)
         request = Request(state, functions, reader.manifest, rank, ranks, trust, any(lost for *_, lost in answers))
         spread = spread and dist.is_initialized() and process_group is None
-        planner = CheckingPlanner(reader.manifest, spread=spread, trust=trust)
+        planner = CheckingPlanner(reader.manifest, spread, trust, bool(state.optimizers))
         try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.
 
             def compare() -> dict[str, Any]:

@@ -26,6 +26,7 @@ __all__ = ["CheckingPlanner", "differences"]
 # At most so many renamed parameters are guessed, each among so many names: comparing all names of a large model takes minutes.
 _GUESSES, _CANDIDATES = 5, 1000
 _OPTIMIZER = "optimizer."  # How the names of states and options of optimizers begin.
+_STATES = f"{_OPTIMIZER}state."
 
 
 class CheckingPlanner(ObjectPlanner):
@@ -36,11 +37,12 @@ class CheckingPlanner(ObjectPlanner):
         spread: whether each replica reads a share. If True, call ``shares.exchange()`` after the load: until then, tensors that
             another replica reads for this rank are not filled.
         trust: whether objects may be unpickled that are more than data.
+        has_optimizer: whether an optimizer is loaded. One that keeps no states has no tensor to fill.
     """
 
-    def __init__(self, manifest: Manifest, spread: bool = False, trust: bool = False) -> None:
+    def __init__(self, manifest: Manifest, spread: bool = False, trust: bool = False, has_optimizer: bool = False) -> None:
         super().__init__(trust)
-        self.manifest, self.spread = manifest, spread
+        self.manifest, self.spread, self.has_optimizer = manifest, spread, has_optimizer
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Compare the tensors of ``state_dict`` with the manifest. Changes no tensor.
@@ -54,7 +56,8 @@ class CheckingPlanner(ObjectPlanner):
         # DCP would raise later, with a traceback of each rank.
         missing = [] if metadata is None else [name for name in self.state_dict if name not in metadata.state_dict_metadata]
         problems += [f"{name} is not in the checkpoint" for name in missing if name not in self.wanted]
-        if any(problem.startswith(_OPTIMIZER) for problem in problems):
+        has_none = self.has_optimizer and not any(name.startswith(_STATES) for name in self.state_dict)
+        if has_none or any(problem.startswith(_OPTIMIZER) for problem in problems):
             problems = _of_another_optimizer(self.state_dict, self.manifest.tensors) + problems
         if problems:
             raise CheckpointError(f"the checkpoint does not fit this model and optimizer:{listed(problems)}")
@@ -68,8 +71,7 @@ class CheckingPlanner(ObjectPlanner):
 
 def _of_another_optimizer(wanted: Iterable[str], saved: Iterable[str]) -> list[str]:
     """One line if the optimizers have other states, and not only states of other parameters."""
-    of_states = f"{_OPTIMIZER}state."
-    here, there = (sorted({n.rpartition(".")[2] for n in names if n.startswith(of_states)}) for names in (wanted, saved))
+    here, there = (sorted({n.rpartition(".")[2] for n in names if n.startswith(_STATES)}) for names in (wanted, saved))
     if here == there:
         return []
     return [

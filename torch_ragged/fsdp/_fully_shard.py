@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Partial
 
 from torch_ragged._ranks.agreement import agree, agreement
 from torch_ragged._ranks.claims import text_of
-from torch_ragged._ranks.groups import forget_equal_meshes
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
@@ -26,7 +25,7 @@ from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn,
 from torch_ragged.fsdp.core._fsdp_param import GroupPlan, has_extension, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
-from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, groups_of
+from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, forget_equal_meshes, groups_of
 from torch_ragged.fsdp.core._state_dict import take_parts
 from torch_ragged.fsdp.core._untrained import (
     note_ignored,

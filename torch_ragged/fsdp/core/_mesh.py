@@ -14,18 +14,34 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.agreement import agree_on_group
 from torch_ragged._ranks.groups import timeout_of
-from torch_ragged._register._spmd import drop_advice_to_flatten
-from torch_ragged._register._torch import concatenate, flatten
+from torch_ragged._register._torch import concatenate, drop_advice_to_flatten, flatten, forget_shardings
 from torch_ragged.fsdp.comm._collectives import is_debug
 from torch_ragged.tensor._redistribute import ranks_ascend
 
-__all__ = ["DataParallelMesh", "agree_on_groups", "device_of", "groups_of"]
+__all__ = ["DataParallelMesh", "agree_on_groups", "device_of", "forget_equal_meshes", "groups_of"]
 
 _agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The process groups that ranks have compared."""
 
 _CONTEXT_PARALLEL = ("cp", "context", "context_parallel")
 """How programs name the mesh dimension of context parallelism."""
+
+
+_groups_of_meshes: dict[int, list[weakref.ref[dist.ProcessGroup]]] = {}
+"""By the hash of a mesh, which equal meshes have in common, the process groups of the last of them."""
+
+
+def forget_equal_meshes(mesh: DeviceMesh) -> None:
+    """Drop what DTensor remembers of a mesh that is equal to ``mesh`` and has other process groups. No communication.
+
+    Each call of ``init_device_mesh`` makes groups, and equal meshes are one key of DTensor's cache of ops. So a parameter on
+    the second mesh would be on the first one, but only on ranks that remember the op: ranks would then wait for each other in
+    collectives of different groups.
+    """
+    groups = [] if mesh.get_coordinate() is None else [weakref.ref(group) for group in mesh.get_all_groups()]
+    if _groups_of_meshes.setdefault(hash(mesh), groups) != groups:
+        _groups_of_meshes[hash(mesh)] = groups
+        forget_shardings()
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

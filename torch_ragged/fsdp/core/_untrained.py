@@ -23,11 +23,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._ranks.comparison import first_difference
 from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged._register._torch import backward_error_handlers, backward_id, is_wrapper
+from torch_ragged._register._torch import backward_error_handlers, backward_id, is_wrapper, process_groups
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import group_by_param, local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
-from torch_ragged.tensor._plain_ops import all_ops
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
 __all__ = [
@@ -126,8 +125,7 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
     for group in groups:
         replicas = group.dp.replicate_group
         # A memory report runs on one rank alone, and simulated ranks send nothing.
-        has_others = replicas is not None and replicas.size() > 1 and dist.get_backend(replicas) != "fake"
-        if has_others and not group.plan.runs_on_meta:
+        if replicas is not None and replicas.size() > 1 and not group.plan.runs_on_meta and _sends(replicas):
             by_mesh.setdefault(group.params[0].sharded.device_mesh, []).append(group)  # type: ignore[attr-defined]
     for mesh, members in by_mesh.items():
         dp, params = members[0].dp, [param for group in members for param in group.params]
@@ -147,6 +145,11 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
                 "before the model is made, load one checkpoint or state dict on all ranks, or pass check_replicas=False to "
                 "fully_shard if replicas may differ (DiLoCo, torchft)"
             )
+
+
+def _sends(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of ``group`` move something: not those of simulated ranks, nor of a group that was destroyed."""
+    return group in process_groups() and dist.get_backend(group) != "fake"
 
 
 def _parts(local: torch.Tensor) -> list[torch.Tensor]:
@@ -272,11 +275,10 @@ def _refuse_promoted(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> No
 
 def _refuse_parts(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
     """An optimizer that reads numbers of whole parameters would read those of this rank's part, in silence."""
-    if type(optimizer) is Adafactor and not all_ops.runs() and any(owner_of(param) is not None for param in params):
+    if type(optimizer) is Adafactor and any(owner_of(param) is not None for param in params):
         raise RuntimeError(
             "torch.optim.Adafactor reads norms of whole parameters by item(), which of sharded parameters gives those of one "
-            "rank's part: it would train other numbers on each number of ranks. Use another optimizer, or a plan "
-            "(torch_ragged.spmd.parallelize), under which item() reads whole tensors"
+            "rank's part: it would train other numbers on each number of ranks. Use another optimizer for them"
         )
 
 
