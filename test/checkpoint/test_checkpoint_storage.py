@@ -80,7 +80,7 @@ class LinkTest(unittest.TestCase):
                 self.assertTrue(futures[0].done())
                 others.set()
             else:
-                others.wait(0.1)  # A save that does not wait writes meanwhile.
+                others.wait(0.01)  # A save that does not wait writes meanwhile: a checkpoint has some 200 writes.
             return write(file, data)
 
         with mock.patch.object(_files._HashingFile, "write", waiting):
