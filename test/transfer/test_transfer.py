@@ -189,6 +189,16 @@ class StreamTest(unittest.TestCase):
         text = error_of(lambda: list(stream(wrong, LARGE)))
         assert ("nothing more" in text and "other of torch.float32" in text) == (rank > 1), text
 
+    @ranks(2)
+    def test_a_wrong_argument_of_one_rank_is_an_error_on_all_ranks():
+        mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+        named = {"x": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
+        for own, options in (("a floating-point dtype", {"dtype": "bf16"}), ("a positive number of bytes", {"max_bytes": "1"})):
+            options = {"max_bytes": LARGE, **(options if rank else {})}
+            text = error_of(lambda options=options: list(stream(named, **options)))
+            assert own in text, text
+        assert torch.equal(dict(stream(named, LARGE))["x"], torch.arange(8.0))
+
     def test_a_rank_that_breaks_does_not_stop_the_others(self):
         run_ranks(3, check_early_end, "break")
 

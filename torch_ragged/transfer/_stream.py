@@ -74,8 +74,9 @@ def stream(
         iterates on another one, where they would wait for the consumer's own collectives, and ranks could deadlock.
 
     Raises:
-        ValueError: ``max_bytes`` is not a positive integer; or, when ranks iterate, they differ in the tensors of a mesh or in
-            ``dtype``. On all ranks, before these tensors are gathered.
+        ValueError: ``max_bytes`` is not a positive integer, or a tensor is on the meta device: on all ranks that iterate, unless
+            pairs are given. Or, when ranks iterate, they differ in the tensors of a mesh or in ``dtype``: on all ranks, before
+            these tensors are gathered.
         TypeError: ``dtype`` is not a floating-point dtype.
         PeerError: another rank died, or does not iterate.
 
@@ -84,24 +85,33 @@ def stream(
     broadcast per shard. For a Partial, those of ``redistribute`` to ``Replicate()``. Before them, to compare: for each mesh, or
     for each of ``pairs``, one all-reduce of 24 bytes per mesh dimension, for which the host waits.
     """
-    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
-        raise ValueError(f"stream(max_bytes=) takes a positive number of bytes, got {max_bytes!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"stream(dtype=) takes a floating-point dtype or None, got {dtype!r}")
-    model = model.state_dict() if isinstance(model, nn.Module) else model
-    for name, value in model.items() if isinstance(model, Mapping) else ():
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            raise ValueError(
-                f"stream() gets {name} on the meta device, without memory: load a checkpoint before it, or call "
-                "torch_ragged.random.materialize(model)"
-            )
+    given = model.state_dict() if isinstance(model, nn.Module) else model
     device = torch.accelerator.current_accelerator(check_available=True)
     issuing = None if device is None else torch.accelerator.current_stream(device)
-    given = model.state_dict() if isinstance(model, nn.Module) else model
     pairs = given.items() if isinstance(given, Mapping) else given
     # A state dict may have other objects.
     tensors = ((name, value) for name, value in pairs if isinstance(value, torch.Tensor) and not is_extra_state(name))
-    return _stream(tensors, max_bytes, _Gather(dtype, issuing), at_once=isinstance(given, Mapping))
+    gather = _Gather(dtype, issuing)
+    if (problem := _problem_of(given, max_bytes, dtype)) is not None:
+        if isinstance(given, Mapping):  # Other ranks, whose arguments may be right, look for this one when they iterate.
+            gather.compare(list(tensors), problem)
+        raise problem
+    return _stream(tensors, max_bytes, gather, at_once=isinstance(given, Mapping))
+
+
+def _problem_of(given: Any, max_bytes: Any, dtype: Any) -> Exception | None:
+    """The error of the arguments of :func:`stream`; None: they are right."""
+    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
+        return ValueError(f"stream(max_bytes=) takes a positive number of bytes, got {max_bytes!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return TypeError(f"stream(dtype=) takes a floating-point dtype or None, got {dtype!r}")
+    for name, value in given.items() if isinstance(given, Mapping) else ():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            return ValueError(
+                f"stream() gets {name} on the meta device, without memory: load a checkpoint before it, or call "
+                "torch_ragged.random.materialize(model)"
+            )
+    return None
 
 
 def _stream(
@@ -183,13 +193,17 @@ class _Gather:
             return _Need(nbytes if self._dtype_of(tensor) != tensor.dtype else 0, 0)
         return _Need(nbytes, 0 if len(gathers) == 1 and _is_everything(gathers[0].receives) else nbytes)
 
-    def compare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def compare(self, tensors: Sequence[tuple[str, torch.Tensor]], problem: Exception | None = None) -> None:
         """Return if all ranks of each mesh are about to gather the same tensors, in one order. Otherwise, all of them raise.
 
         The shards of one tensor would meet those of another: in a tensor of wrong values, or in messages of other sizes.
 
+        Args:
+            problem: why this rank will not.
+
         Raises:
             ValueError: they are not.
+            Exception: ``problem``. Other ranks raise a RuntimeError.
         """
         claims: dict[DeviceMesh, list[str]] = {}
         for name, tensor in tensors:
@@ -201,7 +215,7 @@ class _Gather:
             for mesh in sorted(claims, key=lambda mesh: str(mesh.mesh.tolist())):
                 groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
                 if groups:
-                    agree(groups, device_of_messages(groups[0]), _CALL, "\n".join(claims[mesh]), None, _ADVICE)
+                    agree(groups, device_of_messages(groups[0]), _CALL, "\n".join(claims[mesh]), problem, _ADVICE)
 
     def issue(self, name: str, tensor: torch.Tensor) -> _Issued:
         """Issue the collectives; those of the last step are in flight."""
