@@ -74,9 +74,9 @@ def stream(
         iterates on another one, where they would wait for the consumer's own collectives, and ranks could deadlock.
 
     Raises:
-        ValueError: ``max_bytes`` is not a positive integer, or a tensor is on the meta device: on all ranks that iterate, unless
-            pairs are given. Or, when ranks iterate, they differ in the tensors of a mesh or in ``dtype``: on all ranks, before
-            these tensors are gathered.
+        ValueError: ``max_bytes`` is not a positive integer, or a tensor is on the meta device: on all ranks that iterate,
+            unless pairs are given. Or, when ranks iterate, they differ in the tensors of a mesh or in ``dtype``: on all ranks,
+            before these tensors are gathered.
         TypeError: ``dtype`` is not a floating-point dtype.
         PeerError: another rank died, or does not iterate.
 
