@@ -380,7 +380,7 @@ def _refuse_resharded(error: RuntimeError, inputs: Sequence[Any]) -> None:
     else:
         return
     if groups:
-        modules = " or ".join(group.fqn or "root" for group in groups)
+        modules = " or ".join(dict.fromkeys([group.fqn or "root" for group in groups]))
         raise RuntimeError(
             f"backward needs {groups[0].names} of the module {modules}, which is resharded: the loss uses a tensor "
             "from inside of this module (that an attribute, a hook or a list has kept, or of an earlier forward or backward), "
