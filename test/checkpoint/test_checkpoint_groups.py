@@ -20,7 +20,7 @@ from torch_ragged.optim import Muon
 def make(groups, kind=torch.optim.AdamW, policy=None, **options):
     """A model, and its optimizer with a group for each word, which has a learning rate of its own.
 
-    ``a`` and ``b`` have half of the parameters, ``e`` and ``f`` have none, ``all`` has all of them.
+    ``a`` and ``b`` have one half of the parameters each, ``e`` and ``f`` have no parameter, ``all`` has each one.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4))

@@ -20,10 +20,10 @@ EVERYWHERE = None
 PRIVATE = {
     "torch.utils._python_dispatch": (
         (
-            *("optim._qk_clip", "random._recording", "spmd._recorder", "spmd._static_trial"),
+            *("random._recording", "spmd._recorder", "spmd._static_trial"),
             *("tensor._plain_ops", "tensor._redistribute"),
         ),
-        "sees every op of a construction or a step that is recorded, and the logits of attention; a mesh's ranks are read "
+        "sees every op of a construction or a step that is recorded; a mesh's ranks are read "
         "while torch.compile traces; a view in place changes the shape of a DTensor",
     ),
     "torch.utils._debug_mode": (("spmd._static_trial",), "hears of every redistribution, also of those that no plan asks for"),

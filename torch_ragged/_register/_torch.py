@@ -283,6 +283,9 @@ backward_id = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 """Returns the node of the graph whose backward runs this code; None outside of backward, and in callbacks. (2.11 to 2.15)"""
 
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""The base of modes that see each operation of ATen. (2.11 to 2.15)"""
+
 next_sequence_number = torch.autograd._get_sequence_nr
 """Returns the sequence number of the next node of this thread's graph. Later nodes have higher numbers. (2.11 to 2.15)"""
 

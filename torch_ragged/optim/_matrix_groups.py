@@ -20,7 +20,7 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _HAVE_MATRICES = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
-"""Modules of torch of which each parameter of two dimensions is a matrix, whatever its name."""
+"""Modules of torch of which each parameter of two dimensions is a matrix. Its name does not count."""
 
 _Chosen = Iterable["nn.Module | nn.Parameter | str"]
 

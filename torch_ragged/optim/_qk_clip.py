@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_ragged._register._torch import TorchDispatchMode
 from torch_ragged.optim._base import check_placement, local, placed_of
 from torch_ragged.tensor._replaced import replaced
 

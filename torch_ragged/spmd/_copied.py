@@ -44,6 +44,7 @@ class DeepCopy:
                 f"copy.deepcopy of a parallelized {type(model).__name__}: {unit or 'the model'} is a unit, and units are not "
                 "copied. Copy the model before parallelize, give both models the plan, and load the state dict into the copy"
             )
+        # No rank waits for another one here: each copies its parts, and hooks ask other ranks in the next forward.
         with _without_the_plan(model):
             result: nn.Module = copy.deepcopy(model, memo)
         self._install(model, result)

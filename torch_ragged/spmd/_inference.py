@@ -25,15 +25,15 @@ def add_inference(model: nn.Module) -> None:
 
 class _Views:
     def __init__(self) -> None:
-        self._entered: list[contextlib.ExitStack] = []
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        stack = contextlib.ExitStack()
-        if torch.is_inference_mode_enabled() and not self._entered:  # A model may call itself.
-            stack.enter_context(viewing_in_inference())
         if torch.is_inference_mode_enabled():
-            self._entered.append(stack)
+            # A model may call itself: the outer call has the handlers, and keeps them until it ends.
+            context = contextlib.nullcontext() if self._entered else viewing_in_inference()
+            context.__enter__()
+            self._entered.append(context)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._entered:
-            self._entered.pop().close()
+            self._entered.pop().__exit__(None, None, None)

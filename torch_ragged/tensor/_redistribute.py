@@ -191,6 +191,7 @@ def in_order_of(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     shape = local.shape
     for dim in [dim for dim, step in enumerate(stride) if step == 0 and shape[dim] > 1]:
         local = local.narrow(dim, 0, 1)
+    # One copy more, in the memory of this rank's part: nothing is sent again.
     order = sorted(range(local.ndim), key=lambda dim: -stride[dim])
     return local.permute(order).contiguous().permute([order.index(dim) for dim in range(local.ndim)]).expand(shape)
 

@@ -367,7 +367,7 @@ class NeighbourCopiesTest(unittest.TestCase):
 
     @ranks(4)
     def test_a_missed_update_is_an_error_on_all_ranks():
-        """Whichever rank misses it, and whoever keeps its copy: the copy of several steps is not used."""
+        """One, two or three ranks miss it, at each distance of the copies: no copy of several steps is used."""
         rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
         for misses, distance in (({1}, 1), ({0, 3}, 2), ({0, 1, 2}, 3)):
             model, optimizer = make(mesh)
