@@ -21,13 +21,12 @@ from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._fsdp_api import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, state_of
+from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle, state_of
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
-from torch_ragged.fsdp.core._root import GradientReductionHandle
 from torch_ragged.fsdp.core._state_dict import before_load
-from torch_ragged.fsdp.core._untrained import warn_of_unsharded
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.gates._untrained import warn_of_unsharded
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
 from torch_ragged.tensor._from_meta import FromMeta
 
@@ -78,7 +77,7 @@ class FSDPModule(TorchFSDPModule):
         groups = list(state.groups)
         for group in groups:
             group.load_replaced()
-            if not (state.context.in_forward or state.context.in_backward):
+            if not (state.context.in_forward or state.context.in_backward or state.context.is_accumulating):
                 group.expire_resident()
             group.unshard(wait=False)
             if not state.context.in_forward:  # This rank alone may use them, outside of a forward: others do not reduce.
@@ -527,7 +526,7 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     states = _states_of(modules)
     for state in states:
         for each in state.context.states:
-            each.join(each.context, states[0].comm)  # type: ignore[attr-defined]
+            each.join(each.context, states[0].comm)
 
 
 def _of_group(fn: Callable[[torch.Tensor], torch.Tensor], group: FSDPParamGroup) -> Callable[[torch.Tensor], torch.Tensor]:

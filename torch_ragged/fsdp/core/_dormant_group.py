@@ -42,6 +42,9 @@ class DormantGroup(FSDPParamGroup):
         """Raise: this rank takes part in no all-gather."""
         check_awake([self])
 
+    def check_forward(self) -> None:
+        check_awake([self])
+
     def load_replaced(self) -> None:
         """Register the parameters again, if the user has replaced them: this rank has no elements to load."""
         self.register_sharded()

@@ -25,10 +25,10 @@ from torch_ragged._register._torch import (
     fsdp2_keeps_wide_gradients,
     profiler_range,
 )
-from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._unequal import UnequalCollectives
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool, is_out_of_memory
+from torch_ragged.fsdp.core._forward_order import Pass
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import (
     FoundParam,
@@ -100,7 +100,7 @@ class FSDPCommContext:
 class Root(Protocol):
     """What a group asks of its root."""
 
-    def start_backward(self, takes_part: bool = False) -> None:
+    def start_backward(self, takes_part: bool = False) -> Pass:
         """A pass has begun, if it is not known. If ``takes_part``, it has reached the last forward."""
 
     def drop_raised_backward(self) -> None:
@@ -141,8 +141,6 @@ class FSDPParamGroup:
         has_registered_memory: whether the buffers lie in memory that the collectives have registered.
         needs_reduction: whether backward has reached the group since the last reduction, on any rank. Equal on all ranks after
             pre-backward, which sets it and runs on all ranks.
-        was_reached: whether pre-backward of the current pass has reached the group, on any rank.
-        is_accumulating: whether the last backward left its gradients unreduced, for a later one.
         may_hold_sum: whether gradients may have accumulated since the last reduction, on any rank. Equal on all ranks: they
             make the same calls of :meth:`note_accumulation`, also if their own backward raises.
         is_unhooked: whether backward may reach the group without a pre-backward: a forward has used it, and may have kept a
@@ -164,8 +162,9 @@ class FSDPParamGroup:
         self._sharded_state = ShardedState.SHARDED
         self.is_hidden = False
         self.has_registered_memory = False
-        self.needs_reduction = self.was_reached = self.is_accumulating = self.may_hold_sum = self.is_unhooked = False
-        self._reached_in = -1  # The number of the autograd pass whose pre-backward has reached the group last.
+        self.needs_reduction = self.may_hold_sum = self.is_unhooked = False
+        self._pass: Pass | None = None  # The last pass whose pre-backward has reached the group, on any rank.
+        self._reached_in = -1  # Autograd's number of that pass.
         self.pools: tuple[MemoryPool | None, MemoryPool | None] = (None, None)
         self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
@@ -268,11 +267,12 @@ class FSDPParamGroup:
         param.unsharded.requires_grad_(param.requires_grad)
         param.distribution.annotate(param.unsharded)
 
-    def check_late_extensions(self) -> None:
-        """Raise if a parameter's local tensor got its own all-gather after ``fully_shard``: it would never be called.
+    def check_forward(self) -> None:
+        """Raise if a forward cannot use the group.
 
         Raises:
-            ValueError: a local tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+            ValueError: a parameter's local tensor got its own all-gather (``fsdp_pre_all_gather``) after ``fully_shard``: it
+                would never be called.
         """
         late = [param.fqn for param in self.params if has_extension(param.sharded)]
         if late and not self.shards.are_typed:
@@ -291,7 +291,11 @@ class FSDPParamGroup:
         self.named.inner = collectives
 
     def join(
-        self, fqn: str, comm: FSDPCommContext, root: Callable[[], Root | None] | None = None, log: CallLog | None = None
+        self,
+        fqn: str,
+        comm: FSDPCommContext,
+        root: Callable[[], Root | None] | None = None,
+        before_collective: Callable[[], None] | None = None,
     ) -> None:
         """The group has another root.
 
@@ -299,10 +303,10 @@ class FSDPParamGroup:
             fqn: the name of the group's module under it.
             comm: the limits on communication.
             root: returns the root. A weak reference: a module that outlives its model must not keep the other modules alive.
-            log: the calls of the root's forward. It is told before each all-gather.
+            before_collective: is called before each all-gather.
         """
         self.fqn, self.comm, self._root = fqn, comm, root
-        self.named.join(fqn, None if log is None else log.before_collective)
+        self.named.join(fqn, before_collective)
 
     def keep(self, keeper: Keeper | None) -> None:
         """From now on, ``keeper`` keeps gathered parameters. What an earlier one keeps is dropped."""
@@ -430,13 +434,12 @@ class FSDPParamGroup:
         self.encoding.free(self._keeps_buffer)
 
     def expire_resident(self) -> None:
-        """An iteration starts: invalidate resident parameters, unless gradients accumulate.
+        """An iteration starts: invalidate resident parameters.
 
         ``dcp.load`` and writes to ``.data`` or local tensors change no version counter, and may happen on one rank only. So all
         ranks all-gather again.
         """
-        # Not while gradients accumulate: then no optimizer has changed a parameter since the last pass.
-        if not self.is_gathered and not self.is_accumulating:
+        if not self.is_gathered:
             self.invalidate_kept()
 
     def invalidate_kept(self) -> None:
@@ -535,11 +538,16 @@ class FSDPParamGroup:
         """Between passes: whether gradients wait for a later reduction. Equal on all ranks."""
         return self.needs_reduction or self.reduction.holds_kept
 
-    def expect_gradients(self, accumulates: bool = False) -> None:
+    @property
+    def was_reached(self) -> bool:
+        """Whether pre-backward of the current pass has reached the group, on any rank."""
+        return self._pass is not None and not self._pass.is_over
+
+    def expect_gradients(self, current: Pass, accumulates: bool = False) -> None:
         """Backward has reached the group, on this rank or on another one: all ranks will reduce, or accumulate."""
         self.reduction.take_back()
         # What ranks do next depends on this, not on gradients: one of them may get none.
-        self.was_reached, self._reached_in = True, backward_id()
+        self._pass, self._reached_in = current, backward_id()
         self.needs_reduction |= self.is_trainable
         self.may_hold_sum |= accumulates
 
@@ -627,10 +635,9 @@ class FSDPParamGroup:
             self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.collectives, self.device))
             self.may_hold_sum = False
 
-    def end_pass(self, is_accumulating: bool, publishes: bool = True) -> None:
-        """A backward pass has ended. If ``publishes``, gradients that wait are shown as FSDPGrads."""
-        self.was_reached, self.is_accumulating = False, is_accumulating
-        if publishes and self.is_unsynchronized:
+    def publish_unreduced(self) -> None:
+        """A backward pass has ended: gradients that wait are shown as FSDPGrads."""
+        if self.is_unsynchronized:
             self.reduction.publish(self.needs_reduction)
 
     def drop_gradients(self) -> bool:
@@ -638,7 +645,7 @@ class FSDPParamGroup:
         if self.gradient_user is not None:
             self.gradient_user.drop(self)
         # First, as waits below may raise: the group must not reduce what it has dropped.
-        self.needs_reduction = self.is_accumulating = self.was_reached = False
+        self.needs_reduction, self._pass = False, None
         return self.reduction.drop()
 
     # -- sharded parameters ----------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from torch_ragged._ranks.peers import PeerError
 from torch_ragged._register._torch import dtensor_like, dtensor_of, is_wrapper, waited
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam, has_extension, local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import FSDPState, map_tensors, state_of, tensors_in
+from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
+from torch_ragged.fsdp.core._hooks import map_tensors, tensors_in
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._redistribute import broadcast_local

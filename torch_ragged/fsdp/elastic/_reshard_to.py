@@ -22,10 +22,10 @@ from torch_ragged.fsdp._fully_shard import module_states
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param import GroupPlan
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import FSDPState, map_tensors
+from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._hooks import map_tensors
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core._state_dict import OptimizerStates, Told
-from torch_ragged.fsdp.core._untrained import note_replaced
 from torch_ragged.fsdp.elastic._compare_options import compare_options
 from torch_ragged.fsdp.elastic._regroup import (
     Kept,
@@ -37,6 +37,7 @@ from torch_ragged.fsdp.elastic._regroup import (
     mesh_of_groups,
     plan_on,
 )
+from torch_ragged.fsdp.gates._untrained import note_replaced
 from torch_ragged.fsdp.layout._weighted import check_weights
 
 __all__ = ["Description", "Move", "check_stateful", "checked_states", "optimizers_of", "reshard_to"]
