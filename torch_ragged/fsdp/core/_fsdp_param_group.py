@@ -29,7 +29,6 @@ from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, P
 from torch_ragged.fsdp.comm._unequal import UnequalCollectives
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool, is_out_of_memory
 from torch_ragged.fsdp.core._forward_order import Pass
-from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import (
     FoundParam,
     FSDPParam,
@@ -40,7 +39,6 @@ from torch_ragged.fsdp.core._fsdp_param import (
     has_extension,
     keep_grad_dtype,
     local_of,
-    owner_of,
 )
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer, register_last
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradReduction, ReductionSettings
@@ -120,7 +118,7 @@ class FSDPParamGroup:
            | reduce-scatter
         reduction   GradReduction                     sets ``.grad`` of the sharded parameters
 
-    Parameters on the meta device have buffers there until :meth:`convert` or :meth:`load_replaced` materializes them.
+    Parameters on the meta device have buffers there until :mod:`_param_swap` materializes them.
 
     Args:
         plan: the parameters, their layout and dtypes.
@@ -146,6 +144,9 @@ class FSDPParamGroup:
         is_unhooked: whether backward may reach the group without a pre-backward: a forward has used it, and may have kept a
             tensor from inside of the module, or returned a parameter. Equal on all ranks.
     """
+
+    has_shards = True
+    """Whether this rank is in the mesh."""
 
     def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
         # Without the user's parameters, so that their memory is freed when ``fully_shard`` returns.
@@ -669,169 +670,7 @@ class FSDPParamGroup:
             self.is_hidden = False
             self.register_sharded()
 
-    def load_replaced(self) -> None:
-        """Copy parameters that the user has replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
-
-        The old parameters are registered again, since an optimizer may hold them. If the group is on the meta device, the new
-        parameters stay registered, and are copied when the user has replaced all parameters of the group.
-
-        Raises:
-            ValueError: a new parameter is no DTensor, or has another shape, dtype or device. Nothing is copied.
-        """
-        if self.is_unsharded:
-            return
-        replaced = [index for index in range(len(self.params)) if not self._is_in_place(index)]
-        if not replaced:
-            return
-        self.reshard()  # An all-gather in flight would bring the old values.
-        with torch.no_grad():
-            if self.is_meta:
-                self._load_if_all(replaced)
-                return
-            # Check all, then clone all, then copy all: they may be views of this buffer, in another order.
-            values = [self._replacement(index, self.orig_dtype) for index in replaced]
-            for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
-                param = self.params[index]
-                if not self.shards.holds(local_of(param.sharded)):
-                    self._put(index, param.sharded)
-                param.sharded.copy_(copy)
-                param.sharded.requires_grad_(value.requires_grad)
-                self._register_everywhere(param)
-
-    def _is_in_place(self, index: int) -> bool:
-        param = self.params[index]
-        if self.is_meta:
-            return param.registered is None or param.registered.is_meta
-        return param.registered is param.sharded and self.shards.holds(local_of(param.sharded))
-
-    def _replacement(self, index: int, dtype: torch.dtype) -> DTensor:
-        param = self.params[index]
-        current = param.registered
-        wanted = (param.distribution.shape, dtype, None if self.is_meta else self.sharded.flat.device)
-        found = (getattr(current, "shape", None), getattr(current, "dtype", None), getattr(current, "device", None))
-        other = param if current is None else owner_of(current) or param
-        # The sharded form of another parameter, which is registered under its own name, too.
-        if other is not param and (other.registered is other.sharded or other.registered is other.unsharded):
-            raise ValueError(
-                f"{param.fqn} was replaced by another parameter that fully_shard has sharded. This does not tie the two: tie "
-                "parameters before fully_shard, in one group, or assign a copy"
-            )
-        if not isinstance(current, DTensor) or found[: 2 if self.is_meta else 3] != wanted[: 2 if self.is_meta else 3]:
-            raise ValueError(
-                f"{param.fqn} was replaced by {type(current).__name__} of {', '.join(map(str, found))}; expected a DTensor of "
-                f"{', '.join(map(str, wanted))}. Load with load_state_dict(...), or assign such a DTensor. Cast or move a "
-                "module before fully_shard, or cast or move a module that has all parameters of the group"
-            )
-        return current
-
-    def _load_if_all(self, replaced: list[int], dtype: torch.dtype | None = None) -> None:
-        """If the user has replaced all parameters of the group, make new buffers and copy the new parameters into them.
-
-        Args:
-            dtype: the dtype of the new parameters; None: that of the old ones.
-        """
-        dtype = dtype or self.orig_dtype
-        values = [self._replacement(index, dtype) for index in replaced]
-        # A buffer has one dtype and one device, so it is made when the last parameter is replaced.
-        if len(values) < len(self.params) or any(value.is_meta for value in values):
-            return
-        placements = [param.sharded.placements for param in self.params]  # type: ignore[attr-defined]
-        locals_ = [local_of(value.redistribute(placements=wanted)) for value, wanted in zip(values, placements)]
-        self._rebuild(self._compute_device(locals_[0].device), dtype, locals_)
-        for index, (param, value) in enumerate(zip(self.params, values)):
-            param.set_sharded(value)  # type: ignore[arg-type]
-            self._put(index, param.sharded)
-            self._register_everywhere(param)
-
-    def _put(self, index: int, parameter: nn.Parameter) -> None:
-        """Make the object ``parameter`` a view of the sharded buffer."""
-        # Optimizers hold the parameter as an object. So the object stays, and its contents are swapped.
-        inside = nn.Parameter(self.shards.dtensor(index, self.params[index].distribution), parameter.requires_grad)
-        vars(inside).update(vars(parameter))
-        keep_grad_dtype(parameter, inside)
-        gradient, parameter.grad = parameter.grad, None  # It would be swapped, too.
-        torch.utils.swap_tensors(parameter, inside)
-        parameter.grad = gradient
-
-    def _register_everywhere(self, param: FSDPParam) -> None:
-        for owner, name in param.registered_names:
-            owner._parameters[name] = param.sharded
-
-    # -- conversions -----------------------------------------------------------------------------------------------
-
-    def check_conversion(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise if the group cannot have the dtype or device that ``function`` gives. ``Module.to`` and others apply it.
-
-        Raises:
-            ValueError: ``function`` moves parameters to another device than the mesh's (if offloaded: than the CPU), or to
-                shared memory.
-            RuntimeError: ``function`` changes the dtype, while there are gradients that are not in ``.grad`` yet.
-        """
-        # The function is opaque: call it on an empty tensor to see the device and dtype.
-        device = self.sharded.flat.device
-        probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
-        if probe.device != device and not (self.is_meta and probe.device.type == self.home):
-            offload = " and offload" if self.plan.offloads_params else ""
-            where = f" with a mesh on {self.dp.mesh.device_type}{offload}" if self.is_meta else ""
-            raise ValueError(
-                f"{self.names} is sharded in a buffer on {device}{where} and cannot move to {probe.device}: expected "
-                f"{self.home}; move the module before fully_shard"
-            )
-        if probe.dtype.is_floating_point != self.orig_dtype.is_floating_point:
-            raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
-        if device.type == "cpu" and probe.is_shared():
-            raise ValueError(f"{self.names} is sharded in a buffer and cannot be moved to shared memory")
-        if probe.dtype != self.orig_dtype and self.shards.are_typed:
-            raise ValueError(f"{self.names} is of a type with its own all-gather: convert it before fully_shard")
-        if probe.dtype != self.orig_dtype and self.is_pending:
-            raise RuntimeError(
-                f"{self.names} has gradients that are not in .grad yet and would be lost in {probe.dtype}: convert the module "
-                "after a backward that reduces them, or drop them with reset_iter_state()"
-            )
-
-    def is_whole(self, modules: set[nn.Module]) -> bool:
-        """Whether all parameters are in their buffer, and registered in ``modules`` only."""
-        in_place = all(self._is_in_place(index) for index in range(len(self.params)))
-        return in_place and all(module in modules for param in self.params for module, _ in param.registered_names)
-
-    def convert(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply ``function`` to the parameters and their gradients.
-
-        If the dtype changes, or parameters leave the meta device, new buffers are made. The parameters stay the same objects.
-        """
-        probe = function(torch.empty(0, dtype=self.orig_dtype, device=self.sharded.flat.device))
-        with torch.no_grad():
-            if (probe.dtype, probe.device) == (self.orig_dtype, self.sharded.flat.device):
-                tensors = [param.sharded for param in self.params]
-                grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-                grads = [grad.reduced if isinstance(grad, FSDPGrad) else grad for grad in grads]
-                tensors += [grad for grad in grads if grad is not None]
-                for tensor, value in [(tensor, function(tensor)) for tensor in tensors]:
-                    if value is not tensor:
-                        tensor.copy_(value)
-                return
-            # Before new buffers are made, which frees the old ones.
-            values = None if self.is_meta else [function(local_of(param.sharded)) for param in self.params]
-            if self.is_meta:
-                self.shards.convert_meta(function)
-            self._rebuild(self._compute_device(probe.device), probe.dtype, values)
-            for index, param in enumerate(self.params):
-                gradient, param.sharded.grad = param.sharded.grad, None
-                self._put(index, param.sharded)
-                if gradient is not None and gradient.dtype != param.sharded.grad_dtype:  # Otherwise the user has chosen it.
-                    gradient = function(gradient)
-                param.sharded.grad = gradient
-
-    def load_converted(self) -> None:
-        """:meth:`load_replaced`, also if all parameters have a new dtype. If only some have it, nothing is copied yet."""
-        dtypes = {None if param.registered is None else param.registered.dtype for param in self.params}
-        if self.is_unsharded or dtypes == {self.orig_dtype}:
-            self.load_replaced()
-        elif len(dtypes) == 1:
-            with torch.no_grad():
-                self._load_if_all(list(range(len(self.params))), *dtypes)
-
-    def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
+    def rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """Make new buffers, and copy ``values`` into them, the local tensor of each parameter."""
         self.encoding.free_replaced()
         # The old buffers are free: both together may not fit.
@@ -843,15 +682,6 @@ class FSDPParamGroup:
             self.shards.load(index, value)
         self._init_unsharded_params()
         self.shards.release()
-
-    def _compute_device(self, home: torch.device) -> torch.device:
-        """The device of the computation, if the sharded parameters are on ``home``."""
-        if not self.is_meta or home.type == "meta":
-            return self.device
-        device_type = self.dp.mesh.device_type
-        if home.type == device_type:
-            return home
-        return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 # -- autograd's hooks --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch_ragged._register._torch import backward_id, dynamo_disabled, profiler_range
 from torch_ragged.fsdp.core._forward_order import Call, Event, ForwardOrder, Pass
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.core.encodings._plain import Phase
 from torch_ragged.fsdp.core.encodings._spmd_types import untyped
 
@@ -241,7 +242,7 @@ class FSDPState:
         # After resharding: the user's parameters are registered in the modules then, and all-gathers read the shards.
         is_accumulating = self.context.is_accumulating
         for group in self.groups:
-            group.load_replaced()
+            load_replaced(group)
             if not is_accumulating:  # Otherwise, no optimizer has changed a parameter since the last pass.
                 group.expire_resident()
             group.is_unhooked = False

@@ -25,8 +25,9 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._hooks import map_tensors
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
-from torch_ragged.fsdp.core._state_dict import OptimizerStates, Told
+from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.elastic._compare_options import compare_options
+from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Told
 from torch_ragged.fsdp.elastic._regroup import (
     Kept,
     check_kept,
@@ -192,7 +193,7 @@ class Move:
         for state in states:
             state.reshard()
         for group in self._groups:
-            group.load_replaced()
+            load_replaced(group)
         names = {param: name for name, param in model.named_parameters()}
         self._sharded: dict[str, nn.Parameter] = {}
         for param in [param for group in self._groups for param in group.params]:
