@@ -49,7 +49,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "Methods of a sharded module": (
-        ("fsdp._fsdp_module", "fsdp.core._persistent_buffers", "fsdp.core._slots"),
+        ("fsdp._fsdp_module", "fsdp.memory._persistent_buffers", "fsdp.memory._slots"),
         """
         A method of `FSDPModule` got a value that it does not take, or was called at a time when it cannot act, such
         as inside a backward. Call methods between steps, with the values that the message names.

@@ -202,7 +202,6 @@ SERIES = (
             "fsdp/core/_fsdp_api.py",
             "fsdp/core/_fsdp_param.py",
             "fsdp/core/_mesh.py",
-            "fsdp/core/_slots.py",
             "fsdp/core/encodings/__init__.py",
             "fsdp/core/encodings/_plain.py",
             "fsdp/core/encodings/_spmd_types.py",
@@ -235,7 +234,6 @@ SERIES = (
         "0015-fsdp-states",
         (
             "fsdp/core/_dormant_group.py",
-            "fsdp/core/_persistent_buffers.py",
             "fsdp/core/_state_dict.py",
             "fsdp/core/encodings/_borrowed.py",
             "fsdp/core/encodings/_contiguous.py",
@@ -243,6 +241,7 @@ SERIES = (
             "fsdp/core/encodings/_tensor_types.py",
             "fsdp/files/*.py",
             "fsdp/gates/*.py",
+            "fsdp/memory/*.py",
             "tensor/_replaced.py",
         ),
         ("fsdp/files/test_files.py",),

@@ -19,16 +19,17 @@ from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import is_nccl
 from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
+from torch_ragged.fsdp.core._dbuffer import MemoryPool
 from torch_ragged.fsdp.core._fsdp_api import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle, state_of
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._param_swap import check_conversion, convert, is_whole, load_converted, load_replaced
-from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.fsdp.core._state_dict import before_load
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.gates._untrained import warn_of_unsharded
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
+from torch_ragged.fsdp.memory._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.tensor._from_meta import FromMeta
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
@@ -483,8 +484,8 @@ class FSDPModule(TorchFSDPModule):
             if group.is_pending:
                 raise RuntimeError(f"{group.names} has gradients that are not in .grad yet: choose buffers between steps")
         for group in groups:
-            pool = group.process_groups.memory_pool(group.device, is_symmetric) if enable else None
-            group.set_memory_pools(pool, pool)
+            found = group.process_groups.memory_pool(group.device, is_symmetric) if enable else None
+            group.set_memory_pools(MemoryPool(found), MemoryPool(found))
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """All-gather with ``comm(output, shard, group=, async_op=)``: FSDP2's ``AllGather``, whose ``allocate`` is not called.

@@ -282,7 +282,7 @@ class GradientTest(OneRankTest):
         for step in range(3):
             first = one.t().contiguous().t() if step == 0 else one * 2  # Only in memory order, it can be the buffer.
             group.add_gradient(0, first)
-            self.assertEqual(group.grad_buffer.buffers()[0].is_borrowed, step > 0)
+            self.assertEqual(group.grad_buffer.buffers()[0].memory.is_borrowed, step > 0)
             group.add_gradient(0, one * 3)
             group.reduce_gradients()
             group.reduction.set_grads([True])

@@ -27,7 +27,7 @@ from torch_ragged._register._torch import (
 )
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._unequal import UnequalCollectives
-from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool, is_out_of_memory
+from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, DBuffer, GroupMemory, MemoryPool, is_out_of_memory
 from torch_ragged.fsdp.core._forward_order import Pass
 from torch_ragged.fsdp.core._fsdp_param import (
     FoundParam,
@@ -130,7 +130,7 @@ class FSDPParamGroup:
         keeper: keeps gathered parameters after reshard; None: nothing stays gathered.
         memory: the log of this group's memory, for monitors and memory reports.
         settings: what the user has set of reductions.
-        pools: the user's memory pools, of unsharded parameters and of gradients; None: the allocator.
+        pools: make the memory of unsharded parameters and of gradients.
         gradient_user: uses reduced gradients within backward; None: they are in ``.grad`` at its end.
         names: the first parameter's name, and the number of the others: for errors.
         sharded: the buffer of the shards.
@@ -166,7 +166,7 @@ class FSDPParamGroup:
         self.needs_reduction = self.may_hold_sum = self.is_unhooked = False
         self._pass: Pass | None = None  # The last pass whose pre-backward has reached the group, on any rank.
         self._reached_in = -1  # Autograd's number of that pass.
-        self.pools: tuple[MemoryPool | None, MemoryPool | None] = (None, None)
+        self.pools: tuple[MemoryPool, MemoryPool] = (ALLOCATOR, ALLOCATOR)
         self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
         first = plan.params[0].value
@@ -511,7 +511,7 @@ class FSDPParamGroup:
                 "the change is lost. Change parameters while they are sharded: after backward, or after reshard()"
             )
 
-    def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
+    def set_memory_pools(self, gathered: MemoryPool, gradients: MemoryPool) -> None:
         """From now on, allocate unsharded parameters and gradients from these pools. All gradients must be in ``.grad``."""
         self.reshard()
         self.invalidate_kept()

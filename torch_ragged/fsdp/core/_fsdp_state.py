@@ -363,7 +363,7 @@ class FSDPState:
             is_gathered, can_start = True, self.comm.gathers < self.comm.max_gathers
             for group in state.groups:
                 is_gathered &= group.is_gathered
-                can_start &= group.pools[0] is None or group.encoding.has_slot  # Persistent buffers take turns in slots.
+                can_start &= group.encoding.has_slot  # Persistent buffers take turns in slots.
             if can_start and not is_gathered:
                 phase = state._forward_phase(needs_backward) if step > 0 else Phase.BACKWARD
                 for group in state.groups:

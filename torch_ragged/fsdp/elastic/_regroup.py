@@ -103,7 +103,7 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
             f"{group.names} has collectives that belong to its mesh: close a monitor and call set_collectives('nccl') before "
             f"{call}, and choose them again after it"
         )
-    if group.pools[0] is not None or group.encoding.keeps_storage:
+    if group.pools[0].is_required or group.encoding.keeps_storage:
         raise ValueError(
             f"{group.names} has persistent buffers, as a captured model needs them: call set_persistent_buffers(False), or "
             f"set_keep_unsharded_storage(False), before {call}, and capture again after it"
