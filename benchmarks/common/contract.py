@@ -185,7 +185,19 @@ class Coded(torch.Tensor):
         name = func.overloadpacket.__name__
         if name.endswith("_") and not name.endswith("__") and isinstance(args[0], cls):
             return args[0]
-        moves = ("split", "slice", "view", "as_strided", "clone", "detach", "new_zeros", "empty_like", "_to_copy", "narrow", "alias")
+        moves = (
+            "split",
+            "slice",
+            "view",
+            "as_strided",
+            "clone",
+            "detach",
+            "new_zeros",
+            "empty_like",
+            "_to_copy",
+            "narrow",
+            "alias",
+        )
         return pytree.tree_map_only(torch.Tensor, cls, out) if name in (*moves, "zeros_like", "view_as") else out
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -498,7 +510,7 @@ def frozen_unused_tied(fsdp: ModuleType) -> None:
     for param in model.parameters():
         if param.requires_grad and hasattr(param, "register_post_accumulate_grad_hook"):
             param.register_post_accumulate_grad_hook(lambda param: None)
-    for step in range(2):
+    for _ in range(2):
         model(torch.randn(2, 5)).sum().backward()
     repr(model)
 
@@ -510,7 +522,10 @@ def state_dicts(fsdp: ModuleType) -> None:
     sharded, full = dcp.StateDictOptions(), dcp.StateDictOptions(full_state_dict=True)
     broadcast = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     for options in (sharded, full):
-        values, states = dcp.get_model_state_dict(model, options=options), dcp.get_optimizer_state_dict(model, optimizer, options=options)
+        values, states = (
+            dcp.get_model_state_dict(model, options=options),
+            dcp.get_optimizer_state_dict(model, optimizer, options=options),
+        )
         if options is full:
             options = broadcast
             values = values if dist.get_rank() == 0 else {}

@@ -2,8 +2,8 @@
 
     python -m benchmarks.parts.comment_lines [FOLDER OR FILE ...] [--files] [--json PATH]
 
-A line of code has at least one token that is neither a comment nor part of a docstring; a line with a comment has a comment, alone
-or behind code. Docstrings and blank lines are neither.
+A line of code has at least one token that is neither a comment nor part of a docstring; a line with a comment has a comment,
+alone or behind code. Docstrings and blank lines are neither.
 
     percent      every comment counts. By this way FSDP2 of torch 2.13 has 16.1, DTensor 15.0, DCP 8.7, with 3,839 lines of
                  code in FSDP2: the house's figures
@@ -28,7 +28,15 @@ from typing import Any
 _PACKAGE = Path(__file__).parents[2] / "torch_ragged"
 _TORCH = Path(str(importlib.util.find_spec("torch").origin)).parent / "distributed"  # type: ignore[union-attr]  # Not imported.
 _FOR_TOOLS = re.compile(r"#\s*(noqa|type:|mypy:|pyrefly|pyre-|pragma:|ruff:|flake8)")
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.ENCODING,
+}
 
 
 def count(text: str) -> tuple[int, int, int]:
@@ -76,7 +84,10 @@ def tables(paths: list[Path], with_files: bool) -> list[tuple[str, list[dict[str
     rows += [row(f"torch_ragged/{path.relative_to(_PACKAGE)}", _under(path)) for path in folders]
     rows += [row(f"torch/distributed/{path.relative_to(_TORCH)}", _under(path)) for path in theirs]
     files = [row(str(path.relative_to(core)), [path]) for path in _under(core)]
-    return [("comments per 100 lines of code, by folder", rows), ("fsdp/core, by file", [each for each in files if each["code"]])]
+    return [
+        ("comments per 100 lines of code, by folder", rows),
+        ("fsdp/core, by file", [each for each in files if each["code"]]),
+    ]
 
 
 def main() -> None:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.parts.core_bodies [--only core|FSDP2] [--programs NAME ...] [--never 40] [--json PATH]
 
-The programs of ``benchmarks/common/contract.py`` run on 4 gloo ranks, once with each package; a line that any rank runs in any of
-them counts as run.
+The programs of ``benchmarks/common/contract.py`` run on 4 gloo ranks, once with each package; a line that any rank runs in any
+of them counts as run.
 
-    lines    of bodies: executable lines inside functions, without ``def`` lines and docstrings, and without a body that is ``...``
+    lines    of bodies: executable lines inside functions, without ``def`` lines, docstrings and bodies that are ``...``
     run      of these, lines that a program has run
     never    functions of which no line has run, largest first, with the lines of functions inside them
 
@@ -164,7 +164,9 @@ def count(package: str, run: Lines) -> dict[str, Any]:
         lines = {line for function in found for line in function.lines}
         if lines:
             ran = len(lines & run.get(str(path), set()))
-            files.append({"file": str(path.relative_to(folder)), "run": ran, "lines": len(lines), "percent": 100 * ran / len(lines)})
+            files.append(
+                {"file": str(path.relative_to(folder)), "run": ran, "lines": len(lines), "percent": 100 * ran / len(lines)}
+            )
     ran, lines = (sum(row[key] for row in files) for key in ("run", "lines"))
     files.append({"file": package, "run": ran, "lines": lines, "percent": 100 * ran / max(lines, 1)})
     never = [each for found in functions.values() for each in found if not each.lines & run.get(each.file, set())]
@@ -172,7 +174,8 @@ def count(package: str, run: Lines) -> dict[str, Any]:
     return {
         "files": files,
         "never": [
-            {"function": each.name, "file": str(Path(each.file).relative_to(folder)), "lines": len(each.lines)} for each in never
+            {"function": each.name, "file": str(Path(each.file).relative_to(folder)), "lines": len(each.lines)}
+            for each in never
         ],
         "not run": {
             str(path.relative_to(folder)): sorted({x for each in found for x in each.lines} - run.get(str(path), set()))
@@ -195,7 +198,9 @@ def main() -> None:
         for name, error in errors.items():
             print(f"\n{package}: {name} raised\n{error}", file=sys.stderr)
         results[package] = {**count(package, run), "errors": errors}
-        print_table(f"{package}: body lines that {len(options.programs)} programs of FSDP2's contract run", results[package]["files"])
+        print_table(
+            f"{package}: body lines that {len(options.programs)} programs of FSDP2's contract run", results[package]["files"]
+        )
         never = results[package]["never"]
         if never and options.never:
             print_table(f"{package}: {len(never)} functions never run, the largest of them", never[: options.never])
