@@ -392,6 +392,8 @@ def hashes(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:
             found[name] = _hashed(RUNS[name][1])
         except Exception:  # One run's: the others are compared.
             found[name] = {"error": traceback.format_exc()}
+        if rank == 0:  # It takes minutes on a busy machine.
+            print(f"{name}: {found[name].get('error') or 'done'}", file=sys.stderr, flush=True)
     return found
 
 
@@ -416,9 +418,6 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for ranks in sorted({RUNS[name][0] for name in options.runs}):
         found.update(on_ranks(ranks, hashes, [name for name in options.runs if RUNS[name][0] == ranks]))
-    for name, result in found.items():
-        if "error" in result:
-            print(f"\n{name}:\n{result['error']}", file=sys.stderr)
     print_table(
         f"torch {torch.__version__}: bits of {len(found)} runs",
         [

@@ -137,6 +137,8 @@ def lines_run(rank: int, options: tuple[str, list[str]]) -> tuple[Lines, dict[st
                 PROGRAMS[name](fsdp)
             except Exception:  # One program's: the others run on, if all ranks have raised.
                 errors[name] = traceback.format_exc()
+        if rank == 0:  # It takes minutes on a busy machine.
+            print(f"{package}: {name} {'raised' if name in errors else 'done'}", file=sys.stderr, flush=True)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (tracer.lines, errors.get(name)))
         for lines, error in everyone:
