@@ -189,7 +189,6 @@ SERIES = (
             "_kernels/_triton_casts.py",
             "_kernels/casts.py",
             "fsdp/comm/experimental/*.py",
-            "fsdp/comm/_capabilities.py",
             "fsdp/comm/_choice.py",
         ),
         ("fsdp/comm/test_cuda_paths.py",),
