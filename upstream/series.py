@@ -178,6 +178,7 @@ SERIES = (
             "fsdp/comm/_collectives.py",
             "fsdp/comm/_gloo.py",
             "fsdp/comm/_hierarchical.py",
+            "fsdp/comm/_reduction.py",
             "fsdp/comm/_unequal.py",
             "fsdp/comm/_wide_gradients.py",
         ),

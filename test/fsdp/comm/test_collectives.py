@@ -27,7 +27,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch_ragged.fsdp import HIERARCHICAL, fully_shard
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._choice import Facts, why_not
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, wait_all
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, wait_all
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.comm.experimental import _peer_memory
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory

@@ -12,10 +12,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # Once, before any part of it is replaced: torch 2.11 cannot import it again.
-from common import ranks, run_ranks
+from common import error_of, ranks, run_ranks
 
 from torch_ragged.fsdp.comm import _choice
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._reduction import Reduction, Steps
 from torch_ragged.fsdp.comm.experimental import _multicast
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import SymmetricPeerMemory
@@ -195,6 +196,9 @@ class CudaPathsTest(unittest.TestCase):
             collectives.all_gather(torch.zeros(4), torch.ones(4)).wait()
             collectives.reduce_scatter(torch.zeros(4), torch.ones(4), Reduction()).wait()
             collectives.reduce_scatter(torch.zeros(8).half(), slabs.allocate(8, torch.float16), Reduction()).wait()
+            # The kernel computes sums: another op is an error, never a sum.
+            largest = mock.Mock(steps=lambda *_: Steps(dist.ReduceOp.MAX))
+            assert "needs MAX" in error_of(collectives.reduce_scatter, output, buffer, largest)
             assert len(gathered) == len(sums) == 1
 
     def test_the_chosen_implementation_is_installed_with_its_allocator(self):

@@ -17,8 +17,9 @@ from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp import ZERO1, ZERO2, ZERO3, BufferLayout, DBuffer, TensorSpec, fully_shard
 from torch_ragged.fsdp.comm import _collectives as implementation
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits
 from torch_ragged.fsdp.comm._gloo import sum_parts
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.comm._wide_gradients import WideGradients
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 

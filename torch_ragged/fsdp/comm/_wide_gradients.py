@@ -5,11 +5,13 @@ Nothing here knows whether gradients have accumulated, which needs the wide dtyp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wait_all
+from torch_ragged.fsdp.comm._collectives import Collectives, Then, Work, wait_all
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["WideGradients"]
@@ -84,9 +86,11 @@ class WideGradients:
             for index, offset, start, stop in intervals:
                 if index in wide:
                     part[offset : offset + stop - start] = wide[index].reshape(-1)[start:stop]
-        return wait_all([narrow, _Added(self, collectives.reduce_scatter(received, packed, reduction), received, output)])
+        work = collectives.reduce_scatter(received, packed, reduction)
+        # wait_all() waits in this order, so that the addition reads both results.
+        return wait_all([narrow, Then(work, functools.partial(self._add, received, output))])
 
-    def add(self, received: torch.Tensor, output: torch.Tensor) -> None:
+    def _add(self, received: torch.Tensor, output: torch.Tensor) -> None:
         """Add this rank's reduced part to its shard."""
         for index, offset, start, stop in self._intervals[self._rank]:
             first = self._layout.offsets[index] + start - self._layout.shard_range(self._rank)[0]
@@ -102,16 +106,3 @@ def _intervals(layout: BufferLayout, rank: int, indices: Sequence[int]) -> list[
             intervals.append((index, offset, start, stop))
             offset += stop - start
     return intervals
-
-
-class _Added:
-    """A reduce-scatter whose result ``wait()`` adds to the result of another one. The other one must be waited for first."""
-
-    def __init__(self, wide: WideGradients, work: Work, received: torch.Tensor, output: torch.Tensor) -> None:
-        self._wide, self._work, self._received, self._output = wide, work, received, output
-
-    def wait(self) -> None:
-        # On a GPU, this orders the current stream behind the collective, as the wait for the other one has done. So the
-        # addition below, on this stream, reads both results.
-        self._work.wait()
-        self._wide.add(self._received, self._output)

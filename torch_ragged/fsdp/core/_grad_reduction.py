@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import dtensor_like, dtensor_of, profiler_range
-from torch_ragged.fsdp.comm._collectives import NamedCollectives, Reduction, Work, finish
+from torch_ragged.fsdp.comm._collectives import NamedCollectives, Work, finish
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
@@ -23,6 +24,8 @@ from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.tensor._api import spec_of
 
 __all__ = ["GradReduction", "GradientState", "GradientUser", "ReductionSettings"]
+
+_SUM = Reduction(divisor=1.0, sum_only=True)
 
 
 class GradientState(Enum):
@@ -263,7 +266,8 @@ class GradReduction:
         for dims, indices in pending.items():
             views = [output.flat[begin:end] for begin, end in (self._intervals[index] for index in indices)]
             flat = torch.cat(views)
-            self._collectives.all_reduce_sum(flat, self._params[indices[0]].distribution.group_over(dims)).wait()
+            group = self._params[indices[0]].distribution.group_over(dims)
+            self._collectives.all_reduce(flat, _SUM, group).wait()
             torch._foreach_copy_(views, flat.split([view.numel() for view in views]))
 
     def _finish_all_reduce(self) -> None:
@@ -423,7 +427,7 @@ class GradReduction:
         part, param = self.local_components(index).get(name), self._params[index]
         if part is None:
             return None
-        sums = Partial("avg" if self._settings.reduction.divisor is None else "sum")
+        sums = Partial(self._settings.reduction.partial_op)
         if name == "unreduced":
             return param.distribution.unreduced(part, param.pending or (), sums)
         return param.distribution.partial(part, param.sharded, sums)  # type: ignore[arg-type]
