@@ -179,22 +179,21 @@ class GradReduction:
         """Whether shards wait that are reduced within each replica only. Equal on all ranks."""
         return self._kept is not None
 
-    def start(self, sends_narrow: bool) -> None:
+    def start(self, is_one_pass: bool) -> None:
         """Issue one reduce-scatter. A parameter without a gradient on this rank contributes zeros.
 
         Args:
-            sends_narrow: send gradients in the dtype of backward, and wide gradients in a second reduce-scatter. Equal on all
-                ranks.
+            is_one_pass: whether no rank holds gradients of an earlier pass. Equal on all ranks.
         """
         buffer, like, reduction = self._buffer, self._sharded, self._settings.reduction
+        # Sums over passes are in reduce_dtype, and are sent in it. Gradients of one pass may be sent as they came: equal on all
+        # ranks, as it follows from dtypes, layouts and carriers.
+        is_narrow = is_one_pass and buffer.dtype != buffer.reduce_dtype
+        sends_narrow = is_narrow and buffer.wide_gradients.allow_narrow(self._collectives, self._device)
         source = buffer.completed(widens=not sends_narrow)
         # A new one each time: it becomes ``.grad``, which the user may keep.
         output = DBuffer(like.layout, Shard(0), like.rank, buffer.reduce_dtype, self._device, log=self._log)
-        if sends_narrow:
-            wide = buffer.popped_wide()
-            work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, wide, reduction)
-        else:
-            work = self._collectives.reduce_scatter(output.flat, source.flat, reduction)
+        work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, reduction)
         self._reduce_scatter, self._output, self._has_failed = work, output, False
         self._pending = buffer.popped_pending()
 
