@@ -39,7 +39,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.core._fsdp_api",
             "fsdp.core._fsdp_init",
             "fsdp.core._mesh",
-            "fsdp.core.optional._roll_call",
+            "fsdp.gates._roll_call",
             "fsdp.core.encodings._spmd_types",
         ),
         """
@@ -49,7 +49,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "Methods of a sharded module": (
-        ("fsdp._fsdp_module", "fsdp.core._persistent_buffers", "fsdp.core._slots"),
+        ("fsdp._fsdp_module", "fsdp.memory._persistent_buffers", "fsdp.memory._slots"),
         """
         A method of `FSDPModule` got a value that it does not take, or was called at a time when it cannot act, such
         as inside a backward. Call methods between steps, with the values that the message names.
@@ -69,7 +69,6 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.core._dormant_group",
             "fsdp.core._fsdp_param_group",
             "fsdp.core._fsdp_state",
-            "fsdp.core._root",
             "fsdp.core._weight_gradient",
         ),
         """

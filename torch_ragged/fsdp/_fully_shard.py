@@ -25,18 +25,20 @@ from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn,
 from torch_ragged.fsdp.core._fsdp_param import GroupPlan, has_extension, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
+from torch_ragged.fsdp.core._hooks import hook_modules
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, forget_equal_meshes, groups_of
 from torch_ragged.fsdp.core._state_dict import take_parts
-from torch_ragged.fsdp.core._untrained import (
+from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.core.keepers._resident import Resident
+from torch_ragged.fsdp.gates._gate import gate_of
+from torch_ragged.fsdp.gates._untrained import (
     note_ignored,
     note_replaced,
     refuse_other_replicas,
     sharded_originals,
     watch_optimizers,
 )
-from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
-from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
-from torch_ragged.fsdp.core.keepers._resident import Resident
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.granularity import Granularity, OrigParamPolicy
 
@@ -212,7 +214,8 @@ def fully_shard(
         reshard_after_forward = _keep_parts(groups, reshard_after_forward)
     if levels is not None:
         _stay_gathered(groups, levels)
-    state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional)
+    state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional, gate_of)
+    hook_modules(state)
     state.checks_replicas = check_replicas
     state.reduces_last_only = placements is not None and placements.gradients[0] == Partial()
     for each in modules:

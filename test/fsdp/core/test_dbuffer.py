@@ -1,4 +1,4 @@
-"""DBuffer, its memory and what keeps a part of it, in one process: views, padding, slots, neighbours, resident parameters."""
+"""DBuffer, its memory and what keeps a part of it, in one process: views, padding, neighbours, resident parameters."""
 
 import itertools
 import math
@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_ragged.fsdp import BufferLayout, TensorSpec
 from torch_ragged.fsdp.comm._collectives import done
 from torch_ragged.fsdp.comm._hierarchical import Levels
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, allocate_storage, free_storage, in_buffer_form
-from torch_ragged.fsdp.core._slots import Slot
+from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, allocate_storage, free_storage, in_buffer_form
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.core.keepers._resident import Resident
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
@@ -147,9 +146,9 @@ class DBufferTest(unittest.TestCase):
 
     def test_borrowed_memory_is_dropped_and_not_freed(self):
         mine = torch.arange(40.0)
-        borrowed = buffer(Replicate(), borrowed=mine)
-        self.assertTrue(borrowed.is_borrowed)
-        self.assertFalse(buffer(Replicate()).is_borrowed)
+        borrowed = buffer(Replicate(), pool=Borrowed(mine))
+        self.assertTrue(borrowed.memory.is_borrowed)
+        self.assertFalse(buffer(Replicate()).memory.is_borrowed)
         self.assertEqual(borrowed.tensor(0).data_ptr(), mine.data_ptr())
         borrowed.free()
         self.assertEqual(borrowed.flat.numel(), 0)
@@ -171,47 +170,6 @@ class DBufferTest(unittest.TestCase):
             self.assertEqual(source.data_ptr(), (shard.flat if dtype == torch.float32 else whole.shard()).data_ptr())
             self.assertEqual(source.dtype, dtype)
             self.assertEqual(source.tolist(), shard.flat.tolist())
-
-
-class SlotTest(unittest.TestCase):
-    def setUp(self):
-        self.made = []
-
-    def allocate(self, numel, dtype):
-        self.made.append((numel, dtype))
-        return torch.zeros(numel, dtype=dtype)
-
-    def test_one_buffer_at_a_time_uses_a_slot(self):
-        slot = Slot("gathered parameters", self.allocate)
-        slot.reserve(torch.float32, 50)
-        slot.reserve(torch.float32, 40)
-        one = buffer(Replicate(), pool=slot)
-        self.assertEqual(self.made, [(50, torch.float32)])
-        self.assertTrue(one.is_allocated and one.is_free)
-        text = error_of(buffer, Replicate(), pool=slot)
-        self.assertIn("gathered parameters of torch.float32 is in use by another group", text)
-        one.free()
-        two = buffer(Replicate(), pool=slot)
-        self.assertEqual(two.flat.data_ptr(), one.flat.data_ptr())
-        self.assertFalse(one.is_allocated or one.is_free)
-        one.free()  # It has none: the slot stays the other's.
-        self.assertTrue(two.is_allocated)
-        self.assertIn("is in use by another group", error_of(one.allocate))
-        two.free()
-        one.allocate()
-        self.assertEqual((one.is_allocated, two.is_allocated, two.is_free), (True, False, False))
-        self.assertEqual(self.made, [(50, torch.float32)])
-        self.assertEqual(slot.nbytes, 200)
-
-    def test_a_slab_that_is_too_small_is_replaced(self):
-        slot = Slot("gradients", self.allocate)
-        first = slot.slab(torch.float32, 10)
-        self.assertIs(slot.slab(torch.float32, 10), first)
-        self.assertIs(slot.slab(torch.float32, 4), first)
-        self.assertEqual(slot.slab(torch.float32, 11).flat.numel(), 11)
-        slot.slab(torch.bfloat16, 3)
-        self.assertEqual(self.made, [(10, torch.float32), (11, torch.float32), (3, torch.bfloat16)])
-        self.assertEqual(slot.nbytes, 4 * 11 + 2 * 3)
 
 
 class Ranks:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Union
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -16,11 +16,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
-from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
 __all__ = [
+    "ALLOCATOR",
+    "Borrowed",
+    "BufferMemory",
     "DBuffer",
     "GroupMemory",
     "MemoryLog",
@@ -130,8 +132,86 @@ def _is_capturing(stream: torch.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-MemoryPool = Union[torch.cuda.MemPool, Slot]
-"""A source of memory other than the default allocator: a pool, or a slot at a fixed address."""
+class BufferMemory:
+    """The memory of one buffer: a storage of its own, which is allocated and freed as a whole. It is allocated when it is made.
+
+    Memory belongs to the stream on which it is allocated: the allocator gives it to later work of that stream at once.
+    :meth:`free` orders this stream behind the current one. If the memory was used on further streams, the current stream must
+    be ordered behind them first.
+
+    Args:
+        flat: fills its storage.
+        within: makes the context in which the storage is allocated again.
+
+    Attributes:
+        keeps_address: whether the memory has the same address after each :meth:`allocate`.
+        is_borrowed: whether :meth:`free` drops a reference to memory of another owner. It cannot be allocated again.
+    """
+
+    keeps_address = is_borrowed = False
+
+    def __init__(self, flat: torch.Tensor, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self.flat, self.nbytes, self._within = flat, flat.nbytes, within
+        self._stream = current_stream(flat.device)
+
+    @property
+    def is_allocated(self) -> bool:
+        return self.flat.untyped_storage().nbytes() == self.nbytes
+
+    @property
+    def is_free(self) -> bool:
+        """Whether :meth:`allocate` can be called: no other buffer uses this memory."""
+        return True
+
+    def allocate(self) -> None:
+        self._stream = current_stream(self.flat.device)
+        with self._within():
+            self.flat.untyped_storage().resize_(self.nbytes)
+
+    def free(self) -> None:
+        order_behind(self._stream, current_stream(self.flat.device))
+        self.flat.untyped_storage().resize_(0)
+
+
+class MemoryPool:
+    """Makes the memory of buffers, by torch's allocator.
+
+    Args:
+        pool: a pool of torch, as one of memory that NCCL has registered; None: any memory.
+
+    Attributes:
+        is_required: whether buffers must lie in this pool. If not, they may borrow other memory.
+    """
+
+    def __init__(self, pool: torch.cuda.MemPool | None = None) -> None:
+        self.is_required = pool is not None
+        self._within: Callable[[], AbstractContextManager[object]] = (
+            nullcontext if pool is None else functools.partial(torch.cuda.use_mem_pool, pool)
+        )
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> BufferMemory:
+        with self._within():
+            return BufferMemory(torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned), self._within)
+
+
+ALLOCATOR = MemoryPool()
+
+
+class Borrowed(MemoryPool):
+    """One tensor that has another owner and fills its storage. Freeing the buffer drops the reference to it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> BufferMemory:
+        return _BorrowedMemory(self._tensor.view(-1))
+
+
+class _BorrowedMemory(BufferMemory):
+    is_borrowed = True
+
+    def free(self) -> None:
+        self.flat = torch.empty_like(self.flat[:0])
 
 
 class DBuffer:
@@ -148,10 +228,6 @@ class DBuffer:
     Views stay at fixed offsets in the storage, which is allocated and freed as a whole. So a view is valid whenever the
     storage is allocated. Views have their own version counters: autograd does not see that the buffer is filled again.
 
-    Memory belongs to the stream on which it is allocated: the allocator gives it to later work of that stream at once.
-    :meth:`free` orders this stream behind the current one. If the buffer was used on further streams, the current stream must
-    be ordered behind them first.
-
     In a :class:`WeightedLayout`, each rank has its own S, which may be 0. In a :class:`RowsLayout`, a whole tensor has the
     sizes (ranks, rows of a shard, ...), and its rows may be padded.
 
@@ -160,12 +236,11 @@ class DBuffer:
         placement: ``Shard(0)``, ``Replicate()`` or ``Partial()``.
         rank: this rank in the mesh dimension.
         is_pinned: whether the memory is page-locked memory of the CPU, for copies to a GPU.
-        pool: the source of the memory; None: the allocator.
-        borrowed: a tensor to use as the memory; it fills its storage, which has another owner. :meth:`free` drops the reference
-            to it, and the buffer cannot be used again.
+        pool: makes the memory.
         log: records when memory is allocated and freed.
 
     Attributes:
+        memory: the memory, which has one length and one dtype.
         nbytes: bytes of the buffer when it is allocated.
     """
 
@@ -177,8 +252,7 @@ class DBuffer:
         dtype: torch.dtype,
         device: torch.device,
         is_pinned: bool = False,
-        pool: MemoryPool | None = None,
-        borrowed: torch.Tensor | None = None,
+        pool: MemoryPool = ALLOCATOR,
         log: MemoryLog | None = None,
     ) -> None:
         if not isinstance(placement, (Shard, Replicate, Partial)):
@@ -187,23 +261,15 @@ class DBuffer:
         self.is_sharded = isinstance(placement, Shard)
         start, stop = layout.shard_range(rank) if self.is_sharded else (0, layout.numel)
         numel = stop - start
-        self.pool, self._log = pool, log
-        self.nbytes = numel * dtype.itemsize
+        self.nbytes, self._log = numel * dtype.itemsize, log
         if log is not None and log.is_recording:  # Mostly not.
             log.note(self.nbytes)
-        self.is_borrowed = borrowed is not None
-        self._stream = current_stream(device)
-        self._slab = pool.slab(dtype, numel) if isinstance(pool, Slot) else None
-        if self._slab is not None:
-            self._slab.claim(self)
-            order_behind(self._stream, self._slab.freed_on)
-            self.flat = self._slab.flat[:numel]
-            return
-        if borrowed is not None:
-            self.flat = borrowed.view(-1)
-            return
-        with torch.cuda.use_mem_pool(pool) if isinstance(pool, torch.cuda.MemPool) else nullcontext():
-            self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
+        self.memory = pool.memory(numel, dtype, device, is_pinned)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The whole buffer, 1-D."""
+        return self.memory.flat
 
     @property
     def resident_nbytes(self) -> int:
@@ -213,47 +279,25 @@ class DBuffer:
     @property
     def is_allocated(self) -> bool:
         """Whether the buffer has its memory now. If not, :meth:`allocate` gets it."""
-        if self._slab is not None:
-            return self._slab.is_held_by(self)
-        return self.flat.untyped_storage().nbytes() == self.nbytes
-
-    @property
-    def is_free(self) -> bool:
-        """Whether :meth:`allocate` can be called: no other buffer uses this one's slot."""
-        return self._slab is None or self._slab.is_free_for(self)
+        return self.memory.is_allocated
 
     def allocate(self) -> None:
-        """Allocate the storage, unless it is allocated. Its contents are undefined.
+        """Allocate the memory, unless it is allocated. Its contents are undefined.
 
         Raises:
             RuntimeError: another buffer uses this one's slot.
         """
         if self.is_allocated:
             return
-        self._stream = current_stream(self.flat.device)
-        if self._slab is not None:
-            self._slab.claim(self)
-            order_behind(self._stream, self._slab.freed_on)
-        else:
-            with torch.cuda.use_mem_pool(self.pool) if isinstance(self.pool, torch.cuda.MemPool) else nullcontext():
-                self.flat.untyped_storage().resize_(self.nbytes)
+        self.memory.allocate()
         if self._log is not None and self._log.is_recording:
             self._log.note(self.nbytes)
 
     def free(self) -> None:
-        """Free the storage. Views stay, and are valid again after :meth:`allocate`."""
+        """Free the memory. Views stay, and are valid again after :meth:`allocate`."""
         if self._log is not None and self._log.is_recording and self.is_allocated:
             self._log.note(-self.nbytes)
-        if self._slab is not None:
-            if self._slab.is_held_by(self):
-                self._slab.freed_on = current_stream(self.flat.device)
-            self._slab.free(self)
-        elif self.is_borrowed:
-            self.flat = torch.empty_like(self.flat[:0])
-        else:
-            if self._stream is not None:
-                order_behind(self._stream, current_stream(self.flat.device))
-            self.flat.untyped_storage().resize_(0)
+        self.memory.free()
 
     def tensor(self, index: int) -> torch.Tensor:
         """The part of tensor ``index`` in this buffer, as a view with its own version counter."""

@@ -13,7 +13,15 @@ from torch.distributed.tensor import Partial
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp.comm._wide_gradients import WideGradients
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, current_stream, in_buffer_form, order_behind
+from torch_ragged.fsdp.core._dbuffer import (
+    Borrowed,
+    DBuffer,
+    MemoryLog,
+    MemoryPool,
+    current_stream,
+    in_buffer_form,
+    order_behind,
+)
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
@@ -48,7 +56,7 @@ class GradBuffer:
         device: of the computation.
         param_dtype: the dtype that the model computes with.
         reduce_dtype: the dtype that gradients are added in, over passes and over ranks.
-        pool: the memory pool of the buffers; None: the allocator.
+        pool: makes the memory of the buffers.
         log: records when they are allocated and freed.
 
     Attributes:
@@ -65,7 +73,7 @@ class GradBuffer:
         device: torch.device,
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
-        pool: MemoryPool | None,
+        pool: MemoryPool,
         log: MemoryLog,
     ) -> None:
         self._params, self._layout, self._rank, self._device = params, layout, rank, device
@@ -73,7 +81,7 @@ class GradBuffer:
         self.reduce_dtype = reduce_dtype
         self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
         # A reduction in float16 divides the buffer in place, against overflow.
-        self.may_borrow = len(params) == 1 and pool is None and reduce_dtype != torch.float16
+        self.may_borrow = len(params) == 1 and not pool.is_required and reduce_dtype != torch.float16
         self.holds_gradients = False
         self._unreduced: DBuffer | None = None
         self._widened: DBuffer | None = None
@@ -95,7 +103,7 @@ class GradBuffer:
     def is_allocated(self) -> bool:
         """Whether a gradient can be written without an allocation."""
         unreduced = self._unreduced
-        return unreduced is not None and unreduced.is_allocated and not unreduced.is_borrowed
+        return unreduced is not None and unreduced.is_allocated and not unreduced.memory.is_borrowed
 
     # -- gradients in ------------------------------------------------------------------------------------------------
 
@@ -111,7 +119,7 @@ class GradBuffer:
             return self._views
         self._gather_streams(stream)
         before = self._unreduced
-        is_borrowed = before is not None and before.is_borrowed
+        is_borrowed = before is not None and before.memory.is_borrowed
         unreduced = self._unreduced = self._allocated(None if is_borrowed else before, self.dtype)
         if before is not None and is_borrowed:  # Its owner, such as a user's hook, may read it later.
             unreduced.flat.copy_(before.flat)
@@ -165,7 +173,7 @@ class GradBuffer:
         if not is_storage or (self._unreduced is not None and self._unreduced.is_allocated):
             return False
         self._unreduced = DBuffer(
-            self._layout, Partial(), self._rank, self.dtype, self._device, borrowed=gradient, log=self._log
+            self._layout, Partial(), self._rank, self.dtype, self._device, pool=Borrowed(gradient), log=self._log
         )
         self._views = [self._unreduced.tensor(0)]
         self._gather_streams(current_stream(self._device))
@@ -251,7 +259,7 @@ class GradBuffer:
     def copied(self) -> torch.Tensor:
         """Between passes: a copy of the buffer in ``reduce_dtype``, with zeros where this rank has no gradient."""
         flat = torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device)
-        copy = DBuffer(self._layout, Partial(), self._rank, self.reduce_dtype, self._device, borrowed=flat)
+        copy = DBuffer(self._layout, Partial(), self._rank, self.reduce_dtype, self._device, pool=Borrowed(flat))
         for index in range(len(self._params)):
             if (view := self.accumulated(index)) is not None:
                 copy.tensor(index).copy_(view)
@@ -330,7 +338,7 @@ class GradBuffer:
     def _free_unreduced(self) -> None:
         if self._unreduced is not None:
             self._unreduced.free()
-            if self._unreduced.is_borrowed:
+            if self._unreduced.memory.is_borrowed:
                 # The memory is its owner's: the reference is dropped, and the next pass makes a buffer of its own.
                 self._unreduced, self._views = None, []
 

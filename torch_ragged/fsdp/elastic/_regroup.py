@@ -92,7 +92,7 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
     check_supported(group, call)
     if group.dp.is_member and group.is_meta:
         raise RuntimeError(f"{group.names} on the meta device: materialize parameters before {call}")
-    if group.is_pending or group.is_accumulating:
+    if group.is_pending or group.is_unsynchronized:
         raise RuntimeError(
             f"{group.names} has gradients that are not reduced yet, and would be lost: run a backward that reduces them, or "
             f"drop them with reset_iter_state(), before {call}"
@@ -103,7 +103,7 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
             f"{group.names} has collectives that belong to its mesh: close a monitor and call set_collectives('nccl') before "
             f"{call}, and choose them again after it"
         )
-    if group.pools[0] is not None or group.encoding.keeps_storage:
+    if group.pools[0].is_required or group.encoding.keeps_storage:
         raise ValueError(
             f"{group.names} has persistent buffers, as a captured model needs them: call set_persistent_buffers(False), or "
             f"set_keep_unsharded_storage(False), before {call}, and capture again after it"

@@ -21,6 +21,7 @@ from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param import FoundParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
+from torch_ragged.fsdp.core._hooks import hook_modules
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.core.keepers._resident import Resident
 
@@ -83,6 +84,7 @@ class _Replay:
         modules = self._modules[state]
         groups = [self._group(state, group) for group in state.groups]
         twin = FSDPState(modules, groups, state.mp_policy, state.reshard_after_forward)
+        hook_modules(twin)
         for knob in _COPIED_FROM_STATE:
             setattr(twin, knob, getattr(state, knob))
         twin.comm.max_gathers = state.comm.max_gathers

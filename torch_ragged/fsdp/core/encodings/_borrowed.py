@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import Replicate
 
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
+from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, MemoryPool
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -31,11 +31,11 @@ class BorrowedEncoding(Encoding):
         super().__init__(layout, rank)
         self._shards, self._borrows = shards, False
 
-    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         flat = self._shards.buffer.flat
-        self._borrows = pool is None and (flat.dtype, flat.device) == (dtype, device)
+        self._borrows = not pool.is_required and (flat.dtype, flat.device) == (dtype, device)
         if self._borrows:
-            self.buffer = DBuffer(self._layout, Replicate(), self._rank, dtype, device, borrowed=flat)
+            self.buffer = DBuffer(self._layout, Replicate(), self._rank, dtype, device, pool=Borrowed(flat))
         else:
             super().make_buffers(dtype, device, pool, log)
 

@@ -33,7 +33,7 @@ class ContiguousEncoding(Encoding):
         super().__init__(layout, rank)
         self._distribution = distribution
 
-    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         super().make_buffers(dtype, device, pool, log)
         self._whole = torch.empty(self._distribution.local_shape, dtype=dtype, device=device)
         log.note(self._whole.nbytes)

@@ -216,7 +216,7 @@ class Float8Encoding(Encoding):
         everything = [run for each in range(layout.ranks) for run in self._slices.runs_of(each, gathered=True)]
         self._everything = TileTable(everything, tile)
 
-    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         super().make_buffers(dtype, device, pool, log)
         self.codes = DBuffer(self._slices.layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
         self.codes.free()

@@ -23,7 +23,6 @@ from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -157,7 +156,7 @@ class PlanesEncoding(Encoding):
     def lacks(self, phase: Phase) -> bool:
         return self.has_phases and any(not each.is_gathered for each in self._needed(phase))
 
-    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         for each in self._sets:
             each.make_buffers(dtype, device, pool, log)
         self.buffer, self._made = self._sets[0].buffer, []
@@ -221,7 +220,7 @@ class PlanesEncoding(Encoding):
     def free(self, keeps_buffer: bool) -> None:
         if not keeps_buffer:
             for each in self._sets:
-                each.free(self.keeps_storage and not isinstance(each.buffer.pool, Slot))
+                each.free(self.keeps_storage and not each.buffer.memory.keeps_address)
                 if self.has_phases:  # Compiled code may have kept them for a backward, in which they have no memory.
                     torch.autograd.graph.increment_version([each.buffer.flat, each.whole])
 
@@ -252,7 +251,7 @@ class _PlaneSet:
         self._mine = TileTable(slices.runs_of(rank), tile)
         self.is_gathered = False
 
-    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         self._dtype, self._log, storage = dtype, log, self._kind.scale_storage
         self.buffer = DBuffer(self._layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
         self.scales = DBuffer(self._scale_layout, Replicate(), self._rank, storage, device, pool=pool, log=log)
@@ -296,7 +295,7 @@ class _PlaneSet:
             self.buffer.free()
         self.scales.free()
         # Its address stays where those of the buffers do: it is small.
-        if self.buffer.pool is None and not self.buffer.is_allocated:
+        if not self.buffer.memory.keeps_address and not self.buffer.is_allocated:
             free_storage(self.whole, self._log)
 
 

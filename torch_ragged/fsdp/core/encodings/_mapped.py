@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
-from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer
 from torch_ragged.fsdp.core.encodings._plain import Shards
 from torch_ragged.fsdp.files._mapped_file import MappedFile
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
@@ -45,7 +45,7 @@ class MappedShards(Shards):
             return
         self._file = MappedFile(self._folder, dist.get_rank(), nbytes)
         flat = torch.frombuffer(self._file.memory, dtype=torch.uint8).view(dtype)
-        self._hold(DBuffer(self._layout, Shard(0), self._rank, dtype, device, borrowed=flat))
+        self._hold(DBuffer(self._layout, Shard(0), self._rank, dtype, device, pool=Borrowed(flat)))
 
     def prepare(self, in_step: bool = False) -> None:
         if self._file is not None:

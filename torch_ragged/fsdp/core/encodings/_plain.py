@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FSDPParam, local_of
-from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["Encoding", "Phase", "Shards"]
@@ -78,7 +77,7 @@ class Shards:
         """Copy this rank's interval of a whole parameter into the buffer."""
         if value.is_meta:  # Nothing to copy. But the type of the values may record what is written to a shard later.
             if index == 0:
-                self.buffer.flat = local_of(value).detach().new_empty(self.buffer.flat.numel())
+                self.buffer.memory.flat = local_of(value).detach().new_empty(self.buffer.flat.numel())
                 self._storage = self.buffer.flat.untyped_storage()._cdata
             return
         start, stop = self._layout.local_range(index, self._rank)
@@ -144,11 +143,11 @@ class Encoding:
         """All-gather what ``phase`` needs beside what is unsharded, and wait for it."""
         raise AssertionError(f"{type(self).__name__} lacks nothing")
 
-    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         """Make buffers for a computation in ``dtype`` on ``device``. They are allocated: call :meth:`free` after use.
 
         Args:
-            pool: the memory pool of the buffers; None: the allocator.
+            pool: makes the memory of the buffers.
             log: records when they are allocated and freed.
         """
         self._log = log
@@ -171,7 +170,7 @@ class Encoding:
     @property
     def has_slot(self) -> bool:
         """Whether an all-gather can be issued: no other group uses the slots of the buffers."""
-        return all(buffer.is_free for buffer in self.buffers())
+        return all(buffer.memory.is_free for buffer in self.buffers())
 
     def compute_tensor(self, index: int) -> torch.Tensor:
         """The memory of an unsharded parameter, in the parameter's shape."""
@@ -194,7 +193,7 @@ class Encoding:
 
     def free(self, keeps_buffer: bool) -> None:
         """Free the unsharded parameters. If ``keeps_buffer``, ``buffer`` stays allocated."""
-        keeps_storage = self.keeps_storage and not isinstance(self.buffer.pool, Slot)  # A slot keeps its address anyway.
+        keeps_storage = self.keeps_storage and not self.buffer.memory.keeps_address
         if not keeps_storage and not keeps_buffer:
             self.buffer.free()
 

@@ -142,7 +142,7 @@ class TypeEncoding(Encoding):
         modules = [found.registered_names[0][0] for found in params]
         self._of_params = list(zip(modules, shapes))
 
-    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         """Prepare for the first ``fsdp_post_all_gather``, which allocates the tensors. ``pool`` is not used."""
         self._dtype, self._device, self._log = dtype, device, log
         self._params = [_Typed(*of, self._layout.rows(index)) for index, of in enumerate(self._of_params)]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torch_ragged.fsdp.core._dbuffer import BufferMemory, MemoryPool, current_stream, order_behind
+
 __all__ = ["SlotRing", "Slot", "Slab"]
 
 
@@ -19,12 +21,11 @@ class Slab:
     Attributes:
         flat: the memory.
         description: for errors.
-        freed_on: the stream that was current when the last holder freed it.
     """
 
     flat: torch.Tensor
     description: str
-    freed_on: torch.Stream | None = None
+    _freed_on: torch.Stream | None = None  # Current when the last holder freed it.
     _holder: weakref.ref[object] | None = None
 
     def is_held_by(self, holder: object) -> bool:
@@ -36,6 +37,8 @@ class Slab:
 
     def claim(self, holder: object) -> None:
         """Make ``holder`` the holder, until it calls :meth:`free`. The contents are undefined.
+
+        The current stream is ordered behind the last holder's.
 
         Raises:
             RuntimeError: another holder uses it.
@@ -51,15 +54,41 @@ class Slab:
                     "or call set_persistent_buffers(False)"
                 )
         self._holder = weakref.ref(holder)
+        order_behind(current_stream(self.flat.device), self._freed_on)
 
     def free(self, holder: object) -> None:
         """If ``holder`` is the holder, free the memory for others."""
         if self.is_held_by(holder):
-            self._holder = None
+            self._holder, self._freed_on = None, current_stream(self.flat.device)
+
+
+class _SlotMemory(BufferMemory):
+    """The memory of one buffer in a slot, from the claim of its slab to :meth:`free`."""
+
+    keeps_address = True
+
+    def __init__(self, slab: Slab, numel: int) -> None:
+        super().__init__(slab.flat[:numel])
+        self._slab = slab
+        slab.claim(self)
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._slab.is_held_by(self)
+
+    @property
+    def is_free(self) -> bool:
+        return self._slab.is_free_for(self)
+
+    def allocate(self) -> None:
+        self._slab.claim(self)
+
+    def free(self) -> None:
+        self._slab.free(self)
 
 
 @dataclass(eq=False)
-class Slot:
+class Slot(MemoryPool):
     """The memory of groups that take turns: one slab for each dtype, of the size that the largest group needs.
 
     Args:
@@ -67,6 +96,7 @@ class Slot:
             Groups are equal on all ranks, so all ranks call it in the same order.
     """
 
+    is_required = True
     _name: str
     _allocate: Callable[[int, torch.dtype], torch.Tensor]
     _numel: dict[torch.dtype, int] = field(default_factory=dict)
@@ -84,6 +114,9 @@ class Slot:
             flat = self._allocate(self._numel[dtype], dtype)
             slab = self._slabs[dtype] = Slab(flat, f"{self._name} of {dtype}")
         return slab
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> BufferMemory:
+        return _SlotMemory(self.slab(dtype, numel), numel)
 
     @property
     def nbytes(self) -> int:

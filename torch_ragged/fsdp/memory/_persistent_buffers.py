@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torch_ragged.fsdp.core._dbuffer import ALLOCATOR
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
-from torch_ragged.fsdp.core._slots import Slot, SlotRing
 from torch_ragged.fsdp.core.keepers._resident import Resident
+from torch_ragged.fsdp.memory._slots import Slot, SlotRing
 
 __all__ = ["SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]
 
@@ -77,7 +78,7 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
 def make_transient(groups: Sequence[FSDPParamGroup]) -> None:
     """Let groups allocate memory for each use, and free it after use."""
     for group in groups:
-        group.set_memory_pools(None, None)
+        group.set_memory_pools(ALLOCATOR, ALLOCATOR)
 
 
 def allocator(device: torch.device) -> Allocate:

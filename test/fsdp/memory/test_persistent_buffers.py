@@ -8,10 +8,11 @@ import torch
 from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate
 
-from torch_ragged.fsdp import ZERO2, Float8Policy, _fsdp_module, fully_shard
-from torch_ragged.fsdp.core._persistent_buffers import allocator
-from torch_ragged.fsdp.core._slots import Slab, SlotRing
+from torch_ragged.fsdp import ZERO2, BufferLayout, DBuffer, Float8Policy, TensorSpec, _fsdp_module, fully_shard
+from torch_ragged.fsdp.memory._persistent_buffers import allocator
+from torch_ragged.fsdp.memory._slots import Slab, Slot, SlotRing
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -57,6 +58,52 @@ class RingTest(unittest.TestCase):
         slab.claim(other)
         del other
         slab.claim(one)  # A holder that was deleted holds nothing.
+
+
+def buffer(slot: Slot) -> DBuffer:
+    layout = BufferLayout((TensorSpec("weight", (40,), (), 1),), (0,), 10, 4, 1, 0, "", "")
+    return DBuffer(layout, Replicate(), 0, torch.float32, torch.device("cpu"), pool=slot)
+
+
+class SlotTest(unittest.TestCase):
+    def setUp(self):
+        self.made = []
+
+    def allocate(self, numel, dtype):
+        self.made.append((numel, dtype))
+        return torch.zeros(numel, dtype=dtype)
+
+    def test_one_buffer_at_a_time_uses_a_slot(self):
+        slot = Slot("gathered parameters", self.allocate)
+        slot.reserve(torch.float32, 50)
+        slot.reserve(torch.float32, 40)
+        one = buffer(slot)
+        self.assertEqual(self.made, [(50, torch.float32)])
+        self.assertTrue(one.is_allocated and one.memory.is_free)
+        text = error_of(buffer, slot)
+        self.assertIn("gathered parameters of torch.float32 is in use by another group", text)
+        one.free()
+        two = buffer(slot)
+        self.assertEqual(two.flat.data_ptr(), one.flat.data_ptr())
+        self.assertFalse(one.is_allocated or one.memory.is_free)
+        one.free()  # It has none: the slot stays the other's.
+        self.assertTrue(two.is_allocated)
+        self.assertIn("is in use by another group", error_of(one.allocate))
+        two.free()
+        one.allocate()
+        self.assertEqual((one.is_allocated, two.is_allocated, two.memory.is_free), (True, False, False))
+        self.assertEqual(self.made, [(50, torch.float32)])
+        self.assertEqual(slot.nbytes, 200)
+
+    def test_a_slab_that_is_too_small_is_replaced(self):
+        slot = Slot("gradients", self.allocate)
+        first = slot.slab(torch.float32, 10)
+        self.assertIs(slot.slab(torch.float32, 10), first)
+        self.assertIs(slot.slab(torch.float32, 4), first)
+        self.assertEqual(slot.slab(torch.float32, 11).flat.numel(), 11)
+        slot.slab(torch.bfloat16, 3)
+        self.assertEqual(self.made, [(10, torch.float32), (11, torch.float32), (3, torch.bfloat16)])
+        self.assertEqual(slot.nbytes, 4 * 11 + 2 * 3)
 
 
 class Blocks(nn.Module):
