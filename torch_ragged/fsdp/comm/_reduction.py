@@ -93,8 +93,8 @@ class Reduction:
                 carriers are equal on all ranks.
         """
         steps = self.steps(size, output.dtype, dist.ReduceOp.AVG in ops)
-        # The op on the left: one with a factor is an object that knows its kind, and kinds do not know the object.
-        if not any(steps.op == known for known in ops):
+        # An op with a factor is an object that knows its kind, and kinds do not know the object: it stands on the left.
+        if steps.op not in ops and not any(steps.op == known for known in ops):
             known, name = ", ".join(each.name for each in ops), getattr(steps.op, "name", "an op with a factor")
             raise ValueError(
                 f"these collectives compute {known} over ranks, but {self} needs {name}: choose other collectives with "

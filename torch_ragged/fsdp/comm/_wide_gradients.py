@@ -82,10 +82,10 @@ class WideGradients:
 
         Args:
             output: gets this rank's shard (S elements), in the wide dtype.
-            buffer: all gradients (ranks * S elements). If it has the wide dtype, nothing is kept, and there is no second one.
+            buffer: all gradients (ranks * S elements), in the narrow dtype.
         """
         narrow = collectives.reduce_scatter(output, buffer, reduction)
-        if buffer.dtype == output.dtype or not self._part:  # Or no rank has an element of a wide gradient.
+        if not self._part:  # No rank has an element of a wide gradient.
             return narrow
         received = output.new_empty(self._part)
         # Zeros: a rank without some of the gradients must still take part for the other ranks.

@@ -283,9 +283,10 @@ class GradBuffer:
         else:
             self._close()
             source = self._unreduced
-            # Other ranks expect wide gradients of some parameters only: round the rest, of matmuls that write in place.
-            for index, gradient in self.wide_gradients.popped(only_unexpected=True):
-                self.views()[index].add_(gradient)
+            if not widens:
+                # Other ranks expect wide gradients of some parameters only: round the rest, of matmuls that write in place.
+                for index, gradient in self.wide_gradients.popped(only_unexpected=True):
+                    self.views()[index].add_(gradient)
         assert source is not None and source.is_allocated
         return source
 

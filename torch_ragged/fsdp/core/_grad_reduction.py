@@ -193,7 +193,10 @@ class GradReduction:
         source = buffer.completed(widens=not sends_narrow)
         # A new one each time: it becomes ``.grad``, which the user may keep.
         output = DBuffer(like.layout, Shard(0), like.rank, buffer.reduce_dtype, self._device, log=self._log)
-        work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, reduction)
+        if sends_narrow:
+            work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, reduction)
+        else:
+            work = self._collectives.reduce_scatter(output.flat, source.flat, reduction)
         self._reduce_scatter, self._output, self._has_failed = work, output, False
         self._pending = buffer.popped_pending()
 
