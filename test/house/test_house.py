@@ -79,7 +79,7 @@ PRIVATE = {
     ),
     # Only this module of torch's has symmetric memory.
     "torch.distributed._symmetric_memory": (
-        ("fsdp.comm._capabilities", "fsdp.comm.experimental._multicast", "fsdp.comm.experimental._peer_memory"),
+        ("fsdp.comm._choice", "fsdp.comm.experimental._multicast", "fsdp.comm.experimental._peer_memory"),
         "buffers that other ranks read and write",
     ),
 }

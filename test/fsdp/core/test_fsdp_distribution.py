@@ -17,7 +17,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged._register._torch import dtensor_like
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._forward_order import Pass
 from torch_ragged.fsdp.core._fsdp_param import Distribution
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, TwoStepWork, Work, wait_all
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, TwoStepWork, Work, wait_all
+from torch_ragged.fsdp.comm._reduction import Reduction
 
 __all__ = ["HierarchicalCollectives", "Levels"]
 
@@ -54,6 +55,4 @@ class HierarchicalCollectives(ProcessGroupCollectives):
         partial = output.new_empty(self._levels.nodes * output.numel())
         parts = zip(partial.split(output.numel()), buffer.split(self._levels.per_node * output.numel()))
         works = [self._within.reduce_scatter(part, node, reduction) for part, node in parts]
-        # The first step applies the user's divisor. If there is none, each step divides by its own number of ranks.
-        rest = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
-        return TwoStepWork(wait_all(works), lambda: self._across.reduce_scatter(output, partial, rest))
+        return TwoStepWork(wait_all(works), lambda: self._across.reduce_scatter(output, partial, reduction.rest()))

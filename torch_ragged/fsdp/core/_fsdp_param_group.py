@@ -629,11 +629,7 @@ class FSDPParamGroup:
             self.reduction.take_back()
             # Equal on all ranks: if gradients may have accumulated, or if parameters stay gathered, so that ranks may have run
             # different numbers of passes since the last reduction, all ranks send the wide dtype.
-            is_one_pass = not self.may_hold_sum and self.keeper is None
-            is_narrow = is_one_pass and self.grad_buffer.dtype != self.reduce_dtype
-            # Whether the collectives can add in a wider dtype than they send is their own business.
-            allow_narrow = self.grad_buffer.wide_gradients.allow_narrow
-            self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.collectives, self.device))
+            self.reduction.start(is_one_pass=not self.may_hold_sum and self.keeper is None)
             self.may_hold_sum = False
 
     def publish_unreduced(self) -> None:

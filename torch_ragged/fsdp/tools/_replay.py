@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, Reduction, Work, done
+from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, Work, done
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param import FoundParam
@@ -261,10 +262,7 @@ class _NoCollectives:
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         return _Held(buffer.nbytes, self._log) if self._traits.holds_second_buffer else done
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        return done
-
-    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
         return done
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:

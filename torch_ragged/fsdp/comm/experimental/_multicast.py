@@ -6,7 +6,6 @@ first use.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import timeout_of
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Reduction, Work, division_of
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Work, WrappedCollectives
+from torch_ragged.fsdp.comm._reduction import SUMS, Reduction
 from torch_ragged.fsdp.comm.experimental._peer_memory import StreamWork
 
 __all__ = ["MulticastCollectives", "SymmetricSlabs"]
@@ -49,7 +49,7 @@ class SymmetricSlabs:
         return self._handles.get(tensor.untyped_storage().data_ptr()) if tensor.storage_offset() == 0 else None
 
 
-class MulticastCollectives:
+class MulticastCollectives(WrappedCollectives):
     """Collectives on gathered buffers and gradient buffers in :class:`SymmetricSlabs`. Experimental.
 
     An all-gather stores each shard once, to the multicast address of the gathered buffers
@@ -61,17 +61,16 @@ class MulticastCollectives:
     """
 
     def __init__(self, process_groups: ProcessGroupCollectives, group: dist.ProcessGroup, slabs: SymmetricSlabs) -> None:
+        super().__init__(process_groups)
         self._process_groups, self._group, self._slabs = process_groups, group, slabs
         self._timeout_ms = int(1000 * timeout_of(group, slabs.device).total_seconds())
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self.all_reduce, self.all_reduce_max = process_groups.all_reduce, process_groups.all_reduce_max
-        self.all_reduce_sum = process_groups.all_reduce_sum
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         is_ours = group in (None, self._group) and self._process_groups.custom_all_gather is None
         # All ranks decide alike: buffers are persistent on all ranks or on none.
         if not is_ours or self._slabs.handle(output) is None:
-            return self._process_groups.all_gather(output, shard, group)
+            return super().all_gather(output, shard, group)
         # A higher priority than reductions have, because forward waits for all-gathers.
         stream = self._stream("all_gather", output.device, priority=-1)
         with torch.no_grad(), torch.cuda.stream(stream):
@@ -82,12 +81,9 @@ class MulticastCollectives:
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         handle = self._slabs.handle(buffer) if buffer.dtype in _TYPES else None
         if handle is None or self._process_groups.custom_reduce_scatter is not None:
-            return self._process_groups.reduce_scatter(output, buffer, reduction)
-        # The switch computes sums only.
-        how = division_of(self._group, output, dataclasses.replace(reduction, sum_only=True))
-        if how.before > 1:
-            buffer.div_(how.before)
-        return self._load_sum(handle, output, how.after)
+            return super().reduce_scatter(output, buffer, reduction)
+        _, divisor = reduction.begin(output, buffer, self._group.size(), SUMS)
+        return self._load_sum(handle, output, divisor)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         # The load instruction returns the dtype that it reads. A rank receives sums only, straight in the output.
