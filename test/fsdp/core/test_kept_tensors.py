@@ -253,6 +253,7 @@ class KeptTensorTest(unittest.TestCase):
             plain = Model()
             for rank in range(2):  # The gradients of the first backward are dropped, so that they cannot hide missing ones.
                 earlier = [param.grad for param in plain.parameters()]
+                plain.zero_grad()
                 twice(plain, torch.arange(3) + rank, second, list(plain.parameters()))
                 for param, before in zip(plain.parameters(), earlier, strict=True):
                     param.grad = before if param.grad is None else param.grad if before is None else param.grad + before
