@@ -37,7 +37,6 @@ from torch_ragged._register._torch import (
     gradient_use,
     next_sequence_number,
 )
-from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState, numbered
@@ -127,8 +126,10 @@ class FSDPState(ModuleState):
                     "part of another root: run the forward of the outermost fully_shard module first"
                 )
         # All checks are before the first change: after an error, each state is its own root, as before.
-        check_awake(group for state in states for group in state.groups)
-        for group in [group for state in states for group in state.groups]:
+        groups = [group for state in states for group in state.groups]
+        for group in groups:
+            group.check_awake()
+        for group in groups:
             group.check_late_extensions()
         # On all ranks in the same order, since they call their roots in one: a log takes the next number for its ranks.
         log, roll_call = call_log_of(states), roll_call_of(self.modules, states)
