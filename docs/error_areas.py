@@ -37,7 +37,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.elastic._weights",
             "fsdp.core.keepers._resident",
             "fsdp.core._fsdp_param",
-            "fsdp.core.encodings._float8",
+            "fsdp.codes._float8",
             "fsdp.core._fsdp_api",
             "fsdp.core._kit",
             "fsdp.core._fsdp_init",

@@ -26,7 +26,7 @@ from torch_ragged.fsdp import (
     float8_weight,
     fully_shard,
 )
-from torch_ragged.fsdp.core.encodings._float8_planes import _PlaneSet
+from torch_ragged.fsdp.codes._float8_planes import _PlaneSet
 
 PAIRS = {
     "rows, then squares": Float8Policy(torch.float32, tile=(1, 128), weight_factory=float8_weight, backward=Float8Policy()),

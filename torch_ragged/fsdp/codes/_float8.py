@@ -16,12 +16,12 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torch_ragged._kernels import float4, float8
 from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
+from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes, PlanesEncoding, WeightFactory
+from torch_ragged.fsdp.codes._float8_weight import float4_weight
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import FoundParam
 from torch_ragged.fsdp.core._kit import SHARD_ALIGNMENT_BYTES, Draft, FeaturePart, Kit, Need, Terms
-from torch_ragged.fsdp.core.encodings._float8_planes import Float4Planes, Float8Planes, PlanesEncoding, WeightFactory
-from torch_ragged.fsdp.core.encodings._float8_weight import float4_weight
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, blocks, elements
