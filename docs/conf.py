@@ -2,12 +2,17 @@
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from docutils.statemachine import StringList
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.docutils import SphinxDirective
 
 import torch_ragged
+from torch_ragged.fsdp.core._kit import FeaturePart
 
 project = "torch_ragged"
 author = "the torch_ragged authors"
@@ -76,9 +81,28 @@ def shorten_types(app: Any, what: str, name: str, object: Any, options: Any, sig
     return short[0], short[1]
 
 
+def skip_parts(app: Any, what: str, name: str, object: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out what ``Float8Policy`` and others are to ``fully_shard``, not to users."""
+    return True if name in vars(FeaturePart) and not name.startswith("__") else None
+
+
+class Combinations(SphinxDirective):
+    """The table of docs/combinations.py."""
+
+    def run(self) -> list[nodes.Node]:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from combinations import table
+
+        section = nodes.container()
+        self.state.nested_parse(StringList(table()), 0, section)
+        return [section]
+
+
 def setup(app: Any) -> None:
+    app.add_directive("combinations", Combinations)
     analyzer = ModuleAnalyzer.for_module("torch_ragged.fsdp._fully_shard")
     analyzer.analyze()
     analyzer.overloads.pop("fully_shard")  # Or they would be shown in place of the signature.
     shutil.rmtree(NAMES, ignore_errors=True)  # autosummary does not delete pages of names that are gone.
     app.connect("autodoc-process-signature", shorten_types)
+    app.connect("autodoc-skip-member", skip_parts)

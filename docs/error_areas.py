@@ -34,9 +34,12 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         (
             "fsdp",
             "fsdp._fully_shard",
+            "fsdp.elastic._weights",
+            "fsdp.core.keepers._resident",
             "fsdp.core._fsdp_param",
-            "fsdp.core.encodings._float8",
+            "fsdp.codes._float8",
             "fsdp.core._fsdp_api",
+            "fsdp.core._kit",
             "fsdp.core._fsdp_init",
             "fsdp.core._mesh",
             "fsdp.gates._roll_call",
@@ -66,7 +69,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         (
             "fsdp.core",
             "fsdp.core._dbuffer",
-            "fsdp.core._dormant_group",
+            "fsdp.elastic._dormant_group",
             "fsdp.core._fsdp_param_group",
             "fsdp.core._fsdp_state",
             "fsdp.core._weight_gradient",

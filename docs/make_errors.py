@@ -25,7 +25,8 @@ INTRODUCTION = """\
 
 This page is for a reader who has an error and searches for its text. `<name>` stands for a value that the message has.
 `make errors` makes the page from the raise statements of the package; [troubleshooting](troubleshooting.md) is about
-runs that hang, are slow or need too much memory.
+runs that hang, are slow or need too much memory. An error "... does not support ..." of two features is in the table of
+[features that do not work together](combinations.md).
 
 A wrong collective call raises before any rank changes anything. If a call is wrong on some ranks only, these ranks raise the
 error below. All others raise `<call> failed on rank ...`, which quotes it.

@@ -24,7 +24,7 @@ from benchmarks.common.measure import print_table
 from benchmarks.common.models import shard
 from benchmarks.gpu.gpu_common import Deadline, Timer, finish, initialize, options_of, parser, stack
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp._fully_shard import named_groups
+from torch_ragged.fsdp._groups import named_groups
 from torch_ragged.fsdp.comm._reduction import Reduction
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch_ragged import RaggedShard
 from torch_ragged._register._torch import fsdp2_keeps_wide_gradients
 from torch_ragged.fsdp import advise, blocks, buffer_layouts, fully_shard, rows, tensor
-from torch_ragged.fsdp._fully_shard import named_groups
+from torch_ragged.fsdp._groups import named_groups
 
 STEPS = 8
 POLICIES = {"elements": None, "rows": lambda fqn, p: rows(5), "blocks": lambda fqn, p: blocks(8, 8)}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from torch_ragged import InterleavedShard
 from torch_ragged.fsdp import Float8Policy, buffer_layouts, elements, fully_shard, rows, segments, tensor
-from torch_ragged.fsdp.core.encodings._float8 import keeps_tiles
+from torch_ragged.fsdp.codes._float8 import keeps_tiles
 
 QKV, GATE_UP = (12, 6, 6), (10, 10)
 

@@ -209,11 +209,9 @@ ValueError: unit: dims ('a', 'b', 'c') are 3 mesh dimensions: give the one of th
 ValueError: unit: BufferPlacements(parameters=(Replicate(),), gradients=(Shard(dim=0),),
     | optimizer=(Shard(dim=0),)) is for 1 mesh dimensions, got dims ('a', 'b'): use ZERO1, ZERO2 or ZERO3 on
     | one, and leave placements out on two
-ValueError: unit: placements=HIERARCHICAL needs a mesh of data-parallel dimensions alone, and parameters of a
-    | plan are DTensors on the whole mesh: leave it out, for HSDP on two mesh dimensions, or use ZERO1, ZERO2
-    | or ZERO3 on one
-ValueError: unit: a Float8Policy does not support BufferPlacements(parameters=(Replicate(),),
-    | gradients=(Partial(sum),), optimizer=(Shard(dim=0),)), which keeps parameters gathered: use ZERO3
+ValueError: unit: HIERARCHICAL does not support parallelize, by which parameters are DTensors on the whole
+    | mesh: leave placements out, for HSDP, or pass the two data-parallel dimensions as the mesh
+ValueError: unit: Float8Policy does not support ZERO1, which keeps parameters gathered: use ZERO3 or HSDP
 TypeError: unit: param_dtype of mp_policy must be a floating-point dtype, got torch.int8
 ValueError: unit: "a.<in>" is an activation: name modules, without brackets
 TypeError: default: placement must be of Shard, Replicate, Partial, _StridedShard, InterleavedShard,

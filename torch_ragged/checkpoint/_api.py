@@ -39,7 +39,7 @@ from torch_ragged.checkpoint._rng import rng_checksums
 from torch_ragged.checkpoint._same import refuse_different
 from torch_ragged.checkpoint._state import Contents, Redistribute, Request, TrainState, has_lost
 from torch_ragged.checkpoint._writer import CheckpointWriter, SavePlannerOfViews
-from torch_ragged.fsdp._fully_shard import check_replicas_of
+from torch_ragged.fsdp._groups import check_replicas_of
 
 __all__ = ["async_save", "load", "save"]
 

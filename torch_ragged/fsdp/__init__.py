@@ -3,17 +3,19 @@
 =================  =========================================================================================
 ``_fully_shard``   ``fully_shard``: makes parameter groups of modules, and registers hooks
 ``_fsdp_module``   ``FSDPModule``, the methods of a sharded module
+``_groups``        finds the groups under a module
 ``layout/``        ``BufferLayout``, the offsets of tensors in a buffer, and its planner. Integers only
 ``comm/``          collectives over process groups and gloo; ``experimental/``: copy engine and multicast
 ``core/``          a parameter, its group, the buffers, gradients, the root, and the hooks of modules; in folders:
                    ``encodings/`` (what an all-gather sends), ``keepers/`` (what stays gathered), ``optional/``
+``codes/``         parameters that are all-gathered in 8 or 4 bits: ``Float8Policy``, ``Float4Policy``
 ``offload/``       ``offloaded``: optimizers whose states lie in host memory, by the policy ``Offload``
 ``elastic/``       ``reshard_to``: moves a model that trains to another mesh; ``NeighbourCopies``
 ``tools/``         ``monitor``, ``memory_report`` and ``token_scale``
 =================  =========================================================================================
 
-Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- elastic, offload, tools``. The offline
-planner is :mod:`torch_ragged.offline`.
+Imports point one way: ``layout <- comm <- core <- _fsdp_module, _groups, codes <- elastic, offload, tools <- _fully_shard``.
+The offline planner is :mod:`torch_ragged.offline`.
 "Life of a parameter" in docs/design.md follows one parameter through the files.
 """
 
@@ -26,24 +28,26 @@ from torch.distributed.fsdp import (
 )
 
 from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
-from torch_ragged.fsdp._fully_shard import buffer_layouts, fully_shard
-from torch_ragged.fsdp.core._dbuffer import DBuffer
-from torch_ragged.fsdp.core._fsdp_api import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements, Offload
-from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
-from torch_ragged.fsdp.core.encodings._float8 import Float4Policy, Float8Policy
-from torch_ragged.fsdp.core.encodings._float8_planes import Float4Planes, Float8Planes
-from torch_ragged.fsdp.core.encodings._float8_weight import (
+from torch_ragged.fsdp._fully_shard import fully_shard
+from torch_ragged.fsdp._groups import buffer_layouts
+from torch_ragged.fsdp.codes._float8 import Float4Policy, Float8Policy
+from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes
+from torch_ragged.fsdp.codes._float8_weight import (
     Float8Weight,
     float4_weight,
     float8_matmul_weight,
     float8_weight,
 )
+from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
+from torch_ragged.fsdp.core.keepers._resident import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
 from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import reshard_to
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer, offloaded
+from torch_ragged.fsdp.offload._policy import Offload
 from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report
 from torch_ragged.fsdp.tools._monitor import Monitor, monitor
 from torch_ragged.fsdp.tools._timeline import Timeline, TimelineSpan

@@ -23,12 +23,12 @@ from torch_ragged.fsdp.core._dbuffer import MemoryPool
 from torch_ragged.fsdp.core._fsdp_api import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle, state_of
+from torch_ragged.fsdp.core._kit import FeaturePart, Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._param_swap import check_conversion, convert, is_whole, load_converted, load_replaced
 from torch_ragged.fsdp.core._state_dict import before_load
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.gates._untrained import warn_of_unsharded
-from torch_ragged.fsdp.layout._weighted import WeightedLayout
 from torch_ragged.fsdp.memory._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.tensor._from_meta import FromMeta
 
@@ -554,7 +554,7 @@ def _traffic_of(groups: list[FSDPParamGroup]) -> Traffic:
 
 
 def _is_weighted(group: FSDPParamGroup) -> bool:
-    return isinstance(group.layout, WeightedLayout)
+    return any(Need.EQUAL_SHARDS in part.terms.breaks for part in group.plan.parts)
 
 
 def _check_equal_shards(groups: list[FSDPParamGroup], what: str) -> None:
@@ -564,8 +564,12 @@ def _check_equal_shards(groups: list[FSDPParamGroup], what: str) -> None:
         ValueError: it has ``weights``.
     """
     for group in groups:
-        if isinstance(group.layout, WeightedLayout):
-            raise ValueError(f"{group.names} has weights {group.layout.weights}, and {what} needs equal shards")
+        check_pairs([part_of_collectives(what), *group.plan.parts])
+
+
+def part_of_collectives(call: str) -> FeaturePart:
+    """What ``call`` brings, which chooses collectives of equal shards."""
+    return PlainPart(Terms(call, {Need.EQUAL_SHARDS: ": leave weights out"}))
 
 
 def _check_no_custom_collectives(groups: list[FSDPParamGroup]) -> None:

@@ -1,9 +1,9 @@
-"""``fully_shard``, and functions that find the groups it has made. It moves parameters once, and trains nothing."""
+"""``fully_shard``: makes parameter groups of modules. It moves parameters once, and trains nothing."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, overload
 
@@ -11,38 +11,50 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial
 
 from torch_ragged._ranks.agreement import agree, agreement
 from torch_ragged._ranks.claims import text_of
-from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
-from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
-from torch_ragged.fsdp.core._fsdp_api import BufferPlacements, InvalidArgument, check_bool
-from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, make_group, plan_groups
-from torch_ragged.fsdp.core._fsdp_param import GroupPlan, has_extension, owner_of
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, check_bool
+from torch_ragged.fsdp.core._fsdp_init import (
+    CPUOffloadPart,
+    GroupPolicyPart,
+    RegisteredNames,
+    ShardPlacementFn,
+    find_params,
+    make_group,
+    plan_groups,
+)
+from torch_ragged.fsdp.core._fsdp_param import has_extension, owner_of
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._hooks import hook_modules
-from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, forget_equal_meshes, groups_of
+from torch_ragged.fsdp.core._kit import FeaturePart, GroupPlan, Kit, Need, PlainPart, Terms, check_pairs
+from torch_ragged.fsdp.core._mesh import (
+    OUTSIDE,
+    DataParallelMesh,
+    agree_on_groups,
+    device_of,
+    forget_equal_meshes,
+    groups_of,
+)
 from torch_ragged.fsdp.core._state_dict import take_parts
-from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
-from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
-from torch_ragged.fsdp.core.keepers._resident import Resident
+from torch_ragged.fsdp.core.keepers._neighbours import NeighboursPart
+from torch_ragged.fsdp.core.keepers._resident import BufferPlacements
+from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
+from torch_ragged.fsdp.elastic._weights import WeightsPart
 from torch_ragged.fsdp.gates._gate import gate_of
 from torch_ragged.fsdp.gates._untrained import (
     note_ignored,
     note_replaced,
-    refuse_other_replicas,
     sharded_originals,
     watch_optimizers,
 )
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
-from torch_ragged.granularity import Granularity, OrigParamPolicy
+from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy
 
-__all__ = ["buffer_layouts", "check_replicas_of", "fully_shard", "module_states", "named_groups"]
+__all__ = ["fully_shard", "parts_of"]
 
 
 @overload
@@ -141,14 +153,12 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: ``mesh`` is not as above; a list has a module twice; this rank is not in the mesh, and ``dp_mesh_dims``,
-            ``HIERARCHICAL`` or a tensor type with its own all-gather is used; ``module`` is sharded already; a parameter is
-            sharded already, by this function or torch's, is a DTensor on another device than the mesh's, on a dimension of
+        ValueError: ``mesh`` is not as above; a list has a module twice; ``module`` is sharded already; a parameter is sharded
+            already, by this function or torch's, is a DTensor on another device than the mesh's, on a dimension of
             ``mesh``, or on a mesh that cannot be joined with ``mesh``, is tied to a sharded parameter, is cut unevenly by model
             parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
-            ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; ``weights`` are not one integer per
-            rank, at least 0, or meet a placement ``Shard``, neighbours, ``HIERARCHICAL``, float8 or a ``GroupPolicy``; or ranks
-            disagree.
+            ``weights`` are not one integer per rank, at least 0; two features exclude each other (docs/combinations.md lists
+            them); or ranks disagree.
         TypeError: ``module`` is not an ``nn.Module``, ``mesh`` is not a ``DeviceMesh``, ``reshard_after_forward`` is not a
             bool, int or None, ``placements`` are no ``BufferPlacements``, ``mp_policy`` is no ``MixedPrecisionPolicy`` of
             floating-point dtypes, ``offload_policy`` is no ``OffloadPolicy``, ``ignored_params`` has something other than
@@ -169,42 +179,48 @@ def fully_shard(
         _check_offload_policy(offload_policy)
         check_bool("fully_shard", "optional", optional)
         check_bool("fully_shard", "check_replicas", check_replicas)
-        if weights is not None:
-            _check_weights(weights, reshard_after_forward, placements)
-        if optional and len(modules) > 1:
-            raise ValueError(f"optional=True expects one module, got {len(modules)}: call fully_shard for each of them")
         _check_mp_policy(mp_policy)
+        if placements is not None and not isinstance(placements, BufferPlacements):
+            raise TypeError(
+                f"placements={placements!r} is a {type(placements).__name__}: pass ZERO1, ZERO2, ZERO3 or HIERARCHICAL, which "
+                "torch_ragged.fsdp has (placements=ZERO2)"
+            )
         _check_function("orig_param_policy", orig_param_policy)
         _check_function("shard_placement_fn", shard_placement_fn)
         DataParallelMesh.check(mesh, dp_mesh_dims)
-        makes_groups = _check_placements(mesh, dp_mesh_dims, placements) or dp_mesh_dims is not None
-        if isinstance(mp_policy, Float8Policy) and placements is not None and placements.stay_gathered:
-            raise ValueError(f"Float8Policy does not support {placements}, which keeps parameters gathered: use ZERO3 or HSDP")
-        # What users write, which must be equal on all ranks. The results of the two functions are compared below.
         options = {
-            "mesh": (mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names),
             "dp_mesh_dims": dp_mesh_dims,
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": mp_policy,
             "offload_policy": offload_policy,
-            "ignored_params": _names(modules, ignored),
             "placements": placements,
             "optional": bool(optional),
-            "check_replicas": bool(check_replicas),
             "weights": weights,
         }
-        written = [f"{name}: {text_of(value)}" for name, value in options.items()]
-        claim += written if makes_groups else []
+        parts = parts_of({**options, "module": modules, "mesh": mesh, "orig_param_policy": orig_param_policy})
+        check_pairs(parts)
+        if placements is not None:
+            placements.check_mesh(mesh, dp_mesh_dims)
+        # What users write, which must be equal on all ranks. The results of the two functions are compared below.
+        shape = (mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names)
+        options = {"mesh": shape, **options, "check_replicas": bool(check_replicas), "ignored_params": _names(modules, ignored)}
+        texts = {name: each.text() if isinstance(each, FeaturePart) else text_of(each) for name, each in options.items()}
+        written = [f"{name}: {text}" for name, text in texts.items()]
+        claim += written if any(part.makes_groups for part in parts) else []
     with agreement(ranks, device, "fully_shard") as claim:
-        dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
+        dp = DataParallelMesh.of(mesh, dp_mesh_dims)
+        for part in parts:
+            dp = part.shards_over(dp)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored)
-        plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn, weights)
+        plans = plan_groups(found, dp, parts, mp_policy, orig_param_policy, shard_placement_fn)
         claim += written + _claim(plans, list(found))
     _move(modules, found if dp.is_member else {}, device)
-    in_files = any(plan.parameters_folder is not None for plan in plans)
-    with agreement(ranks, device, "fully_shard") if in_files else nullcontext([]) as claim:  # type: ignore[attr-defined]
-        groups = [make_group(plan) for plan in plans]
-        claim.append("files")  # One may fail on one rank: then no rank replaces a parameter.
+    may_fail = any(part.may_fail_alone for plan in plans for part in plan.parts)
+    with torch.inference_mode(False):  # Later steps train these parameters.
+        kits = [Kit.of(plan).with_keeper() for plan in plans]
+    with agreement(ranks, device, "fully_shard") if may_fail else nullcontext([]) as claim:  # type: ignore[attr-defined]
+        groups = [make_group(plan, kit) for plan, kit in zip(plans, kits)]
+        claim.append("groups")  # One may fail on one rank: then no rank replaces a parameter.
     note_ignored(ignored)
     watch_optimizers()
     for param in [param for plan in plans for param in plan.params]:
@@ -212,9 +228,7 @@ def fully_shard(
     for group in groups:
         group.register_sharded()
     if not isinstance(reshard_after_forward, (bool, type(None))):
-        reshard_after_forward = _keep_parts(groups, reshard_after_forward)
-    if levels is not None:
-        _stay_gathered(groups, levels)
+        reshard_after_forward = reshard_after_forward > 1
     state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional, gate_of)
     hook_modules(state)
     state.checks_replicas = check_replicas
@@ -232,54 +246,6 @@ def _state(module: nn.Module) -> FSDPState | None:
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]
-
-
-def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
-    """The layout of each group under ``module``, by the name of the module that ``fully_shard`` was called on."""
-    return {name: group.layout for name, group in named_groups(module).items()}
-
-
-def named_groups(module: nn.Module) -> dict[str, FSDPParamGroup]:
-    """The groups under ``module``, by the name of their module: ``name``, ``name[1]``, ``name[2]``, ..."""
-    groups: dict[str, FSDPParamGroup] = {}
-    for name, state in _states(module).items():
-        groups.update({f"{name}[{i}]" if i else name: group for i, group in enumerate(state.groups)})
-    return groups
-
-
-def module_states(module: nn.Module) -> dict[str, FSDPState]:
-    """The state of each module under ``module`` that ``fully_shard`` was called on, by the module's name.
-
-    If ``fully_shard`` was called on a list of modules, they have one state, under the name of the first.
-
-    Raises:
-        ValueError: ``fully_shard`` was called on no module of ``module``.
-    """
-    states = _states(module) if isinstance(module, nn.Module) else {}
-    if not states:
-        raise ValueError(
-            f"expected a module that torch_ragged.fsdp.fully_shard was called on, or one that holds such modules, got "
-            f"{type(module).__name__} without any: call fully_shard first"
-        )
-    return states
-
-
-def check_replicas_of(model: nn.Module) -> None:
-    """Raise on all ranks if replicas hold other parameters: a checkpoint of ``model`` would have those of one replica.
-
-    Raises:
-        ValueError: they do; see ``check_replicas`` of :func:`fully_shard`.
-    """
-    checked = [group for state in _states(model).values() if state.checks_replicas for group in state.groups]
-    refuse_other_replicas([model], checked)
-
-
-def _states(module: nn.Module) -> dict[str, FSDPState]:
-    states: dict[FSDPState, str] = {}
-    for name, child in module.named_modules():
-        if state := state_of(child):
-            states.setdefault(state, name or "root")
-    return {name: state for state, name in states.items()}
 
 
 # -- checks --------------------------------------------------------------------------------------------------------------
@@ -338,11 +304,6 @@ def _check_modules(
                 f"{fqn} is sharded already, as {owner.fqn} of an earlier fully_shard call: call fully_shard on the inner "
                 "modules first (for block in model.blocks: fully_shard(block)), and on the model around them last"
             )
-        if not dp.is_member and (isinstance(param, DTensor) or has_extension(param)):
-            raise ValueError(
-                f"{fqn} is a {type(param).__name__}, and rank {dist.get_rank()} is not in the mesh {mesh}: on such ranks, "
-                "fully_shard takes plain parameters only"
-            )
         if param.device.type not in (mesh.device_type, "meta") and (isinstance(param, DTensor) or has_extension(param)):
             raise ValueError(f"{fqn} is on {param.device}, the mesh on {mesh.device_type}: move the module first")
         if param in sharded_originals:
@@ -374,66 +335,34 @@ def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, Reg
             tensor.data = tensor.data.to(device)
 
 
-def _keep_parts(groups: Sequence[FSDPParamGroup], size: int) -> bool:
-    """Implement ``reshard_after_forward=size``: each of ``size`` neighbours keeps a part of the gathered buffers.
-
-    If ``size`` is the number of shards, nothing is kept. If ``size`` is 1, the group is not resharded. If a group computes with
-    other memory than the gathered buffer, it keeps nothing.
-
-    Returns:
-        whether to reshard after forward.
-    """
-    for group in groups:
-        shards = group.dp.shard_group
-        if group.encoding.computes_in_buffer and 1 < size < group.dp.ranks and shards is not None:
-            group.keep(Neighbours.among(shards, group.rank, size, group.memory.gathered))
-    return size > 1
+def parts_of(arguments: Mapping[str, Any]) -> list[FeaturePart]:
+    """The parts of the arguments of ``fully_shard``, in the order in which they equip a group. What is absent brings none."""
+    given = [(arguments[name], part_of) for name, part_of in _PARTS.items() if name in arguments]
+    parts = [value if isinstance(value, FeaturePart) else part_of(value) for value, part_of in given]
+    return [part for part in parts if part is not None]
 
 
-def _check_placements(mesh: DeviceMesh, dims: Any, placements: BufferPlacements | None) -> bool:
-    """Whether ``placements`` need more process groups than the mesh has.
-
-    Raises:
-        TypeError: ``placements`` are no :class:`BufferPlacements`.
-        ValueError: the mesh has another number of dimensions than ``placements``, or ``dp_mesh_dims`` is not supported.
-    """
-    ndim = mesh.ndim if dims is None else bool(dims.replicate_names) + bool(dims.shard_names)
-    if placements is None:
-        return False
-    if not isinstance(placements, BufferPlacements):
-        raise TypeError(
-            f"placements={placements!r} is a {type(placements).__name__}: pass ZERO1, ZERO2, ZERO3 or HIERARCHICAL, which "
-            "torch_ragged.fsdp has (placements=ZERO2)"
-        )
-    if len(placements.optimizer) != ndim:
-        raise ValueError(f"{placements} is for a mesh with {len(placements.optimizer)} dimensions, got {ndim} of {mesh}")
-    if not placements.stay_gathered or ndim == 1:
-        return False
-    if dims is not None:
-        raise ValueError("HIERARCHICAL does not support dp_mesh_dims: pass the two data-parallel dimensions as the mesh")
-    return True
+def _part_of_dims(dims: Any) -> FeaturePart:
+    given = "parallelize" if getattr(dims, "counts_once", False) else f"dp_mesh_dims={dims}"
+    return PlainPart(Terms(given, {Need.IN_MESH: OUTSIDE}, breaks=(Need.MOVABLE, Need.OWN_MESH)), makes_groups=True)
 
 
-def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> tuple[DataParallelMesh, Levels | None]:
-    """The mesh of the optimizer's shards; and the ranks over which parameters stay gathered, or None."""
-    if placements is None or not placements.stay_gathered:
-        return dp, None
-    if not dp.is_member and dp.mesh.ndim == 1:
-        return dp, None  # reshard_to() tells this rank what stays gathered.
-    if not dp.is_member:
-        raise ValueError(f"HIERARCHICAL supports no rank outside of the mesh, and rank {dist.get_rank()} is not in {dp.mesh}")
-    if dp.mesh.ndim == 1:
-        return dp, Levels(dp.mesh.get_group(), None)
-    flat = DataParallelMesh.of(flatten(dp.mesh))
-    return flat, Levels(dp.mesh.get_group(0), dp.mesh.get_group(1))
+_SEVERAL = PlainPart(Terms("a list of several modules", breaks=(Need.ONE_MODULE,)))
+_OPTIONAL = PlainPart(Terms("optional=True", {Need.ONE_MODULE: ": call fully_shard for each of them"}))
 
-
-def _stay_gathered(groups: Sequence[FSDPParamGroup], levels: Levels) -> None:
-    for group in groups:
-        if not group.encoding.makes_params:  # A tensor type with its own all-gather keeps nothing.
-            group.keep(Resident(levels, group.memory.gathered))
-        if levels.within is not None and group.dp.shard_group is not None:
-            group.process_groups = group.collectives = HierarchicalCollectives(levels, group.dp.shard_group)
+_PARTS: dict[str, Callable[[Any], FeaturePart | None]] = {
+    "module": lambda given: _SEVERAL if len(given) > 1 else None,
+    "optional": lambda given: _OPTIONAL if given else None,
+    "dp_mesh_dims": lambda given: None if given is None else _part_of_dims(given),
+    "offload_policy": lambda given: CPUOffloadPart(given.pin_memory) if isinstance(given, CPUOffloadPolicy) else None,
+    "mp_policy": lambda given: None,  # Torch's own is no part.
+    "weights": WeightsPart.of,
+    "orig_param_policy": lambda given: GroupPolicyPart(given) if isinstance(given, GroupPolicy) else None,
+    "reshard_after_forward": lambda k: NeighboursPart(k) if isinstance(k, int) and not isinstance(k, bool) else None,
+    "placements": lambda given: None,
+    "mesh": OutsideMesh.of,  # The last one: it takes away what the others have chosen.
+}
+"""By argument, what makes the part of a value that is none itself."""
 
 
 def _default_mesh() -> DeviceMesh:
@@ -487,31 +416,12 @@ def _claim(plans: Sequence[GroupPlan], names: Sequence[str]) -> list[str]:
         lines.append(f"orig_param_policy or shard_placement_fn of {param.fqn}: cut {where}")
     for plan in plans:
         layout, mesh = plan.layout, plan.dp.mesh
-        casts = (
-            f"param_dtype {plan.param_dtype}, reduce_dtype {plan.reduce_dtype}{f', float8 in {plan.tile}' if plan.tile else ''}"
-        )
+        casts = f"param_dtype {plan.param_dtype}, reduce_dtype {plan.reduce_dtype}"
         where = f"{layout.ranks} shards of {layout.shard_numel} elements, on a mesh of {tuple(mesh.shape)}"
         names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
         lines.append(f"a buffer of {layout.tensors[0].name} and others with {casts}, in {where}{names}")
         lines += [f"{spec.name} {spec.shape} at {offset}" for spec, offset in zip(layout.tensors, layout.offsets)]
     return lines
-
-
-def _check_weights(weights: Any, reshard_after_forward: Any, placements: BufferPlacements | None) -> None:
-    """Raise if ``weights`` are no sequence, or if something else needs equal shards.
-
-    Raises:
-        TypeError, ValueError: they are not, or it does.
-    """
-    if not isinstance(weights, Sequence) or isinstance(weights, (str, bytes)):
-        raise TypeError(f"weights={weights!r} is no list: pass an integer per rank of the shards, as weights=[3, 2, 0]")
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        raise ValueError(
-            f"weights={weights!r} does not support reshard_after_forward={reshard_after_forward}, whose neighbours keep equal "
-            "parts: pass True or False"
-        )
-    if placements is not None and len(placements.optimizer) == 2:
-        raise ValueError(f"weights={weights!r} does not support HIERARCHICAL: use a 1-D mesh, or HSDP")
 
 
 _EXAMPLES = {

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_ragged._register._spmd import compute_as_before
 from torch_ragged._register._torch import fake_store, forget_shardings
-from torch_ragged.fsdp._fully_shard import named_groups
+from torch_ragged.fsdp._groups import named_groups
 from torch_ragged.random import single_device
 from torch_ragged.spmd._boundary import wrap_changes
 from torch_ragged.spmd._explained import ExplainedBoundary, ExplainedRule, ExplainedTensor, Memory

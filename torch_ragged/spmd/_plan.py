@@ -10,6 +10,7 @@ import enum
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, Optional, Union
 
 import torch
@@ -18,7 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.fsdp import HIERARCHICAL, BufferPlacements, Float8Policy
+from torch_ragged.fsdp import BufferPlacements
+from torch_ragged.fsdp._fully_shard import parts_of
+from torch_ragged.fsdp.core._kit import check_pairs
 from torch_ragged.granularity import Granularity
 from torch_ragged.spmd._paths import activation_path, check_regex, grad_path, under
 from torch_ragged.spmd._text import (
@@ -251,6 +254,10 @@ class SegmentsRule(Rule):
             raise TypeError(f"segments: dim must be an integer, got {self.dim!r}")
 
 
+_WHOLE_MESH = SimpleNamespace(counts_once=True)
+"""Stands for the ``dp_mesh_dims`` of a unit, which ``fully_shard`` gets from ``parallelize``."""
+
+
 @dataclass(frozen=True, repr=False)
 class UnitRule(Rule):
     """:meth:`Plan.unit`. ``options`` are pairs of name and value, sorted by name."""
@@ -281,18 +288,15 @@ class UnitRule(Rule):
         if "granularity" in options and "orig_param_policy" in options:
             raise ValueError("unit: granularity and orig_param_policy say the same thing: give one of them")
         placements, policy = options.get("placements"), options.get("mp_policy")
-        if placements == HIERARCHICAL:
-            raise ValueError(
-                "unit: placements=HIERARCHICAL needs a mesh of data-parallel dimensions alone, and parameters of a plan are "
-                "DTensors on the whole mesh: leave it out, for HSDP on two mesh dimensions, or use ZERO1, ZERO2 or ZERO3 on one"
-            )
+        try:
+            check_pairs(parts_of({**options, "dp_mesh_dims": _WHOLE_MESH}))
+        except ValueError as error:
+            raise ValueError(f"unit: {error}") from error
         if placements is not None and len(placements.optimizer) != len(self.dims):
             raise ValueError(
                 f"unit: {placements} is for {len(placements.optimizer)} mesh dimensions, got dims {self.dims}: use ZERO1, "
                 "ZERO2 or ZERO3 on one, and leave placements out on two"
             )
-        if isinstance(policy, Float8Policy) and placements is not None and placements.stay_gathered:
-            raise ValueError(f"unit: a Float8Policy does not support {placements}, which keeps parameters gathered: use ZERO3")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(policy, name, None)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -505,7 +505,7 @@ class ExtensionTest(unittest.TestCase):
 
     def test_bad_extensions_are_refused(self):
         words = (
-            "shard_placement_fn returned S(1), return Shard(0) or None",
+            "does not support the placement Shard(1) of weight: return Shard(0) or None from shard_placement_fn",
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be",
             "convert it before",
         )

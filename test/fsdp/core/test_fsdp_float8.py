@@ -29,8 +29,8 @@ from torch_ragged.fsdp import (
     rows,
     tensor,
 )
-from torch_ragged.fsdp._fully_shard import named_groups
-from torch_ragged.fsdp.core.encodings._float8 import _SLICE_ALIGNMENT, Float8Encoding, _Slices, keeps_tiles
+from torch_ragged.fsdp._groups import named_groups
+from torch_ragged.fsdp.codes._float8 import _SLICE_ALIGNMENT, Float8Encoding, _Slices, keeps_tiles
 from torch_ragged.granularity import TensorSpec
 
 BFLOAT16 = Float8Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -269,7 +269,9 @@ class OptionalTest(unittest.TestCase):
     @ranks(2)
     def test_wrong_use_is_an_error_on_all_ranks():
         model = Model()
-        assert "optional=True expects one module, got 2" in error_of(fully_shard, [model.embed, model.head], optional=True)
+        assert "optional=True does not support a list of several modules: call fully_shard for each of them" in error_of(
+            fully_shard, [model.embed, model.head], optional=True
+        )
         root = fully_shard(nn.Linear(2, 2), optional=True)
         assert "the root, whose forward runs first, cannot be optional" in error_of(root, torch.ones(2, 2))
         tower = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

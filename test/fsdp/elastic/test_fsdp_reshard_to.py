@@ -501,8 +501,8 @@ class ReshardToTest(unittest.TestCase):
             "meta": "RuntimeError: .* on the meta device: materialize parameters before reshard_to",
             "neighbours": "has reshard_after_forward=2, which does not divide 3 shards: call set_reshard_after_forward",
             "replicas": "was sharded with ZERO1 or ZERO2, which take a 1-D mesh, got DeviceMesh",
-            "hierarchical": "was sharded with HIERARCHICAL, which reshard_to does not support",
-            "tensor parallel": "layers.0.up.weight was a DTensor before fully_shard",
+            "hierarchical": "reshard_to does not support HIERARCHICAL: save a checkpoint",
+            "tensor parallel": "reshard_to does not support the DTensor layers.0.up.weight of tensor",
             "move": "KeyError: 'network'",
             "stale graph": "RuntimeError: reshard_to has moved the parameters after this forward",
         }

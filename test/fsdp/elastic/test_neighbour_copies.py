@@ -422,8 +422,7 @@ class NeighbourCopiesTest(unittest.TestCase):
         mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
         model = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=Offload())
         text = error_of(NeighbourCopies, model, None)
-        assert text.startswith("ValueError: weight and 1 more was sharded with Offload("), text
-        assert "which NeighbourCopies does not support" in text, text
+        assert text.startswith("ValueError: NeighbourCopies does not support Offload("), text
         model, optimizer = make(mesh)
         for wrong, right, words in (
             ({"optimizer": 3}, {"optimizer": optimizer}, "NeighbourCopies expects a torch.optim.Optimizer"),

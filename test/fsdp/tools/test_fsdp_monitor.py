@@ -19,7 +19,7 @@ from torch_ragged.fsdp import (
     memory_report,
     monitor,
 )
-from torch_ragged.fsdp._fully_shard import named_groups as groups_of
+from torch_ragged.fsdp._groups import named_groups as groups_of
 from torch_ragged.fsdp.tools._timeline import timeline_of
 
 KINDS = ("all_gather", "reduce_scatter", "other")

@@ -32,7 +32,7 @@ from torch_ragged.fsdp import (
     memory_report,
     monitor,
 )
-from torch_ragged.fsdp._fully_shard import named_groups as groups_of
+from torch_ragged.fsdp._groups import named_groups as groups_of
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.tools._replay import high_water

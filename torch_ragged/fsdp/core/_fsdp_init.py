@@ -2,45 +2,56 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
-from torch_ragged.fsdp.core._dormant_group import DormantGroup
-from torch_ragged.fsdp.core._fsdp_api import Offload
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, GroupPlan, has_extension
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, has_extension
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._kit import (
+    SHARD_ALIGNMENT_BYTES,
+    Draft,
+    FeaturePart,
+    GroupPlan,
+    Kit,
+    Need,
+    PlainPart,
+    Terms,
+    check_pairs,
+)
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core.encodings._borrowed import BorrowedEncoding
-from torch_ragged.fsdp.core.encodings._contiguous import ContiguousEncoding
-from torch_ragged.fsdp.core.encodings._float8 import Float8Encoding, Float8Policy
-from torch_ragged.fsdp.core.encodings._float8_planes import PlanesEncoding
-from torch_ragged.fsdp.core.encodings._mapped import MappedShards
-from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
-from torch_ragged.fsdp.core.encodings._tensor_types import TypeEncoding, TypeShards, TypeStandIn
+from torch_ragged.fsdp.core.encodings._contiguous import ShardPart
+from torch_ragged.fsdp.core.encodings._tensor_types import TypePart
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._planner import plan_layout
-from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
-from torch_ragged.fsdp.layout._weighted import check_weights
 from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy, elements, rows
 from torch_ragged.tensor.placement_types import block_split, is_block_shard
 
-__all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "layout_of", "make_group", "plan_groups"]
+__all__ = [
+    "CPUOffloadPart",
+    "GroupPolicyPart",
+    "RegisteredNames",
+    "ShardPlacementFn",
+    "find_params",
+    "layout_of",
+    "make_group",
+    "part_of_dtensor",
+    "plan_groups",
+]
 
 RegisteredNames = list[tuple[nn.Module, str]]
 ShardPlacementFn = Callable[[nn.Parameter], Optional[Union[Shard, Granularity, Any]]]
 """parameter -> ``Shard``, torch's ``BlockShard``, a granularity, FSDP2's result with ``placement`` and ``mesh_info``, None."""
 
-_SHARD_ALIGNMENT_BYTES = 128
 _logger = logging.getLogger("torch_ragged.fsdp")
 
 
@@ -71,165 +82,124 @@ def find_params(
 def plan_groups(
     found: dict[str, tuple[nn.Parameter, RegisteredNames]],
     dp: DataParallelMesh,
+    parts: Sequence[FeaturePart],
     mp_policy: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
     policy: OrigParamPolicy | None,
     shard_placement_fn: ShardPlacementFn | None,
-    weights: Sequence[int] | None = None,
 ) -> list[GroupPlan]:
-    """One plan for each mesh, dtype and compute dtype.
-
-    Parameters whose tensor type has its own all-gather have plans of their own, and so has each parameter placed as ``Shard``.
+    """One plan for each mesh, dtype, compute dtype, and key of the ``parts``.
 
     Raises:
         ValueError, TypeError: as in :func:`fully_shard`.
     """
-    buckets: dict[Any, list[tuple[FoundParam, Granularity]]] = {}
+    buckets: dict[Any, list[FoundParam]] = {}
     meshes: dict[Any, DataParallelMesh] = {}
-    unquantized: dict[str, list[str]] = {}  # Names of matrices, by why they are not quantized.
+    parts_of: dict[Any, dict[Any, FeaturePart]] = {}  # Of each bucket. Of parts that are found, one of each class.
     for fqn, (param, registered) in found.items():
         cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
-        if isinstance(mp_policy, Float8Policy) and policy is shard_placement_fn is None:
-            cut = mp_policy.default_granularity(param, registered)
-        is_typed = has_extension(param)
-        if is_typed:  # Shard(0): FSDP2's placement of parameters whose tensor type has its own all-gather.
-            if (isinstance(cut, Shard) and cut.dim != 0) or not param.ndim:
-                why = f": shard_placement_fn returned {cut}, return Shard(0) or None" if param.ndim else ": it has no rows"
-                raise ValueError(
-                    f"{fqn} of shape {tuple(param.shape)} is a {type(param).__name__} with fsdp_pre_all_gather, whose rows are "
-                    f"sharded{why}"
-                )
-            if isinstance(offload, Offload) and offload.parameters_folder is not None:
-                raise ValueError(
-                    f"{fqn} is a {type(param).__name__} with fsdp_pre_all_gather, which keeps its shard itself, and "
-                    'Offload(parameters="files") cannot keep it: give Offload(parameters=True) for its module'
-                )
-            cut = Shard(0)
+        if policy is shard_placement_fn is None:
+            defaults = (part.default_granularity(param, registered) for part in parts)
+            cut = next((each for each in defaults if each is not None), cut)
+        kinds = _kinds_of(fqn, param, cut)
+        if kinds:
+            check_pairs([*kinds, *parts])
+        cut = Shard(0) if any(isinstance(kind, TypePart) for kind in kinds) else cut  # As FSDP2 places these parameters.
         dtype = _param_dtype(fqn, param, mp_policy)
-        shard_dim = cut.dim if isinstance(cut, Shard) else None
-        one = FoundParam(fqn, registered, param, Distribution(fqn, param, mesh, shard_dim))
-        tile, why = _tile_of(one, cut, dtype or param.dtype, mp_policy)
-        if why and param.numel() and mp_policy.takes(param, registered):  # type: ignore[attr-defined]
-            unquantized.setdefault(why, []).append(fqn)
-        apart = is_typed or (fqn if shard_dim is not None else None)
-        key = (mesh.key, param.dtype, dtype, param.is_meta, apart, tile)
+        distribution = Distribution(fqn, param, mesh, cut.dim if isinstance(cut, Shard) else None)
+        one = FoundParam(fqn, registered, param, distribution, None if isinstance(cut, Shard) else cut, dtype)
+        keys = [(part, part.key(one)) for part in (*kinds, *parts)]
+        apart = [(type(part), value) for part, value in keys if value is not None and value is not True]
+        key = (mesh.key, param.dtype, dtype, param.is_meta, *apart)
         meshes[key] = mesh
-        buckets.setdefault(key, []).append((one, elements() if isinstance(cut, Shard) else cut))
-    for why, names in unquantized.items():
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        level = logging.WARNING if dist.get_rank() == 0 else logging.DEBUG
-        _logger.log(level, f"{type(mp_policy).__name__} has no effect on {listed}: {why}")
+        buckets.setdefault(key, []).append(one)
+        known = parts_of.setdefault(key, {})
+        for part, value in keys:
+            if value is not None:
+                known.setdefault(type(part) if part in kinds else id(part), part)
+    for part in parts:
+        part.tell([param for params in buckets.values() for param in params])
     plans = []
-    for key, members in buckets.items():
-        params, dp, tile = [param for param, _ in members], meshes[key], key[-1]
+    for key, params in buckets.items():
         reduce_dtype = mp_policy.reduce_dtype if params[0].value.dtype.is_floating_point else None
         sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
-        alignment = max(1, _SHARD_ALIGNMENT_BYTES // (min(sizes) if tile is None else 1))
-        if tile is not None and isinstance(mp_policy, Float8Policy):
-            alignment *= mp_policy.planes.per_byte
-        specs = [param.distribution.tensor_spec(granularity) for param, granularity in members]
-        if weights is not None:
-            _check_weighted(params[0], weights, dp.ranks, policy, tile)
-        if has_extension(params[0].value):
-            layout: BufferLayout = rows_layout([param.distribution.rows_spec() for param in params], dp.ranks)
-        elif isinstance(policy, GroupPolicy) and params[0].distribution.shard_dim is None:
-            plan = functools.partial(_planned, members, dp.ranks, alignment)
-            layout = policy.choose([(param.fqn, param.value) for param in params], dp.ranks, plan)
-        else:
-            layout = layout_of(params[0].distribution, specs, dp.ranks, alignment, weights)
-        plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy, tile))
+        mine = tuple(parts_of[key].values())
+        draft = Draft(params, [param.spec for param in params], meshes[key].ranks, max(1, SHARD_ALIGNMENT_BYTES // min(sizes)))
+        layout = layout_of(draft, mine)
+        plans.append(GroupPlan(params, meshes[key], layout, key[2], reduce_dtype, mp_policy, mine))
     return plans
 
 
-def _check_weighted(
-    first: FoundParam, weights: Sequence[int], ranks: int, policy: OrigParamPolicy | None, tile: tuple[int, int] | None
-) -> None:
-    """Raise if parameters as the ``first`` one cannot be in shards of ``weights``.
-
-    Raises:
-        ValueError: weights are not one per rank; or the parameters have equal shards always.
-    """
-    check_weights(weights, ranks)
-    reasons = {
-        "is placed as Shard": first.distribution.shard_dim is not None,
-        "is of a type with its own all-gather": has_extension(first.value),
-        "is all-gathered as float8": tile is not None,
-        f"has the policy {type(policy).__name__}, which plans equal shards": isinstance(policy, GroupPolicy),
-    }
-    why = next((reason for reason, is_so in reasons.items() if is_so), None)
-    if why is not None:
-        raise ValueError(f"{first.fqn} {why}, which weights={weights!r} does not support: leave weights out")
+def _kinds_of(fqn: str, param: nn.Parameter, cut: Granularity | Shard) -> list[FeaturePart]:
+    """What a parameter brings itself: the parts of its tensor type and of its placements."""
+    is_typed = has_extension(param)
+    kinds: list[FeaturePart] = [TypePart(fqn, type(param).__name__)] if is_typed else []
+    if is_typed and not param.ndim:
+        raise ValueError(f"{fqn} of shape () is a {type(param).__name__} with fsdp_pre_all_gather, which has no rows to shard")
+    if isinstance(cut, Shard) and not (is_typed and cut.dim == 0):
+        kinds.append(ShardPart(fqn, cut.dim))
+    return [*kinds, part_of_dtensor(fqn)] if isinstance(param, DTensor) else kinds
 
 
-def _planned(
-    members: Sequence[tuple[FoundParam, Granularity]], ranks: int, alignment: int, chosen: Sequence[Granularity | None]
-) -> BufferLayout:
-    """The layout of parameters of ``chosen`` granularities; None: the one that the parameter has."""
-    specs = [param.distribution.tensor_spec(choice or own) for (param, own), choice in zip(members, chosen, strict=True)]
-    return plan_layout(specs, ranks, alignment)
+def part_of_dtensor(fqn: str) -> FeaturePart:
+    """What a parameter brings that the model has distributed."""
+    needs = {Need.IN_MESH: ": there, fully_shard takes plain parameters only"}
+    return PlainPart(Terms(f"the DTensor {fqn} of tensor or expert parallelism", needs, breaks=(Need.MOVABLE,)))
 
 
-def make_group(plan: GroupPlan) -> FSDPParamGroup:
-    """The group of ``plan``, with its kind of shards and encoding. It has not registered its parameters yet."""
-    layout, rank, first = plan.layout, plan.dp.rank, plan.params[0]
+def make_group(plan: GroupPlan, kit: Kit | None = None) -> FSDPParamGroup:
+    """The group of ``plan``, which keeps nothing gathered if no ``kit`` says so. It has not registered its parameters yet."""
     with torch.inference_mode(False):  # Later steps train these parameters.
-        if not plan.dp.is_member and not plan.runs_on_meta:
-            return DormantGroup(plan, Shards(layout, rank), Encoding(layout, rank))
-        if isinstance(layout, RowsLayout) and not plan.runs_on_meta:
-            types = TypeEncoding(layout, rank, plan.params, plan.dp.shard_mesh, plan.mp_policy)
-            return FSDPParamGroup(plan, TypeShards(layout, rank), types)
-        folder = plan.parameters_folder
-        shards = Shards(layout, rank) if folder is None else MappedShards(layout, rank, folder)
-        if isinstance(layout, RowsLayout):
-            encoding: Encoding = TypeStandIn(layout, rank)
-        elif first.distribution.shard_dim:
-            encoding = ContiguousEncoding(layout, rank, first.distribution)
-        elif plan.tile is not None:
-            policy = plan.mp_policy
-            assert isinstance(policy, Float8Policy)
-            if policy.weight_factory is None:
-                encoding = Float8Encoding(layout, rank, plan.tile)
-            else:
-                encoding = PlanesEncoding(layout, rank, policy.weight_factory, policy.forms, policy.recomputes)
-        elif layout.ranks == 1:
-            encoding = BorrowedEncoding(layout, rank, shards)
-        else:
-            encoding = Encoding(layout, rank)
-        return FSDPParamGroup(plan, shards, encoding)
+        kit = Kit.of(plan) if kit is None else kit
+        return (kit.group_type or FSDPParamGroup)(plan, kit)
 
 
-def _tile_of(
-    param: FoundParam, cut: Granularity | Shard, compute_dtype: torch.dtype, policy: MixedPrecisionPolicy
-) -> tuple[tuple[int, int] | None, str]:
-    """The tile of a parameter that is all-gathered as float8; or None and, under a policy of float8, why it is not."""
-    if not isinstance(policy, Float8Policy):
-        return None, ""
-    if isinstance(cut, Shard):
-        return None, f"{cut!r} cuts tiles: return a granularity from shard_placement_fn, or give orig_param_policy"
-    spec = param.distribution.tensor_spec(cut)
-    why = policy.why_plain(spec, param.value.dtype) or policy.why_plain(spec, compute_dtype)
-    return (None, why) if why else (policy.tile, "")
-
-
-def layout_of(
-    first: Distribution, specs: Sequence[TensorSpec], ranks: int, alignment: int, weights: Sequence[int] | None = None
-) -> BufferLayout:
-    """The layout of parameters over ``ranks``: of ``specs`` or, if the ``first`` one is cut by ``Shard``, of this one alone.
-
-    Args:
-        alignment: in elements, so that the bytes of a shard are a multiple of 128 in every dtype.
-        weights: one per rank, if shards are in proportion to them.
-    """
-    if first.shard_dim is not None:
-        return first.even_layout(ranks)
-    layout = plan_layout(specs, ranks, alignment, weights=weights)
+def layout_of(draft: Draft, parts: Sequence[FeaturePart]) -> BufferLayout:
+    """The layout of a group: that of one of its ``parts``, or the planner's."""
+    for part in parts:
+        part.arrange(draft)
+    if draft.layout is not None:
+        return draft.layout
+    layout = plan_layout(draft.specs, draft.ranks, draft.alignment, weights=draft.weights)
     if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:
         padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
         _logger.warning(
-            f"{first.fqn} and {len(specs) - 1} more parameters on {ranks} ranks: {padding:.1f}% padding for their "
-            f"granularity (at least {bound:.1f}%: {layout.forced_by}). advise(buffer_layouts(model)) suggests changes"
+            f"{draft.params[0].fqn} and {len(draft.specs) - 1} more parameters on {draft.ranks} ranks: {padding:.1f}% padding "
+            f"for their granularity (at least {bound:.1f}%: {layout.forced_by}). advise(buffer_layouts(model)) suggests changes"
         )
     return layout
+
+
+@dataclass(frozen=True)
+class CPUOffloadPart(FeaturePart):
+    """FSDP2's ``CPUOffloadPolicy``."""
+
+    pin_memory: bool
+
+    def equip(self, kit: Kit) -> None:
+        kit.offloads_params, kit.pins_memory = True, self.pin_memory
+
+
+@dataclass(frozen=True)
+class GroupPolicyPart(FeaturePart):
+    """An ``orig_param_policy`` that chooses the layout of a whole buffer."""
+
+    policy: GroupPolicy
+
+    @property
+    def terms(self) -> Terms:
+        needs = {Need.EQUAL_SHARDS: ", because it plans equal shards: leave weights out"}
+        return Terms(f"orig_param_policy={type(self.policy).__name__}", needs)
+
+    def key(self, param: FoundParam) -> Hashable:
+        return True if param.distribution.shard_dim is None else None
+
+    def arrange(self, draft: Draft) -> None:
+        def planned(chosen: Sequence[Granularity | None]) -> BufferLayout:
+            pairs = zip(draft.params, draft.specs, chosen, strict=True)
+            specs = [own if choice is None else param.distribution.tensor_spec(choice) for param, own, choice in pairs]
+            return plan_layout(specs, draft.ranks, draft.alignment)
+
+        draft.layout = self.policy.choose([(param.fqn, param.value) for param in draft.params], draft.ranks, planned)
 
 
 def _cut_of(

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._register._torch import REFUSED_VERSION, dtensor_of, local_tensor, set_versions
-from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, Offload
+from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
@@ -35,7 +34,6 @@ __all__ = [
     "Distribution",
     "FSDPParam",
     "FoundParam",
-    "GroupPlan",
     "ShardedState",
     "group_by_param",
     "has_extension",
@@ -410,45 +408,24 @@ group_by_param: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDiction
 
 @dataclass(frozen=True, eq=False)
 class FoundParam:
-    """A parameter as the user made it, with the modules and names it is registered under (several if tied)."""
+    """A parameter as the user made it, with the modules and names it is registered under (several if tied).
+
+    Attributes:
+        granularity: what must not be cut of it.
+        param_dtype: its dtype in forward and backward; None: its own.
+    """
 
     fqn: str
     registered_names: list[tuple[nn.Module, str]]
     value: nn.Parameter
     distribution: Distribution
-
-
-@dataclass(frozen=True, eq=False)
-class GroupPlan:
-    """The input of one group: parameters of one dtype and one compute dtype, on one mesh.
-
-    Attributes:
-        param_dtype, reduce_dtype: as in the mixed precision policy.
-        offload: what is not on the device of the computation.
-        tile: if not None, parameters are all-gathered as float8 in these tiles.
-        runs_on_meta: whether the group trains on the meta device, as memory reports do.
-    """
-
-    params: Sequence[FoundParam]
-    dp: DataParallelMesh
-    layout: BufferLayout
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    offload: OffloadPolicy
-    mp_policy: MixedPrecisionPolicy
-    tile: tuple[int, int] | None = None
-    runs_on_meta: bool = False
+    granularity: Granularity | None = None
+    param_dtype: torch.dtype | None = None
 
     @property
-    def offloads_params(self) -> bool:
-        """Whether shards and ``.grad`` are on the CPU, where the optimizer runs."""
-        is_ours = isinstance(self.offload, Offload) and self.offload.parameters is not False
-        return is_ours or isinstance(self.offload, CPUOffloadPolicy)
-
-    @property
-    def parameters_folder(self) -> str | None:
-        """The folder of the file in which shards lie; None: they lie in memory."""
-        return self.offload.parameters_folder if isinstance(self.offload, Offload) else None
+    def spec(self) -> TensorSpec:
+        """What the planner knows of it."""
+        return self.distribution.tensor_spec(self.granularity or elements())
 
 
 @dataclass

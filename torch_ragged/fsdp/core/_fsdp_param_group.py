@@ -25,14 +25,12 @@ from torch_ragged._register._torch import (
     fsdp2_keeps_wide_gradients,
     profiler_range,
 )
-from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
-from torch_ragged.fsdp.comm._unequal import UnequalCollectives
-from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, DBuffer, GroupMemory, MemoryPool, is_out_of_memory
+from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, Work
+from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, DBuffer, MemoryPool, is_out_of_memory
 from torch_ragged.fsdp.core._forward_order import Pass
 from torch_ragged.fsdp.core._fsdp_param import (
     FoundParam,
     FSDPParam,
-    GroupPlan,
     ReadGuard,
     ShardedState,
     group_by_param,
@@ -42,11 +40,11 @@ from torch_ragged.fsdp.core._fsdp_param import (
 )
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer, register_last
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradReduction, ReductionSettings
+from torch_ragged.fsdp.core._kit import GroupPlan, Kit
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
-from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
+from torch_ragged.fsdp.core.encodings._plain import Phase
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of, untyped
 from torch_ragged.fsdp.core.keepers._keeper import Keeper
-from torch_ragged.fsdp.layout._weighted import WeightedLayout
 
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "all_groups"]
 
@@ -122,13 +120,14 @@ class FSDPParamGroup:
 
     Args:
         plan: the parameters, their layout and dtypes.
-        shards: where the sharded parameters lie.
-        encoding: what the all-gather sends, and where the unsharded parameters lie.
+        kit: what the group is made of. The group chooses nothing.
 
     Attributes:
         named: the collectives, with errors that name this group.
         keeper: keeps gathered parameters after reshard; None: nothing stays gathered.
         memory: the log of this group's memory, for monitors and memory reports.
+        process_groups: the collectives of the mesh's process groups, also if :attr:`collectives` are others.
+        offloads_params: whether shards and ``.grad`` are on the CPU, where the optimizer runs.
         settings: what the user has set of reductions.
         pools: make the memory of unsharded parameters and of gradients.
         gradient_user: uses reduced gradients within backward; None: they are in ``.grad`` at its end.
@@ -148,15 +147,16 @@ class FSDPParamGroup:
     has_shards = True
     """Whether this rank is in the mesh."""
 
-    def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
+    def __init__(self, plan: GroupPlan, kit: Kit) -> None:
         # Without the user's parameters, so that their memory is freed when ``fully_shard`` returns.
         self.dp, self.layout, self.plan = plan.dp, plan.layout, dataclasses.replace(plan, params=())
         self.rank = plan.dp.rank
-        self.shards, self.encoding, self.memory = shards, encoding, GroupMemory()
+        self.shards, self.encoding, self.memory = kit.shards, kit.encoding, kit.memory
+        self.offloads_params, self._pins_memory = kit.offloads_params, kit.pins_memory
         self.keeper: Keeper | None = None
+        self.keep(kit.keeper)
         self.gradient_user: GradientUser | None = None
-        self._keeps_buffer = False  # Whether the keeper keeps the gathered buffer itself.
-        self.process_groups = self._process_groups()
+        self.process_groups = kit.collectives
         self.settings = ReductionSettings()
         self.fqn, self.comm = "", FSDPCommContext()
         self._root: Callable[[], Root | None] | None = None
@@ -188,12 +188,6 @@ class FSDPParamGroup:
 
     # -- construction ----------------------------------------------------------------------------------------------
 
-    def _process_groups(self) -> ProcessGroupCollectives:
-        shards, replicas = self.dp.shard_group, self.dp.replicate_group
-        if isinstance(self.layout, WeightedLayout) and shards is not None:
-            return UnequalCollectives(shards, replicas, self.layout.weights)
-        return ProcessGroupCollectives(shards, replicas)
-
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate buffers for parameters of ``dtype``, for a computation on ``device``."""
         self.device, self.orig_dtype = device, dtype
@@ -202,9 +196,9 @@ class FSDPParamGroup:
         default = dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype
         self.reduce_dtype = self.plan.reduce_dtype or default
         # With offload, shards and ``.grad`` are on the CPU, where the optimizer runs. The computation is not.
-        offloads = self.plan.offloads_params and device.type != "meta"
+        offloads = self.offloads_params and device.type != "meta"
         home = torch.device("cpu") if offloads else device
-        is_pinned = offloads and device.type != "cpu" and getattr(self.plan.offload, "pin_memory", True)
+        is_pinned = offloads and device.type != "cpu" and self._pins_memory
         self.shards.allocate(dtype, home, is_pinned)
         self.sharded = self.shards.buffer
         self.encoding.make_buffers(self.param_dtype, device, self.pools[0], self.memory.gathered)
@@ -268,6 +262,9 @@ class FSDPParamGroup:
         param.unsharded.requires_grad_(param.requires_grad)
         param.distribution.annotate(param.unsharded)
 
+    def check_awake(self) -> None:
+        """Raise if this rank holds no shards of the group, as one outside of the mesh. This one does."""
+
     def check_forward(self) -> None:
         """Raise if a forward cannot use the group.
 
@@ -313,12 +310,13 @@ class FSDPParamGroup:
         """From now on, ``keeper`` keeps gathered parameters. What an earlier one keeps is dropped."""
         if self.keeper is not None:
             self.keeper.drop()
+        # Whether the keeper keeps the gathered buffer itself.
         self.keeper, self._keeps_buffer = keeper, keeper is not None and keeper.keeps_buffer
 
     @property
     def home(self) -> str:
         """The type of the device that sharded parameters are on, once they are not on the meta device."""
-        return "cpu" if self.plan.offloads_params else self.dp.mesh.device_type
+        return "cpu" if self.offloads_params else self.dp.mesh.device_type
 
     @property
     def is_meta(self) -> bool:

@@ -16,9 +16,10 @@ from torch_ragged._ranks.agreement import agree_on_group
 from torch_ragged._ranks.groups import timeout_of
 from torch_ragged._register._torch import concatenate, drop_advice_to_flatten, flatten, forget_shardings
 from torch_ragged.fsdp.comm._collectives import is_debug
+from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.tensor._redistribute import ranks_ascend
 
-__all__ = ["DataParallelMesh", "agree_on_groups", "device_of", "forget_equal_meshes", "groups_of"]
+__all__ = ["OUTSIDE", "DataParallelMesh", "agree_on_groups", "device_of", "forget_equal_meshes", "groups_of"]
 
 _agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The process groups that ranks have compared."""
@@ -26,6 +27,9 @@ _agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _CONTEXT_PARALLEL = ("cp", "context", "context_parallel")
 """How programs name the mesh dimension of context parallelism."""
 
+
+OUTSIDE = ": call fully_shard on ranks of the mesh only, or pass its data-parallel dimensions as the mesh"
+"""What a rank can do that is not in a mesh with ``dp_mesh_dims``."""
 
 _groups_of_meshes: dict[int, list[weakref.ref[dist.ProcessGroup]]] = {}
 """By the hash of a mesh, which equal meshes have in common, the process groups of the last of them."""
@@ -99,7 +103,10 @@ class DataParallelMesh:
         rank: the index of this rank's shard; 0 if this rank is not in the mesh.
         key: equal for meshes with the same process groups.
         spmd_dims: the data-parallel dimensions of ``spmd``.
+        levels: the process groups of both dimensions, if ``mesh`` is a flattened 2-D mesh.
     """
+
+    levels: Levels | None = None
 
     def __init__(
         self, mesh: DeviceMesh, has_replicas: bool, has_shards: bool, spmd: DeviceMesh | None = None, dims: Any = None
@@ -134,10 +141,7 @@ class DataParallelMesh:
     def check(mesh: DeviceMesh, dims: Any = None) -> None:
         """Raise if :meth:`of` would raise. No communication."""
         if mesh.get_coordinate() is None and dims is not None:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in the mesh {mesh}: there, dp_mesh_dims is not supported. Call fully_shard on "
-                "ranks of the mesh only, or pass its data-parallel dimensions as the mesh"
-            )
+            raise ValueError(f"dp_mesh_dims does not support rank {dist.get_rank()}, which is not in the mesh {mesh}{OUTSIDE}")
         if dims is None:
             if mesh.ndim not in (1, 2):
                 raise ValueError(

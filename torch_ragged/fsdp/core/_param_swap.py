@@ -143,7 +143,7 @@ def check_conversion(group: FSDPParamGroup, function: Callable[[torch.Tensor], t
     device = group.sharded.flat.device
     probe = function(torch.empty(0, dtype=group.orig_dtype, device=device))
     if probe.device != device and not (group.is_meta and probe.device.type == group.home):
-        offload = " and offload" if group.plan.offloads_params else ""
+        offload = " and offload" if group.offloads_params else ""
         where = f" with a mesh on {group.dp.mesh.device_type}{offload}" if group.is_meta else ""
         raise ValueError(
             f"{group.names} is sharded in a buffer on {device}{where} and cannot move to {probe.device}: expected "

@@ -218,7 +218,7 @@ def _conversion(group: FSDPParamGroup, entries: list[_Entry]) -> Optional[_Conve
         )
     (dtype,) = dtypes
     if group.is_meta and is_whole and not any(entry.value.is_meta for entry in entries):
-        home = torch.device("cpu") if group.plan.offloads_params else device_of(group.dp.mesh)
+        home = torch.device("cpu") if group.offloads_params else device_of(group.dp.mesh)
         conversion: _Conversion = functools.partial(torch.empty_like, dtype=dtype, device=home)
     elif others:
         conversion = functools.partial(torch.Tensor.to, dtype=dtype)

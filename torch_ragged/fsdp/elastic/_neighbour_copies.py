@@ -27,7 +27,7 @@ from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import local_tensor, process_groups
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.elastic._regroup import check_supported, mesh_of_groups
+from torch_ragged.fsdp.elastic._regroup import mesh_of_groups
 from torch_ragged.fsdp.elastic._reshard_to import Description, Move, check_stateful, checked_states, optimizers_of
 from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
@@ -177,8 +177,6 @@ class NeighbourCopies:
         assert mesh_group is not None
         self._device = device_of_messages(mesh_group)
         with agreement([mesh_group], self._device, _CALL) as claim:
-            for group in (group for state in states for group in state.groups):
-                check_supported(group, _CALL)
             optimizers, self._stateful = optimizers_of(optimizer, _CALL), check_stateful(stateful, _CALL)
             local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             distance = (local if local < dp.ranks else 1) if distance is None else distance

@@ -12,25 +12,26 @@ from typing import Union
 import torch
 from torch import nn
 
-from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
-from torch_ragged.fsdp.core._fsdp_api import Offload
-from torch_ragged.fsdp.core._fsdp_init import layout_of
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, GroupPlan, keep_grad_dtype
+from torch_ragged.fsdp.core._fsdp_init import GroupPolicyPart, layout_of
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, keep_grad_dtype
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._kit import Draft, FeaturePart, GroupPlan, Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
-from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
-from torch_ragged.fsdp.core.keepers._resident import Resident
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours, NeighboursPart
+from torch_ragged.fsdp.core.keepers._resident import ZERO2, Resident
+from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
+from torch_ragged.fsdp.elastic._weights import WeightsPart
 
 __all__ = [
     "Kept",
     "check_kept",
     "check_movable",
-    "check_supported",
     "copy_settings",
     "keep_as",
     "kept_by",
     "mesh_of_groups",
+    "part_of_move",
     "plan_on",
 ]
 
@@ -42,21 +43,11 @@ def mesh_of_groups(groups: Sequence[FSDPParamGroup], call: str) -> DataParallelM
     """The mesh of all ``groups``. ``call`` is the name of what the user calls, for errors.
 
     Raises:
-        ValueError: they have several meshes, or tensor parallelism, or ``dp_mesh_dims``.
+        ValueError: they have several meshes, or a group was made with what stays on its mesh, such as an ``Offload``.
     """
     first = groups[0].dp
     for group in groups:
-        if group.dp.spmd is not None:
-            raise ValueError(
-                f"{group.names} was sharded by parallelize, or with dp_mesh_dims, which {call} does not support: save a "
-                "checkpoint, and load it on the new ranks"
-            )
-        for param in group.params:
-            if param.distribution.is_dtensor:
-                raise ValueError(
-                    f"{param.fqn} was a DTensor before fully_shard (tensor or expert parallelism): {call} supports data "
-                    "parallelism only"
-                )
+        check_pairs([part_of_move(call), *group.plan.parts])
         if group.dp.mesh != first.mesh:
             raise ValueError(
                 f"{group.names} is sharded over {group.dp.mesh}, {groups[0].names} over {first.mesh}: {call} takes parameters "
@@ -65,31 +56,18 @@ def mesh_of_groups(groups: Sequence[FSDPParamGroup], call: str) -> DataParallelM
     return first
 
 
-def check_supported(group: FSDPParamGroup, call: str) -> None:
-    """Raise if ``group`` has an ``Offload``, HIERARCHICAL, or a tensor type with its own all-gather: it stays so.
-
-    Raises:
-        ValueError: it has one. The text names ``call``, which the user calls.
-    """
-    if isinstance(group.plan.offload, Offload):
-        raise ValueError(
-            f"{group.names} was sharded with {group.plan.offload}, which {call} does not support: save a checkpoint, and load "
-            "it on the other mesh"
-        )
-    if group.shards.are_typed:
-        raise ValueError(f"{group.names} is of a type with its own all-gather, which {call} does not support")
-    if isinstance(group.process_groups, HierarchicalCollectives):
-        raise ValueError(f"{group.names} was sharded with HIERARCHICAL, which {call} does not support")
+def part_of_move(call: str) -> FeaturePart:
+    """What ``call`` brings, which moves groups to another mesh."""
+    return PlainPart(Terms(call, {Need.MOVABLE: ": save a checkpoint, and load it on the other mesh"}))
 
 
 def check_movable(group: FSDPParamGroup, call: str) -> None:
-    """Raise if ``group`` has something now that would be lost, or that :func:`check_supported` refuses.
+    """Raise if ``group`` has something now that would be lost.
 
     Raises:
         ValueError: it has collectives or memory that belong to its mesh.
         RuntimeError: it is on the meta device, or has gradients that are not in ``.grad`` yet.
     """
-    check_supported(group, call)
     if group.dp.is_member and group.is_meta:
         raise RuntimeError(f"{group.names} on the meta device: materialize parameters before {call}")
     if group.is_pending or group.is_unsynchronized:
@@ -126,9 +104,15 @@ def plan_on(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] 
         like = _stand_in(param, device)
         distribution = Distribution(param.fqn, like, dp, param.distribution.shard_dim)
         found.append(FoundParam(param.fqn, param.registered_names, like, distribution))
+    parts = [*_parts_of(group), *filter(None, [WeightsPart.of(weights), OutsideMesh.of(dp.mesh)])]
     # Blocks depend on shapes and granularity, not on the mesh. So the old specs are those of the new layout.
-    layout = layout_of(found[0].distribution, group.layout.tensors, dp.ranks, group.layout.alignment, weights)
-    return dataclasses.replace(group.plan, params=found, dp=dp, layout=layout)
+    layout = layout_of(Draft(found, group.layout.tensors, dp.ranks, group.layout.alignment), parts)
+    return dataclasses.replace(group.plan, params=found, dp=dp, layout=layout, parts=tuple(parts))
+
+
+def _parts_of(group: FSDPParamGroup) -> list[FeaturePart]:
+    """What stays of the parts of ``group``: not those of its mesh, and what a policy has chosen is in the layout."""
+    return [part for part in group.plan.parts if not isinstance(part, (WeightsPart, OutsideMesh, GroupPolicyPart))]
 
 
 def _stand_in(param: FSDPParam, device: torch.device) -> nn.Parameter:
@@ -162,19 +146,13 @@ def check_kept(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[in
         ValueError: a parameter placed as ``Shard``, float8 or neighbours meet ``weights``; the number of neighbours does not
             divide the number of shards, or ``ZERO1`` and ``ZERO2`` meet HSDP.
     """
-    kept = kept_by(group)
-    if weights is not None:
-        reasons = {
-            "is placed as Shard": group.params[0].distribution.shard_dim is not None,
-            "is all-gathered as float8": group.plan.tile is not None,
-            f"has reshard_after_forward={kept}": isinstance(kept, int),
-            "has a custom collective": bool(
-                group.process_groups.custom_all_gather or group.process_groups.custom_reduce_scatter
-            ),
-        }
-        why = next((reason for reason, is_so in reasons.items() if is_so), None)
-        if why is not None:
-            raise ValueError(f"{group.names} {why}, which weights={tuple(weights)} do not support: leave weights out")
+    kept, own = kept_by(group), group.process_groups
+    # The user may have set another ``reshard_after_forward`` since.
+    parts = [part for part in _parts_of(group) if not isinstance(part, NeighboursPart) or isinstance(kept, int)]
+    if own.custom_all_gather or own.custom_reduce_scatter:
+        custom = Terms(f"the custom collective of {group.names}", {Need.EQUAL_SHARDS: ": leave weights out"})
+        parts.append(PlainPart(custom))
+    check_pairs([*parts, *filter(None, [WeightsPart.of(weights)])])
     if isinstance(kept, int) and dp.ranks % kept:
         raise ValueError(
             f"{group.names} has reshard_after_forward={kept}, which does not divide {dp.ranks} shards: call "
@@ -186,10 +164,6 @@ def check_kept(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[in
 
 def keep_as(group: FSDPParamGroup, kept: Kept) -> None:
     """Let ``group`` keep ``kept`` gathered, unless this rank is not in its mesh. Neighbours make a process group."""
-    shards = group.dp.shard_group
-    if shards is None:
-        return
-    if isinstance(kept, int) and 1 < kept < group.dp.ranks:
-        group.keep(Neighbours.among(shards, group.rank, kept, group.memory.gathered))
-    elif kept == "all":
-        group.keep(Resident(Levels(shards, None), group.memory.gathered))
+    part = NeighboursPart(kept) if isinstance(kept, int) else ZERO2 if kept == "all" else None
+    if part is not None:
+        group.keep(part.keeper(group.dp, group.encoding, group.memory.gathered))

@@ -326,8 +326,8 @@ def _of_offload(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[st
         return []
     policies = {}
     for group in all_groups:
-        policy = group.plan.offload
-        if getattr(policy, "moves_states", False):
+        policy = next((part for part in group.plan.parts if getattr(part, "moves_states", False)), None)
+        if policy is not None:
             policies.update({id(param.sharded): (param.registered_names[0], policy) for param in group.params})
     found = [policies[id(param)] for param in params if id(param) in policies]
     if not found:

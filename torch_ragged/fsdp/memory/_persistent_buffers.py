@@ -9,10 +9,13 @@ import torch
 from torch_ragged.fsdp.core._dbuffer import ALLOCATOR
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._kit import Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core.keepers._resident import Resident
 from torch_ragged.fsdp.memory._slots import Slot, SlotRing
 
-__all__ = ["SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]
+__all__ = ["PERSISTENT", "SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]
+
+PERSISTENT = PlainPart(Terms("set_persistent_buffers()", {Need.ONE_BUFFER: ": leave backward out"}))
 
 SLOTS = 3
 """Slots in a ring: one group computes, the next one is all-gathered, and the previous one may not be resharded yet."""
@@ -46,8 +49,8 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
     Raises:
         ValueError: the policy of a group has planes of backward, which would need other slots. Nothing is changed.
     """
-    if two := next((group.names for group in allocators if group.encoding.has_phases), None):
-        raise ValueError(f"{two} has a policy with backward=, which persistent buffers do not support: leave backward out")
+    for group in allocators:
+        check_pairs([PERSISTENT, *group.plan.parts])
     rings: dict[Allocate, tuple[SlotRing, SlotRing]] = {}
     slots_of_group: dict[FSDPParamGroup, tuple[Slot, Slot]] = {}
     for state in states:

@@ -19,22 +19,26 @@ from torch.optim import Optimizer
 
 from torch_ragged._ranks.agreement import agree, agreement
 from torch_ragged._ranks.claims import text_of
-from torch_ragged.fsdp._fully_shard import named_groups
-from torch_ragged.fsdp.core._dormant_group import check_awake
-from torch_ragged.fsdp.core._fsdp_api import Offload
+from torch_ragged.fsdp._groups import named_groups
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._kit import Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
 from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, StateSizes, leaf_of
+from torch_ragged.fsdp.offload._policy import Offload
 from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
 _CALL = "offloaded"
+CUTS_STATES = PlainPart(
+    Terms("offloaded()", {Need.PLAIN_SHARDS: ", whose states cannot be cut: shard it with Offload(optimizer=0.0)"})
+)
+"""What an optimizer brings that keeps a part of the states elsewhere."""
 _COUNTER = 4
 """The bytes of a step counter."""
 
@@ -102,7 +106,8 @@ def offloaded(
     groups = list(named_groups(model).values()) if isinstance(model, nn.Module) else []
     ranks, device = _ranks_of(groups)
     with agreement(ranks, device, _CALL) as claim:
-        check_awake(groups)
+        for group in groups:
+            group.check_awake()
         _check_class(optimizer)
         _check_groups(groups, model)
         if options.get("differentiable"):
@@ -110,7 +115,7 @@ def offloaded(
         template = optimizer(model.parameters() if params is None else params, **options)
         rules: Rules = ElementWise(optimizer) if optimizer in ElementWise.CLASSES else OwnRules(template)
         result = OffloadedOptimizer(template, groups, rules, in_backward)
-        offload = [group.plan.offload for group in groups]
+        offload = [group.plan.part(Offload) for group in groups]
         claim += [f"optimizer: {text_of(optimizer)}", f"offload_policy: {text_of(offload)}", f"in_backward: {in_backward}"]
         claim.append(f"{len(result.param_groups)} parameter groups")
     return result
@@ -139,7 +144,7 @@ def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
             f"the second argument of offloaded is the model, an nn.Module, got {type(model).__name__}: write "
             "offloaded(torch.optim.AdamW, model). Parameters, or parameter groups, are the third one"
         )
-    if not any(isinstance(group.plan.offload, Offload) for group in groups):
+    if not any(group.plan.part(Offload) for group in groups):
         what = f"{len(groups)} groups of {type(model).__name__}" if groups else f"{type(model).__name__}, which has no groups,"
         raise ValueError(
             f"offloaded found no Offload policy in {what}: call fully_shard(module, offload_policy=Offload(optimizer=0.5)) "
@@ -154,21 +159,19 @@ def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
                 f"{group.names} is on {group.sharded.flat.device}, and Offload(to={folder!r}) needs an optimizer that runs on "
                 'the CPU: give Offload(parameters=True, to=...), or to="cpu"'
             )
-        if group.shards.are_typed and group.is_trainable and _fraction_of(group):
-            raise ValueError(
-                f"{group.names} is of a tensor type with its own all-gather, whose states cannot be cut: shard it with "
-                "Offload(optimizer=0.0)"
-            )
+        if group.is_trainable and _fraction_of(group):
+            check_pairs([CUTS_STATES, *group.plan.parts])
 
 
 def _fraction_of(group: FSDPParamGroup) -> float:
-    return group.plan.offload.optimizer if isinstance(group.plan.offload, Offload) else 0.0
+    policy = group.plan.part(Offload)
+    return 0.0 if policy is None else policy.optimizer
 
 
 def _folder_of(group: FSDPParamGroup) -> str | None:
     """The folder of a group's states; None for host memory."""
-    policy = group.plan.offload
-    return policy.to if isinstance(policy, Offload) and policy.to != "cpu" else None
+    policy = group.plan.part(Offload)
+    return policy.to if policy is not None and policy.to != "cpu" else None
 
 
 class _Part(NamedTuple):

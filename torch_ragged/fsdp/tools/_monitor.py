@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_ragged._register._torch import profiler_range
-from torch_ragged.fsdp._fully_shard import module_states, named_groups
+from torch_ragged.fsdp._groups import module_states, named_groups
 from torch_ragged.fsdp.comm._collectives import Collectives, TwoStepWork, Work, WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.tools._memory_report import transient_nbytes

@@ -22,8 +22,6 @@ from torch_ragged.fsdp.core._fsdp_param import FoundParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core._hooks import hook_modules
-from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
-from torch_ragged.fsdp.core.keepers._resident import Resident
 
 __all__ = ["highest_moment", "high_water"]
 
@@ -117,11 +115,7 @@ class _Replay:
             params.append(FoundParam(param.fqn, registered, found, param.distribution))
         twin = make_group(dataclasses.replace(group.plan, params=params, runs_on_meta=True))
         twin.register_sharded()
-        if isinstance(group.keeper, Neighbours):
-            assert group.dp.shard_group is not None
-            twin.keep(Neighbours(group.keeper.size, 0, group.dp.shard_group, twin.memory.gathered))
-        elif isinstance(group.keeper, Resident):
-            twin.keep(Resident(group.keeper.levels, twin.memory.gathered))
+        twin.keep(None if group.keeper is None else group.keeper.twin(twin.memory.gathered))
         twin.settings.max_reductions = group.settings.max_reductions
         twin.settings.requires_all_reduce = group.settings.requires_all_reduce
         memory = twin.memory

@@ -12,7 +12,7 @@ from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, Memory
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["BorrowedEncoding"]
+__all__ = ["BorrowedEncoding", "plain_encoding"]
 
 
 class BorrowedEncoding(Encoding):
@@ -45,3 +45,8 @@ class BorrowedEncoding(Encoding):
     def free(self, keeps_buffer: bool) -> None:
         if not self._borrows:
             super().free(keeps_buffer)
+
+
+def plain_encoding(layout: BufferLayout, rank: int, shards: Shards) -> Encoding:
+    """The encoding of plain parameters."""
+    return BorrowedEncoding(layout, rank, shards) if layout.ranks == 1 else Encoding(layout, rank)

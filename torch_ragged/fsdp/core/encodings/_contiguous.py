@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+
 import torch
 
 from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp.core._dbuffer import MemoryLog, MemoryPool, allocate_storage, free_storage
-from torch_ragged.fsdp.core._fsdp_param import Distribution
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam
+from torch_ragged.fsdp.core._kit import Draft, FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["ContiguousEncoding"]
+__all__ = ["ContiguousEncoding", "ShardPart"]
+
+
+@dataclass(frozen=True)
+class ShardPart(FeaturePart):
+    """A parameter placed as ``Shard(dim)``. It has a buffer of its own."""
+
+    fqn: str
+    dim: int
+
+    @property
+    def terms(self) -> Terms:
+        needs = {Need.EQUAL_SHARDS: ": leave weights out, or return a granularity from shard_placement_fn"}
+        return Terms(f"the placement Shard({self.dim}) of {self.fqn}", needs, (Need.WHOLE_ROWS,) if self.dim else ())
+
+    def key(self, param: FoundParam) -> Hashable:
+        return param.fqn
+
+    def arrange(self, draft: Draft) -> None:
+        draft.layout = draft.params[0].distribution.even_layout(draft.ranks)
+
+    def equip(self, kit: Kit) -> None:
+        distribution = kit.plan.params[0].distribution
+        if distribution.shard_dim:
+            kit.encoding = ContiguousEncoding(kit.layout, kit.rank, distribution)
 
 
 class ContiguousEncoding(Encoding):

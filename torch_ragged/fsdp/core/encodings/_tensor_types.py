@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,43 @@ from torch_ragged._register._torch import preserved_versions, storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, local_of
+from torch_ragged.fsdp.core._kit import Draft, FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
-from torch_ragged.fsdp.layout._rows_layout import RowsLayout
+from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
 
-__all__ = ["TypeEncoding", "TypeShards", "TypeStandIn"]
+__all__ = ["TypeEncoding", "TypePart", "TypeShards", "TypeStandIn"]
+
+
+@dataclass(frozen=True)
+class TypePart(FeaturePart):
+    """A parameter whose tensor type has its own all-gather. All such parameters of a call are in one group."""
+
+    fqn: str
+    type_name: str
+
+    @property
+    def terms(self) -> Terms:
+        needs = {
+            Need.EQUAL_SHARDS: ", because the type has its own all-gather: leave weights out",
+            Need.IN_MESH: ": there, fully_shard takes plain parameters only",
+            Need.WHOLE_ROWS: ": return Shard(0) or None from shard_placement_fn",
+        }
+        return Terms(f"the tensor type {self.type_name} of {self.fqn}", needs, breaks=(Need.MOVABLE, Need.PLAIN_SHARDS))
+
+    def key(self, param: FoundParam) -> Hashable:
+        return "rows of tensor types"
+
+    def arrange(self, draft: Draft) -> None:
+        draft.layout = rows_layout([param.distribution.rows_spec() for param in draft.params], draft.ranks)
+
+    def equip(self, kit: Kit) -> None:
+        plan, layout = kit.plan, kit.layout
+        assert isinstance(layout, RowsLayout)
+        if plan.runs_on_meta:
+            kit.encoding = TypeStandIn(layout, kit.rank)
+            return
+        kit.shards = TypeShards(layout, kit.rank)
+        kit.encoding = TypeEncoding(layout, kit.rank, plan.params, plan.dp.shard_mesh, plan.mp_policy)
 
 
 class TypeShards(Shards):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
+from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 
 __all__ = ["Keeper"]
@@ -16,6 +17,10 @@ class Keeper:
     """
 
     keeps_buffer = False
+
+    def twin(self, log: MemoryLog) -> Keeper:
+        """A keeper like this one that keeps nothing yet, for a memory report. Its bytes go to ``log``."""
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import group_of
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
+from torch_ragged.fsdp.core._kit import FeaturePart, Need, Terms
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.keepers._keeper import Keeper
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "NeighboursPart"]
+
+
+@dataclass(frozen=True)
+class NeighboursPart(FeaturePart):
+    """``reshard_after_forward=size``."""
+
+    size: int
+
+    @property
+    def terms(self) -> Terms:
+        why = ", because neighbours keep equal parts: pass reshard_after_forward=True or False"
+        return Terms(f"reshard_after_forward={self.size}", {Need.EQUAL_SHARDS: why})
+
+    def keeper(self, dp: DataParallelMesh, encoding: Encoding, log: MemoryLog) -> Keeper | None:
+        """None if this is the whole group or a single rank, or if the group computes with other memory than the buffer."""
+        if dp.shard_group is None or not encoding.computes_in_buffer or not 1 < self.size < dp.ranks:
+            return None
+        return Neighbours.among(dp.shard_group, dp.rank, self.size, log)
 
 
 class Neighbours(Keeper):
@@ -41,6 +63,9 @@ class Neighbours(Keeper):
         first = rank - rank % size
         group = group_of(dist.get_process_group_ranks(shards)[first : first + size], parent=shards)
         return cls(size, rank % size, group, log)
+
+    def twin(self, log: MemoryLog) -> Neighbours:
+        return Neighbours(self.size, 0, self.group, log)
 
     @property
     def nbytes(self) -> int:

@@ -1,17 +1,112 @@
-"""Resident: the keeper of parameters that stay gathered until an optimizer step (ZeRO-1, ZeRO-2, hierarchical sharding)."""
+"""``BufferPlacements`` (ZeRO-1, 2, 3, hierarchical), and Resident, which keeps parameters gathered until an optimizer step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._kernels.casts import scaled_copy_
+from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, done, wait_all
-from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
+from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.keepers._keeper import Keeper
 
-__all__ = ["Resident"]
+__all__ = ["HIERARCHICAL", "ZERO1", "ZERO2", "ZERO3", "BufferPlacements", "Resident"]
+
+
+@dataclass(frozen=True)
+class BufferPlacements(FeaturePart):
+    """The placements of a group's buffers between uses, one per mesh dimension, for ``fully_shard(placements=)``.
+
+    =================  ======  ============  ============  ============  =================================================
+    name               mesh    parameters    gradients     optimizer     per step and group
+    =================  ======  ============  ============  ============  =================================================
+    ``ZERO3``          1-D     S             S             S             all-gather in forward and backward, reduce
+    ``ZERO2``          1-D     R             S             S             all-gather once, reduce
+    ``ZERO1``          1-D     R             P             S             all-gather once, reduce once per optimizer step
+    HSDP, the default  2-D     R, S          R, S          R, S          as ZERO3 within a replica, all-reduce across
+    ``HIERARCHICAL``   2-D     R, S          S, S          S, S          all-gather across once, within twice; reduce both
+    =================  ======  ============  ============  ============  =================================================
+
+    S is ``Shard(0)``, R is ``Replicate()``, P is ``Partial()``. With P, gradients stay unreduced until the last backward of an
+    optimizer step: see ``set_is_last_backward``. DTensor parameters, ``.grad`` and checkpoints have the optimizer's
+    placement.
+
+    Parameters that are all-gathered once serve one forward and its backward. They also serve the next passes, as long as
+    gradients accumulate unreduced and no operation changes a DTensor parameter. Every other forward all-gathers again, so that
+    all ranks see what a checkpoint or a write to ``.data`` has changed.
+    (Rajbhandari et al., ZeRO, 2020; Wang et al., ZeRO++, 2023.)
+
+    Raises:
+        ValueError: the three placements are in no row above.
+    """
+
+    parameters: tuple[Placement, ...]
+    gradients: tuple[Placement, ...]
+    optimizer: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        if (self.parameters, self.gradients, self.optimizer) not in _TERMS:
+            raise ValueError(
+                f"{self} is not supported; expected ZERO1, ZERO2 or ZERO3 on a 1-D mesh, HIERARCHICAL or HSDP, all three "
+                "(Replicate(), Shard(0)), on a 2-D one"
+            )
+
+    @property
+    def stay_gathered(self) -> bool:
+        """Whether parameters stay gathered, at least over the first mesh dimension, although optimizer state is sharded."""
+        return self.parameters[0] != self.optimizer[0]
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether parameters stay gathered over the first of two mesh dimensions."""
+        return self.stay_gathered and len(self.optimizer) == 2
+
+    @property
+    def terms(self) -> Terms:
+        return _TERMS[self.parameters, self.gradients, self.optimizer]
+
+    @property
+    def makes_groups(self) -> bool:  # type: ignore[override]
+        return self.is_hierarchical
+
+    def check_mesh(self, mesh: DeviceMesh, dims: Any) -> None:
+        """Raise if they are for a mesh with another number of data-parallel dimensions.
+
+        Raises:
+            ValueError: they are.
+        """
+        ndim = mesh.ndim if dims is None else bool(dims.replicate_names) + bool(dims.shard_names)
+        if len(self.optimizer) != ndim:
+            raise ValueError(f"{self.terms.given} is for a mesh with {len(self.optimizer)} dimensions, got {ndim} of {mesh}")
+
+    def shards_over(self, dp: DataParallelMesh) -> DataParallelMesh:
+        """Both dimensions as one, whose groups know the two."""
+        if not self.is_hierarchical:
+            return dp
+        flat = DataParallelMesh.of(flatten(dp.mesh))
+        flat.levels = Levels(dp.mesh.get_group(0), dp.mesh.get_group(1))
+        return flat
+
+    def equip(self, kit: Kit) -> None:
+        dp = kit.plan.dp
+        if self.is_hierarchical and dp.levels is not None and dp.shard_group is not None:
+            kit.collectives = HierarchicalCollectives(dp.levels, dp.shard_group)
+
+    def keeper(self, dp: DataParallelMesh, encoding: Encoding, log: MemoryLog) -> Keeper | None:
+        """None if nothing stays gathered, or if a tensor type has its own all-gather."""
+        if not self.stay_gathered or dp.shard_group is None or encoding.makes_params:
+            return None
+        return Resident(dp.levels or Levels(dp.shard_group, None), log)
 
 
 class Resident(Keeper):
@@ -35,6 +130,9 @@ class Resident(Keeper):
         self.keeps_buffer = levels.within is None
         self._flat: torch.Tensor | None = None
         self._versions: list[int] | None = None
+
+    def twin(self, log: MemoryLog) -> Resident:
+        return Resident(self.levels, log)
 
     @property
     def nbytes(self) -> int:
@@ -67,3 +165,27 @@ class Resident(Keeper):
             collectives.all_gather(self._flat, mine, self.levels.across).wait()
         parts = zip(gathered.flat.split(per_node * shard), self._flat.split(shard))
         return wait_all([collectives.all_gather(node, part, self.levels.within) for node, part in parts])
+
+
+_S, _R, _P = Shard(0), Replicate(), Partial()
+_TERMS: dict[tuple[tuple[Placement, ...], ...], Terms] = {
+    ((_S,), (_S,), (_S,)): Terms("ZERO3"),
+    ((_R,), (_S,), (_S,)): Terms("ZERO2", breaks=(Need.FREED,)),
+    ((_R,), (_P,), (_S,)): Terms("ZERO1", breaks=(Need.FREED,)),
+    ((_R, _S), (_R, _S), (_R, _S)): Terms("HSDP"),
+    ((_R, _S), (_S, _S), (_S, _S)): Terms(
+        "HIERARCHICAL",
+        {
+            Need.EQUAL_SHARDS: ": use a 1-D mesh, or HSDP",
+            Need.IN_MESH: ": call fully_shard on ranks of the mesh only, or use HSDP, which leaves placements out",
+            Need.OWN_MESH: ", by which parameters are DTensors on the whole mesh: leave placements out, for HSDP, or pass the "
+            "two data-parallel dimensions as the mesh",
+        },
+        breaks=(Need.FREED, Need.MOVABLE),
+    ),
+}
+
+ZERO3 = BufferPlacements((_S,), (_S,), (_S,))
+ZERO2 = BufferPlacements((_R,), (_S,), (_S,))
+ZERO1 = BufferPlacements((_R,), (_P,), (_S,))
+HIERARCHICAL = BufferPlacements((_R, _S), (_S, _S), (_S, _S))

@@ -5,19 +5,43 @@ It issues no collective and allocates no memory. ``reshard_to`` puts another gro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, keep_grad_dtype
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.core._mesh import device_of
-from torch_ragged.fsdp.core.encodings._plain import Phase
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
 
-__all__ = ["DormantGroup", "check_awake"]
+__all__ = ["DormantGroup", "OutsideMesh"]
+
+
+@dataclass(frozen=True, eq=False)
+class OutsideMesh(FeaturePart):
+    """This rank is not in the mesh: its groups are dormant, until ``reshard_to``."""
+
+    rank: int
+    mesh: DeviceMesh | str
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(f"rank {self.rank}, which is not in the mesh {self.mesh}", breaks=(Need.IN_MESH,))
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> OutsideMesh | None:
+        """The part of this rank; None if it is in ``mesh``."""
+        return cls(dist.get_rank(), mesh) if mesh.get_coordinate() is None else None
+
+    def equip(self, kit: Kit) -> None:
+        if not kit.plan.runs_on_meta:
+            kit.shards, kit.encoding = Shards(kit.layout, kit.rank), Encoding(kit.layout, kit.rank)
+            kit.group_type = DormantGroup
 
 
 class DormantGroup(FSDPParamGroup):
@@ -33,7 +57,7 @@ class DormantGroup(FSDPParamGroup):
         super()._allocate(torch.device("meta"), dtype)
 
     def _init_param(self, index: int, found: FoundParam) -> FSDPParam:
-        device = torch.device("cpu") if self.plan.offloads_params else device_of(self.dp.mesh)
+        device = torch.device("cpu") if self.offloads_params else device_of(self.dp.mesh)
         nothing = torch.empty(0, dtype=found.value.dtype, device=device)
         sharded = nn.Parameter(found.distribution.sharded(nothing, self.layout, index), found.value.requires_grad)
         keep_grad_dtype(found.value, sharded)
@@ -42,22 +66,18 @@ class DormantGroup(FSDPParamGroup):
 
     def unshard(self, wait: bool = True, phase: Phase = Phase.BOTH) -> None:
         """Raise: this rank takes part in no all-gather."""
-        check_awake([self])
+        self.check_awake()
 
-    def check_forward(self) -> None:
-        check_awake([self])
+    def check_awake(self) -> None:
+        """Raise: only ranks of the mesh run the module.
 
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"rank {dist.get_rank()} is not in the mesh {self.dp.mesh}, and holds no shards of {self.names}: only ranks of the "
+            "mesh run the module. To give this rank shards, call reshard_to(model, optimizer, mesh) on all ranks, with a mesh "
+            "that has this rank"
+        )
 
-def check_awake(groups: Iterable[FSDPParamGroup]) -> None:
-    """Raise if this rank holds no shards of one of ``groups``.
-
-    Raises:
-        RuntimeError: one of them is dormant.
-    """
-    for group in groups:
-        if isinstance(group, DormantGroup):
-            raise RuntimeError(
-                f"rank {dist.get_rank()} is not in the mesh {group.dp.mesh}, and holds no shards of {group.names}: only ranks "
-                "of the mesh run the module. To give this rank shards, call reshard_to(model, optimizer, mesh) on all ranks, "
-                "with a mesh that has this rank"
-            )
+    check_forward = check_awake

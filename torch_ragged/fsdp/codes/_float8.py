@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from torch_ragged._kernels import float4, float8
 from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
+from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes, PlanesEncoding, WeightFactory
+from torch_ragged.fsdp.codes._float8_weight import float4_weight
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
-from torch_ragged.fsdp.core.encodings._float8_planes import Float4Planes, Float8Planes, WeightFactory
-from torch_ragged.fsdp.core.encodings._float8_weight import float4_weight
+from torch_ragged.fsdp.core._fsdp_param import FoundParam
+from torch_ragged.fsdp.core._kit import SHARD_ALIGNMENT_BYTES, Draft, FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, blocks, elements
@@ -26,10 +30,11 @@ __all__ = ["Float4Policy", "Float8Encoding", "Float8Policy", "keeps_tiles"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SLICE_ALIGNMENT = 128
+_logger = logging.getLogger("torch_ragged.fsdp")
 
 
 @dataclass(frozen=True)
-class Float8Policy(MixedPrecisionPolicy):
+class Float8Policy(MixedPrecisionPolicy, FeaturePart):
     """A ``MixedPrecisionPolicy`` that all-gathers matrices as float8: e4m3 codes, with one float32 scale per tile.
 
     Sharded parameters, gradients and the optimizer do not change. Forward and backward compute in ``param_dtype``, with the
@@ -77,6 +82,14 @@ class Float8Policy(MixedPrecisionPolicy):
     tiles: ClassVar[tuple[tuple[int, int], ...]] = float8.TILES
     planes: ClassVar[type[Float8Planes]] = Float8Planes
 
+    @property
+    def terms(self) -> Terms:
+        gathered = ", which keeps parameters gathered: use ZERO3 or HSDP"
+        needs = {Need.EQUAL_SHARDS: ": leave weights out", Need.FREED: gathered}
+        if self.backward is None:
+            return Terms(type(self).__name__, needs)
+        return Terms(f"{type(self).__name__} with backward=", needs, breaks=(Need.ONE_BUFFER,))
+
     def __post_init__(self) -> None:
         name = type(self).__name__
         if self.tile not in self.tiles:
@@ -110,6 +123,35 @@ class Float8Policy(MixedPrecisionPolicy):
         """The granularity of a parameter for which the caller of ``fully_shard`` gives none."""
         height, width = (max(sizes) for sizes in zip(*(tile for _, tile in self.forms)))
         return blocks(height, width) if self.takes(param, places) else elements()
+
+    def key(self, param: FoundParam) -> Hashable:
+        return None if self._why_plain(param) else self.tile
+
+    def _why_plain(self, param: FoundParam) -> str:
+        """Why ``param`` is not quantized, and what to do; "" if it is."""
+        if (dim := param.distribution.shard_dim) is not None:
+            return f"{Shard(dim)!r} cuts tiles: return a granularity from shard_placement_fn, or give orig_param_policy"
+        spec, dtype = param.spec, param.value.dtype
+        return self.why_plain(spec, dtype) or self.why_plain(spec, param.param_dtype or dtype)
+
+    def tell(self, params: Sequence[FoundParam]) -> None:
+        names: dict[str, list[str]] = {}  # Of matrices, by why they are not quantized.
+        for param in params:
+            if self.takes(param.value, param.registered_names) and param.value.numel() and (why := self._why_plain(param)):
+                names.setdefault(why, []).append(param.fqn)
+        for why, mine in names.items():
+            listed = ", ".join(mine[:3]) + (f" and {len(mine) - 3} more" if len(mine) > 3 else "")
+            level = logging.WARNING if dist.get_rank() == 0 else logging.DEBUG
+            _logger.log(level, f"{type(self).__name__} has no effect on {listed}: {why}")
+
+    def arrange(self, draft: Draft) -> None:
+        draft.alignment = SHARD_ALIGNMENT_BYTES * self.planes.per_byte
+
+    def equip(self, kit: Kit) -> None:
+        if self.weight_factory is None:
+            kit.encoding = Float8Encoding(kit.layout, kit.rank, self.tile)
+        else:
+            kit.encoding = PlanesEncoding(kit.layout, kit.rank, self.weight_factory, self.forms, self.recomputes)
 
     def quantizes(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
         """Whether parameters of ``dtype`` with the layout ``spec`` are all-gathered as float8."""

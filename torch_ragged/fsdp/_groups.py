@@ -1,0 +1,60 @@
+"""Finds the groups that ``fully_shard`` has made under a module. It changes nothing."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
+from torch_ragged.fsdp.core._untrained import refuse_other_replicas
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["buffer_layouts", "check_replicas_of", "module_states", "named_groups"]
+
+
+def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
+    """The layout of each group under ``module``, by the name of the module that ``fully_shard`` was called on."""
+    return {name: group.layout for name, group in named_groups(module).items()}
+
+
+def named_groups(module: nn.Module) -> dict[str, FSDPParamGroup]:
+    """The groups under ``module``, by the name of their module: ``name``, ``name[1]``, ``name[2]``, ..."""
+    groups: dict[str, FSDPParamGroup] = {}
+    for name, state in _states(module).items():
+        groups.update({f"{name}[{i}]" if i else name: group for i, group in enumerate(state.groups)})
+    return groups
+
+
+def module_states(module: nn.Module) -> dict[str, FSDPState]:
+    """The state of each module under ``module`` that ``fully_shard`` was called on, by the module's name.
+
+    If ``fully_shard`` was called on a list of modules, they have one state, under the name of the first.
+
+    Raises:
+        ValueError: ``fully_shard`` was called on no module of ``module``.
+    """
+    states = _states(module) if isinstance(module, nn.Module) else {}
+    if not states:
+        raise ValueError(
+            f"expected a module that torch_ragged.fsdp.fully_shard was called on, or one that holds such modules, got "
+            f"{type(module).__name__} without any: call fully_shard first"
+        )
+    return states
+
+
+def check_replicas_of(model: nn.Module) -> None:
+    """Raise on all ranks if replicas hold other parameters: a checkpoint of ``model`` would have those of one replica.
+
+    Raises:
+        ValueError: they do; see ``check_replicas`` of :func:`fully_shard`.
+    """
+    checked = [group for state in _states(model).values() if state.checks_replicas for group in state.groups]
+    refuse_other_replicas([model], checked)
+
+
+def _states(module: nn.Module) -> dict[str, FSDPState]:
+    states: dict[FSDPState, str] = {}
+    for name, child in module.named_modules():
+        if state := state_of(child):
+            states.setdefault(state, name or "root")
+    return {name: state for state, name in states.items()}

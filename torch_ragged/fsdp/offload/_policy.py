@@ -1,0 +1,146 @@
+"""Offload: the policy that says where optimizer states, and parameters, lie. It moves nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import Any
+
+from torch.distributed.fsdp import OffloadPolicy
+
+from torch_ragged._ranks.claims import compared_as
+from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms
+from torch_ragged.fsdp.offload._mapped_shards import MappedShards
+
+__all__ = ["Offload"]
+
+
+@dataclass(unsafe_hash=True)
+class Offload(OffloadPolicy, FeaturePart):
+    """Where the optimizer states of a ``fully_shard`` call lie: a part on the device, the rest in host memory or in files.
+
+    ::
+
+        for block in model.blocks:
+            fully_shard(block, offload_policy=Offload(optimizer=0.5))
+        fully_shard(model, offload_policy=Offload(optimizer=0.5))
+        optimizer = offloaded(torch.optim.AdamW, model, lr=3e-4)  # not torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+    The policy says where; :func:`offloaded` makes the optimizer that follows it. An optimizer that is made without
+    :func:`offloaded` keeps its states beside the parameters, as always.
+
+    Args:
+        optimizer: the fraction of the elements of each group's shard whose states do not lie on the device, from 0 to 1. They
+            are the last ones of the shard.
+        parameters: whether the sharded parameters and their gradients lie in host memory, too, as with ``CPUOffloadPolicy()``.
+            Then the optimizer runs on the CPU, so ``optimizer`` must be 1. Or ``"files"``: the parameters lie in scratch files
+            in the folder ``to``, one for each group, which are mapped into memory. Gradients are in host memory.
+        to: ``"cpu"`` for host memory, or a folder: each rank keeps these states in a scratch file there. It needs an optimizer
+            that runs on the CPU: a mesh of CPUs, or ``parameters`` that are not on the device.
+
+    Raises:
+        ValueError: ``optimizer`` is no number from 0 to 1, ``parameters`` is neither a bool nor ``"files"``, they contradict
+            each other, or ``to`` is no path.
+    """
+
+    optimizer: float = 1.0
+    parameters: bool | str = False
+    # Each rank may have a folder of its own.
+    to: str = field(default="cpu", metadata=compared_as(lambda to: to if to == "cpu" else "a folder"))
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.to, (str, os.PathLike)) or not os.fspath(self.to):
+            raise ValueError(
+                f'Offload to={self.to!r} is no tier: give "cpu" for host memory, or the path of a folder for files'
+            )
+        self.__dict__["to"] = os.fspath(self.to)
+        given = self.optimizer
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
+            raise ValueError(
+                f"Offload optimizer={given!r} is no fraction: give a number from 0 (all states on the device) to 1 (all "
+                "states in host memory)"
+            )
+        if not isinstance(self.parameters, bool) and self.parameters != "files":
+            raise ValueError(f'Offload parameters must be True, False or "files", got {self.parameters!r}')
+        if self.parameters == "files" and self.to == "cpu":
+            raise ValueError('Offload(parameters="files") needs the folder of the files: give to=folder')
+        if self.parameters and given != 1:
+            raise ValueError(
+                f"Offload(optimizer={given!r}, parameters={self.parameters!r}) keeps states on the device for an optimizer "
+                "that runs on the CPU, where its parameters are: give optimizer=1.0, or parameters=False"
+            )
+
+    @property
+    def moves_states(self) -> bool:
+        """Whether states shall lie elsewhere than the parameters, as those of an ordinary optimizer do."""
+        return self.optimizer > 0 and (self.to != "cpu" or not self.parameters)
+
+    @property
+    def terms(self) -> Terms:
+        needs = {Need.PLAIN_SHARDS: ": give Offload(parameters=True) for its module"} if self.may_fail_alone else {}
+        return Terms(repr(self), needs, breaks=(Need.MOVABLE,))
+
+    @property
+    def may_fail_alone(self) -> bool:  # type: ignore[override]
+        return self.parameters_folder is not None
+
+    @property
+    def parameters_folder(self) -> str | None:
+        """The folder of the files of parameters; None: they lie in memory."""
+        return self.to if self.parameters == "files" else None
+
+    def equip(self, kit: Kit) -> None:
+        kit.offloads_params = kit.pins_memory = self.parameters is not False
+        if self.parameters_folder is not None:
+            kit.shards = MappedShards(kit.layout, kit.rank, self.parameters_folder)
+
+    @classmethod
+    def fit(cls, report: Any, *, device_bytes: int, host_bytes: int | None = None) -> Offload:
+        """The smallest fraction with which a training step fits into ``device_bytes`` per rank::
+
+            report = memory_report(model, torch.optim.AdamW)    # of the model as fully_shard shards it without Offload
+            policy = Offload.fit(report, device_bytes=40 * 2**30, host_bytes=100 * 2**30)
+
+        The model of the report may be on the meta device. What the report does not count needs room beside ``device_bytes``:
+        activations and, on an accelerator, two windows of 8,388,608 elements with their states.
+
+        Args:
+            report: the :class:`MemoryReport` of the model and its optimizer.
+            device_bytes: the bytes that a rank may use on its device.
+            host_bytes: the bytes that a rank may use of host memory; None: any number.
+
+        Raises:
+            TypeError: ``report`` is no report, or bytes are no number.
+            ValueError: all states in host memory would not be enough, or there is too little host memory.
+        """
+        if not hasattr(getattr(report, "peak", None), "optimizer"):
+            raise TypeError(
+                f"Offload.fit needs the report of memory_report(model, torch.optim.AdamW), got {report!r}: give the memory of "
+                "the device as device_bytes"
+            )
+        for name, given in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
+            is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0
+            if not is_number and (name, given) != ("host_bytes", None):
+                raise TypeError(f"Offload.fit {name} must be a number of bytes, such as 80 * 2**30, got {given!r}")
+        states, over = report.peak.optimizer, max(0, report.peak.total - device_bytes)
+        if over > states:
+            raise ValueError(
+                f"a step needs {report.peak.total:,} bytes, {over:,} more than device_bytes={device_bytes:,}, and all "
+                f"optimizer states have {states:,}: use more ranks, or Offload(parameters=True)"
+            )
+        # Rounded up to what is read easily: 0.0001 of the states more than needed, at most.
+        fraction = min(1.0, math.ceil(over / states * 10_000) / 10_000) if over else 0.0
+        needed = math.ceil(fraction * states)
+        if host_bytes is not None and needed > host_bytes:
+            raise ValueError(
+                f"{needed:,} bytes of optimizer states have to leave the device, more than host_bytes={host_bytes:,}: use more "
+                "ranks, or Offload(to=folder)"
+            )
+        return cls(optimizer=fraction)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not a frozen dataclass: torch's OffloadPolicy is none, and Python refuses to mix them.
+        if name in self.__dict__:
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
