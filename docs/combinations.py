@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch_ragged.fsdp.core._persistent_buffers import PERSISTENT
+from torch_ragged.fsdp.memory._persistent_buffers import PERSISTENT
 
 from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, ZERO3, Float4Policy, Float8Policy, Offload, float8_weight
 from torch_ragged.fsdp._fsdp_module import part_of_collectives

@@ -6,7 +6,7 @@ from torch import nn
 
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
-from torch_ragged.fsdp.core._untrained import refuse_other_replicas
+from torch_ragged.fsdp.gates._untrained import refuse_other_replicas
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["buffer_layouts", "check_replicas_of", "module_states", "named_groups"]
