@@ -23,8 +23,8 @@ class WrappedCollectives:
     def all_gather(self, output, shard, group=None):
         return self.issue("all_gather", output, shard, group)
 
-    def reduce_scatter(self, output, buffer, reduction):
-        return self.issue("reduce_scatter", output, buffer, reduction)
+    def reduce_scatter(self, output, buffer, reduction, group=None):
+        return self.issue("reduce_scatter", output, buffer, reduction, group)
 
     def all_reduce(self, tensor, reduction):
         return self.issue("all_reduce", tensor, reduction)
@@ -83,7 +83,7 @@ class NoCollectives:
     def all_gather(self, output, shard, group=None):
         return self.count("all_gather", output, shard)
 
-    def reduce_scatter(self, output, buffer, reduction):
+    def reduce_scatter(self, output, buffer, reduction, group=None):
         return self.count("reduce_scatter", output, buffer)
 
     def all_reduce(self, tensor, reduction):

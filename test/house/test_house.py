@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "torch_ragged"
 FSDP = f"{PACKAGE}.fsdp"
-MOST_ARROWS = 31
+MOST_ARROWS = 35
 MOST_FILES_OF_CORE = 18
 MOST_ARROWS_IN_CORE = 40
 EVERYWHERE = None

@@ -19,7 +19,7 @@ from torch_ragged._ranks.agreement import agree, agreement
 from torch_ragged._ranks.claims import text_of
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
-from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
+from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements, InvalidArgument, check_bool
 from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, make_group, plan_groups
 from torch_ragged.fsdp.core._fsdp_param import GroupPlan, has_extension, owner_of
@@ -36,8 +36,8 @@ from torch_ragged.fsdp.core._untrained import (
 )
 from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
-from torch_ragged.fsdp.core.keepers._resident import Resident
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.fsdp.memory._resident import Resident
 from torch_ragged.granularity import Granularity, OrigParamPolicy
 
 __all__ = ["buffer_layouts", "check_replicas_of", "fully_shard", "module_states", "named_groups"]
@@ -193,7 +193,7 @@ def fully_shard(
         written = [f"{name}: {text_of(value)}" for name, value in options.items()]
         claim += written if makes_groups else []
     with agreement(ranks, device, "fully_shard") as claim:
-        dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
+        dp = _over_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored)
         plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn, weights)
         claim += written + _claim(plans, list(found))
@@ -210,8 +210,10 @@ def fully_shard(
         group.register_sharded()
     if not isinstance(reshard_after_forward, (bool, type(None))):
         reshard_after_forward = _keep_parts(groups, reshard_after_forward)
-    if levels is not None:
-        _stay_gathered(groups, levels)
+    for group in groups if placements is not None and placements.stay_gathered else ():
+        shards = group.dp.shard_group  # None outside of the mesh: reshard_to() tells this rank what stays gathered.
+        if shards is not None and not group.encoding.makes_params:  # A tensor type with its own all-gather keeps nothing.
+            group.keep(Resident(group.dp.levels or Levels(shards, None), group.memory.gathered))
     state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional)
     state.checks_replicas = check_replicas
     state.reduces_last_only = placements is not None and placements.gradients[0] == Partial()
@@ -410,26 +412,15 @@ def _check_placements(mesh: DeviceMesh, dims: Any, placements: BufferPlacements 
     return True
 
 
-def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> tuple[DataParallelMesh, Levels | None]:
-    """The mesh of the optimizer's shards; and the ranks over which parameters stay gathered, or None."""
-    if placements is None or not placements.stay_gathered:
-        return dp, None
-    if not dp.is_member and dp.mesh.ndim == 1:
-        return dp, None  # reshard_to() tells this rank what stays gathered.
+def _over_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> DataParallelMesh:
+    """The mesh of the optimizer's shards: with HIERARCHICAL, both dimensions as one, which knows the two."""
+    if placements is None or not placements.stay_gathered or dp.mesh.ndim == 1:
+        return dp
     if not dp.is_member:
         raise ValueError(f"HIERARCHICAL supports no rank outside of the mesh, and rank {dist.get_rank()} is not in {dp.mesh}")
-    if dp.mesh.ndim == 1:
-        return dp, Levels(dp.mesh.get_group(), None)
     flat = DataParallelMesh.of(flatten(dp.mesh))
-    return flat, Levels(dp.mesh.get_group(0), dp.mesh.get_group(1))
-
-
-def _stay_gathered(groups: Sequence[FSDPParamGroup], levels: Levels) -> None:
-    for group in groups:
-        if not group.encoding.makes_params:  # A tensor type with its own all-gather keeps nothing.
-            group.keep(Resident(levels, group.memory.gathered))
-        if levels.within is not None and group.dp.shard_group is not None:
-            group.process_groups = group.collectives = HierarchicalCollectives(levels, group.dp.shard_group)
+    flat.levels = Levels(dp.mesh.get_group(0), dp.mesh.get_group(1))
+    return flat
 
 
 def _default_mesh() -> DeviceMesh:

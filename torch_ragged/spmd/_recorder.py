@@ -238,9 +238,11 @@ class UnitCollectives:
         with self._recorder.unit(self._name):
             return self._inner.all_gather(output, shard, group)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
         with self._recorder.unit(self._name):
-            return self._inner.reduce_scatter(output, buffer, reduction)
+            return self._inner.reduce_scatter(output, buffer, reduction, group)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         with self._recorder.unit(self._name):

@@ -17,7 +17,6 @@ from torch_ragged._ranks.agreement import problems_of_ranks
 from torch_ragged._ranks.groups import is_nccl
 from torch_ragged.fsdp.comm._capabilities import problems_of
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives
-from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._multicast import MulticastCollectives, SymmetricSlabs
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory, PeerMemory, SymmetricPeerMemory
@@ -115,7 +114,7 @@ def _process_groups(process_groups: ProcessGroupCollectives) -> Collectives:
 
 def _problem_of(traffic: Traffic) -> str:
     # Equal on all ranks: fully_shard has compared the placements of all ranks.
-    if any(isinstance(each, HierarchicalCollectives) for each in traffic.process_groups):
+    if any(each.levels is not None for each in traffic.process_groups):
         return "HIERARCHICAL has its own collectives, within and across nodes"
     return ""
 

@@ -50,8 +50,11 @@ class UnequalCollectives(ProcessGroupCollectives):
             return _Padded(parts, shard, largest.numel(), self._group)
         return self._issue(dist.all_gather, None, parts, shard, group=self._group)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        group = self.separate_group or self._group
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
+        assert group is None, "shards of weights are reduced over all of their ranks"
+        group = self.separate_groups.get(self._group, self._group)
         assert group is not None
         how = division_of(group, output, reduction)
         if how.before > 1:

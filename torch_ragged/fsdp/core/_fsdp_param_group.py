@@ -192,7 +192,7 @@ class FSDPParamGroup:
         shards, replicas = self.dp.shard_group, self.dp.replicate_group
         if isinstance(self.layout, WeightedLayout) and shards is not None:
             return UnequalCollectives(shards, replicas, self.layout.weights)
-        return ProcessGroupCollectives(shards, replicas)
+        return ProcessGroupCollectives(shards, replicas, self.dp.levels)
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate buffers for parameters of ``dtype``, for a computation on ``device``."""
@@ -220,7 +220,7 @@ class FSDPParamGroup:
             self.sharded,
             self.device,
             self.named,
-            self.dp.has_replicas,
+            self.dp,
             self.settings,
             self.memory.reduced,
         )

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.agreement import agree_on_group
 from torch_ragged._ranks.groups import timeout_of
 from torch_ragged._register._torch import concatenate, drop_advice_to_flatten, flatten, forget_shardings
 from torch_ragged.fsdp.comm._collectives import is_debug
+from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.tensor._redistribute import ranks_ascend
 
 __all__ = ["DataParallelMesh", "agree_on_groups", "device_of", "forget_equal_meshes", "groups_of"]
@@ -99,7 +100,10 @@ class DataParallelMesh:
         rank: the index of this rank's shard; 0 if this rank is not in the mesh.
         key: equal for meshes with the same process groups.
         spmd_dims: the data-parallel dimensions of ``spmd``.
+        levels: the process groups of both dimensions, if ``mesh`` is a flattened 2-D mesh.
     """
+
+    levels: Levels | None = None
 
     def __init__(
         self, mesh: DeviceMesh, has_replicas: bool, has_shards: bool, spmd: DeviceMesh | None = None, dims: Any = None
@@ -117,6 +121,12 @@ class DataParallelMesh:
         self.key: tuple[int, ...] = groups if self.is_member else (hash(mesh),)
         names = () if spmd is None else (*dims.shard_names, *dims.replicate_names)
         self.spmd_dims = [dim for dim, name in enumerate((spmd and spmd.mesh_dim_names) or ()) if name in names]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of the shards, over (replicas, shards), (nodes, ranks of a node), or shards alone."""
+        replicas: tuple[Placement, ...] = (Replicate(),) if self.has_replicas else ()
+        return (*replicas, Shard(0)) if self.levels is None else (Shard(0), Shard(0))
 
     @staticmethod
     def of_info(info: Any) -> DataParallelMesh:

@@ -12,7 +12,7 @@ from typing import Union
 import torch
 from torch import nn
 
-from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
+from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.fsdp.core._fsdp_api import Offload
 from torch_ragged.fsdp.core._fsdp_init import layout_of
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, GroupPlan, keep_grad_dtype
@@ -20,7 +20,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
-from torch_ragged.fsdp.core.keepers._resident import Resident
+from torch_ragged.fsdp.memory._resident import Resident
 
 __all__ = [
     "Kept",
@@ -78,7 +78,7 @@ def check_supported(group: FSDPParamGroup, call: str) -> None:
         )
     if group.shards.are_typed:
         raise ValueError(f"{group.names} is of a type with its own all-gather, which {call} does not support")
-    if isinstance(group.process_groups, HierarchicalCollectives):
+    if group.dp.levels is not None:
         raise ValueError(f"{group.names} was sharded with HIERARCHICAL, which {call} does not support")
 
 
@@ -108,7 +108,7 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
             f"{group.names} has persistent buffers, as a captured model needs them: call set_persistent_buffers(False), or "
             f"set_keep_unsharded_storage(False), before {call}, and capture again after it"
         )
-    if process_groups.separate_group is not None:
+    if process_groups.separate_groups:
         raise ValueError(
             f"{group.names} has a second process group: call set_separate_reduce_scatter_group(False) before {call}"
         )

@@ -9,7 +9,7 @@ import torch
 from torch_ragged.fsdp.core._dbuffer import ALLOCATOR
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
-from torch_ragged.fsdp.core.keepers._resident import Resident
+from torch_ragged.fsdp.memory._resident import Resident
 from torch_ragged.fsdp.memory._slots import Slot, SlotRing
 
 __all__ = ["SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp._fully_shard import module_states, named_groups
-from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, TwoStepWork, Work
+from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.tools._memory_report import transient_nbytes
 from torch_ragged.fsdp.tools._optimizer_memory import optimizers_of
@@ -283,9 +283,11 @@ class _WatchedCollectives:
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         return self._watched("all_gather", output.nbytes, lambda: self._collectives.all_gather(output, shard, group))
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
         return self._watched(
-            "reduce_scatter", buffer.nbytes, lambda: self._collectives.reduce_scatter(output, buffer, reduction)
+            "reduce_scatter", buffer.nbytes, lambda: self._collectives.reduce_scatter(output, buffer, reduction, group)
         )
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
@@ -305,9 +307,6 @@ class _WatchedCollectives:
         watch._count(kind, nbytes)
         issued = watch._clock.mark()  # Before the call, so that a synchronous collective has its time.
         work = issue()
-        if isinstance(work, TwoStepWork):
-            second, first = work.second, _WatchedWork(work.first, watch, kind, self._name, issued)
-            return TwoStepWork(first, lambda: _WatchedWork(second(), watch, kind, self._name, watch._clock.mark()))
         return _WatchedWork(work, watch, kind, self._name, issued)
 
 

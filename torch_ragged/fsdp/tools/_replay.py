@@ -21,7 +21,7 @@ from torch_ragged.fsdp.core._fsdp_param import FoundParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
-from torch_ragged.fsdp.core.keepers._resident import Resident
+from torch_ragged.fsdp.memory._resident import Resident
 
 __all__ = ["highest_moment", "high_water"]
 
@@ -256,7 +256,9 @@ class _NoCollectives:
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         return done
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
         return _Held(buffer.nbytes, self._log) if self._traits.holds_second_buffer else done
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:

@@ -66,9 +66,11 @@ class CopyEngineCollectives:
             works.append(memory.exchange(*_gather(source[start:stop], parts, memory.rank), nbytes=stop - start))
         return wait_all(works)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        if self._process_groups.custom_reduce_scatter is not None:
-            return self._process_groups.reduce_scatter(output, buffer, reduction)
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
+        if group not in (None, self._group) or self._process_groups.custom_reduce_scatter is not None:
+            return self._process_groups.reduce_scatter(output, buffer, reduction, group)
         # Over NCCL, it might choose AVG, which the sum below does not implement.
         how = division_of(self._group, output, dataclasses.replace(reduction, sum_only=True))
         if how.before > 1:

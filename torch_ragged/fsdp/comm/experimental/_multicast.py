@@ -79,10 +79,13 @@ class MulticastCollectives:
             torch.ops.symm_mem.multimem_all_gather_out(part, self._group.group_name, gathered)
             return StreamWork(stream.record_event())
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
         handle = self._slabs.handle(buffer) if buffer.dtype in _TYPES else None
-        if handle is None or self._process_groups.custom_reduce_scatter is not None:
-            return self._process_groups.reduce_scatter(output, buffer, reduction)
+        is_ours = group in (None, self._group) and self._process_groups.custom_reduce_scatter is None
+        if not is_ours or handle is None:
+            return self._process_groups.reduce_scatter(output, buffer, reduction, group)
         # The switch computes sums only.
         how = division_of(self._group, output, dataclasses.replace(reduction, sum_only=True))
         if how.before > 1:
