@@ -39,7 +39,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.core._fsdp_api",
             "fsdp.core._fsdp_init",
             "fsdp.core._mesh",
-            "fsdp.core.optional._roll_call",
+            "fsdp.gates._roll_call",
             "fsdp.core.encodings._spmd_types",
         ),
         """
@@ -69,7 +69,6 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.core._dormant_group",
             "fsdp.core._fsdp_param_group",
             "fsdp.core._fsdp_state",
-            "fsdp.core._root",
             "fsdp.core._weight_gradient",
         ),
         """

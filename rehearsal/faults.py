@@ -34,7 +34,6 @@ _STEPPED = "a thread of the CPU, after a backward that raised: on a GPU, backwar
 NOT_FOUND = {
     ("checkpoint/_background.py", "wait_for_save"): "the host waits for its own thread",
     ("checkpoint/_lease.py", "Lease._renew"): "a pause of a thread of the host",
-    ("fsdp/comm/_wide_gradients.py", "_Added.wait"): "torch 2.15: earlier, no gradient is wider than its buffer",
     ("fsdp/comm/experimental/_peer_memory.py", "_HostExchange.wait"): "the host's memory: no stream",
     ("fsdp/_fsdp_module.py", "_wait_for_users"): _STEPPED,
     ("fsdp/core/_state_dict.py", "before_load"): _STEPPED,

@@ -61,7 +61,7 @@ def installed() -> Any:
 
     import torch.distributed._symmetric_memory as symm_mem
 
-    from torch_ragged.fsdp.comm import _capabilities
+    from torch_ragged.fsdp.comm import _choice
     from torch_ragged.fsdp.comm.experimental import _multicast as multicast
 
     stack = contextlib.ExitStack()
@@ -71,6 +71,6 @@ def installed() -> Any:
     stack.enter_context(mock.patch.object(symm_mem, "rendezvous", Handle))
     stack.enter_context(mock.patch.object(multicast, "load_sum", _load_sum))
     problems = {"symm": "windows of NCCL have no stand-in"}
-    stack.enter_context(mock.patch.object(_capabilities, "_problems_of_gpu", lambda group, device: problems))
+    stack.enter_context(mock.patch.object(_choice, "_problems_of_gpu", lambda group, device: problems))
     stack.enter_context(mock.patch.object(torch.ops.symm_mem, "multimem_all_gather_out", _all_gather))
     return stack

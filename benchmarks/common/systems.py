@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.common.stacks import Case
 from torch_ragged.fsdp import BufferLayout, TensorSpec, fully_shard, plan_layout, rows
 from torch_ragged.fsdp._fully_shard import named_groups
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, Work
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Work
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.offline._peers import RowBuffer
 
 __all__ = ["POLICIES", "SYSTEMS", "Training", "adamw", "bare_collectives"]

@@ -25,7 +25,7 @@ from benchmarks.common.models import shard
 from benchmarks.gpu.gpu_common import Deadline, Timer, finish, initialize, options_of, parser, stack
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp._fully_shard import named_groups
-from torch_ragged.fsdp.comm._collectives import Reduction
+from torch_ragged.fsdp.comm._reduction import Reduction
 
 
 def sharded(options: argparse.Namespace, collectives: str | None) -> tuple[Any, tuple[str, ...]]:

@@ -36,7 +36,8 @@ from benchmarks.common.tracker import CollectiveLog
 from benchmarks.parts.python_time import stepper
 from benchmarks.predict.step_model import RAGGED, GroupCost, play
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.offline import Parameter
 
 WORLDS = (1, 2, 4, 8)

@@ -5,44 +5,15 @@ They have the methods of the protocol ``Collectives`` and no others, so that a c
 
 from collections import Counter
 
-from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, done
+from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, WrappedCollectives, done
 
 __all__ = ["LoggedCollectives", "NoCollectives", "counted_calls", "delay_collectives"]
-
-
-class WrappedCollectives:
-    """The collectives of ``inner``."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def issue(self, name, *arguments):
-        """Issue the collective of that name."""
-        return getattr(self.inner, name)(*arguments)
-
-    def all_gather(self, output, shard, group=None):
-        return self.issue("all_gather", output, shard, group)
-
-    def reduce_scatter(self, output, buffer, reduction, group=None):
-        return self.issue("reduce_scatter", output, buffer, reduction, group)
-
-    def all_reduce(self, tensor, reduction):
-        return self.issue("all_reduce", tensor, reduction)
-
-    def all_reduce_sum(self, tensor, group):
-        return self.issue("all_reduce_sum", tensor, group)
-
-    def all_reduce_max(self, tensor):
-        return self.issue("all_reduce_max", tensor)
-
-    def reduce_scatter_traits(self, device):
-        return self.inner.reduce_scatter_traits(device)
 
 
 class LateCollectives(WrappedCollectives):
     """The collectives of ``inner``, which read and write nothing before ``wait()``."""
 
-    def issue(self, name, *arguments):
+    def issue(self, name, largest, *arguments):
         return Late(getattr(self.inner, name), arguments)
 
     def reduce_scatter_traits(self, device):
@@ -86,11 +57,8 @@ class NoCollectives:
     def reduce_scatter(self, output, buffer, reduction, group=None):
         return self.count("reduce_scatter", output, buffer)
 
-    def all_reduce(self, tensor, reduction):
+    def all_reduce(self, tensor, reduction, group=None):
         return self.count("all_reduce", tensor)
-
-    def all_reduce_sum(self, tensor, group):
-        return self.count("all_reduce_sum", tensor)
 
     def all_reduce_max(self, tensor):
         return self.count("all_reduce_max", tensor)

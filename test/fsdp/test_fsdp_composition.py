@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import FSDPGrad, FSDPModule, MixedPrecisionPolicy, fully_shard, rows, share_comm_ctx
-from torch_ragged.fsdp.core._untrained import sharded_originals
+from torch_ragged.fsdp.gates._untrained import sharded_originals
 
 WIDTH, WORDS = 8, 11
 

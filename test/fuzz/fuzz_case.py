@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import debug
 
 from torch_ragged._register import _spmd
-from torch_ragged.fsdp.comm._collectives import Reduction
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core import _fsdp_param_group
 from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
 from torch_ragged.spmd import _gradients, _resolve, _static, _static_facts, _static_trial

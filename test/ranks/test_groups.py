@@ -15,7 +15,7 @@ from torch_ragged import transfer
 from torch_ragged._ranks.groups import group_of, is_nccl
 from torch_ragged._register._torch import process_groups
 from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to
-from torch_ragged.fsdp.comm._collectives import Reduction, division_of
+from torch_ragged.fsdp.comm._reduction import Reduction, ops_of
 from torch_ragged.transfer import _watch
 
 _CPU = torch.device("cpu")
@@ -74,10 +74,13 @@ class GroupsTest(unittest.TestCase):
     def test_nccl_divides_also_in_a_group_that_has_gloo_beside_it(self):
         group, gpu, cpu = BackendPerDevice(), torch.device("cuda"), torch.device("cpu")
         self.assertEqual((is_nccl(group, gpu), is_nccl(group, cpu)), (True, False))
-        output = types.SimpleNamespace(device=gpu, dtype=torch.float32)
-        self.assertEqual(division_of(group, output, Reduction()), (dist.ReduceOp.AVG, 1, 1))
-        self.assertEqual(division_of(group, output, Reduction(sum_only=True)), (dist.ReduceOp.SUM, 1, 4))
-        self.assertEqual(division_of(group, torch.zeros(1), Reduction()), (dist.ReduceOp.SUM, 1, 4))
+
+        def steps(device, reduction):
+            return reduction.steps(group.size(), torch.float32, dist.ReduceOp.AVG in ops_of(group, device))
+
+        self.assertEqual(steps(gpu, Reduction()), (dist.ReduceOp.AVG, 1, 1))
+        self.assertEqual(steps(gpu, Reduction(sum_only=True)), (dist.ReduceOp.SUM, 1, 4))
+        self.assertEqual(steps(cpu, Reduction()), (dist.ReduceOp.SUM, 1, 4))
 
     @ranks(4)
     def test_groups_of_fsdp_have_the_timeout_of_the_mesh():

@@ -295,7 +295,7 @@ class CallLogTest(unittest.TestCase):
             model(torch.ones(1, SIZE))
         if dist.get_rank() == 0:
             store.set("rank 0 has ended its forward", "")
-        log = fully_shard.state(model).context.log
+        log = fully_shard.state(model).context.gate.log
         log.start()
         with mock.patch.object(log, "_count", side_effect=dist.DistStoreError("connection refused")):
             log.finish()  # The rank with the store has ended.

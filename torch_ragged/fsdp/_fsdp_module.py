@@ -22,12 +22,12 @@ from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._dbuffer import MemoryPool
 from torch_ragged.fsdp.core._fsdp_api import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, state_of
+from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle, state_of
 from torch_ragged.fsdp.core._mesh import device_of
-from torch_ragged.fsdp.core._root import GradientReductionHandle
+from torch_ragged.fsdp.core._param_swap import check_conversion, convert, is_whole, load_converted, load_replaced
 from torch_ragged.fsdp.core._state_dict import before_load
-from torch_ragged.fsdp.core._untrained import warn_of_unsharded
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.gates._untrained import warn_of_unsharded
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
 from torch_ragged.fsdp.memory._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.tensor._from_meta import FromMeta
@@ -78,8 +78,8 @@ class FSDPModule(TorchFSDPModule):
         state = self._ragged_states(recurse=False)[0]
         groups = list(state.groups)
         for group in groups:
-            group.load_replaced()
-            if not (state.context.in_forward or state.context.in_backward):
+            load_replaced(group)
+            if not (state.context.in_forward or state.context.in_backward or state.context.is_accumulating):
                 group.expire_resident()
             group.unshard(wait=False)
             if not state.context.in_forward:  # This rank alone may use them, outside of a forward: others do not reduce.
@@ -127,16 +127,16 @@ class FSDPModule(TorchFSDPModule):
         for state in states:
             state.reshard()
         for group in groups:
-            group.load_converted()
-            group.check_conversion(_of_group(fn, group))
+            load_converted(group)
+            check_conversion(group, _of_group(fn, group))
         with contextlib.ExitStack() as stack:
             for group in groups:
-                if group.is_whole(under):
-                    group.convert(_of_group(fn, group))
+                if is_whole(group, under):
+                    convert(group, _of_group(fn, group))
                     stack.enter_context(group.hidden())  # Otherwise torch's _apply would call fn again.
             super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # Not torch's, which needs its own state.
         for group in groups:
-            group.load_converted()
+            load_converted(group)
         return self
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -527,7 +527,7 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     states = _states_of(modules)
     for state in states:
         for each in state.context.states:
-            each.join(each.context, states[0].comm)  # type: ignore[attr-defined]
+            each.join(each.context, states[0].comm)
 
 
 def _of_group(fn: Callable[[torch.Tensor], torch.Tensor], group: FSDPParamGroup) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -629,7 +629,7 @@ def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:
     """After ``load_state_dict(assign=True)``: copy the values into the parameters, which stay the same objects."""
     state = state_of(module)
     for group in state.groups if state else ():
-        group.load_replaced()
+        load_replaced(group)
 
 
 def _reshard_state(module: nn.Module) -> None:

@@ -25,17 +25,19 @@ from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn,
 from torch_ragged.fsdp.core._fsdp_param import GroupPlan, has_extension, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
+from torch_ragged.fsdp.core._hooks import hook_modules
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, forget_equal_meshes, groups_of
 from torch_ragged.fsdp.core._state_dict import take_parts
-from torch_ragged.fsdp.core._untrained import (
+from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.gates._gate import gate_of
+from torch_ragged.fsdp.gates._untrained import (
     note_ignored,
     note_replaced,
     refuse_other_replicas,
     sharded_originals,
     watch_optimizers,
 )
-from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
-from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.memory._resident import Resident
 from torch_ragged.granularity import Granularity, OrigParamPolicy
@@ -214,7 +216,8 @@ def fully_shard(
         shards = group.dp.shard_group  # None outside of the mesh: reshard_to() tells this rank what stays gathered.
         if shards is not None and not group.encoding.makes_params:  # A tensor type with its own all-gather keeps nothing.
             group.keep(Resident(group.dp.levels or Levels(shards, None), group.memory.gathered))
-    state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional)
+    state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional, gate_of)
+    hook_modules(state)
     state.checks_replicas = check_replicas
     state.reduces_last_only = placements is not None and placements.gradients[0] == Partial()
     for each in modules:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._untrained import note_replaced, note_root
+from torch_ragged.fsdp.gates._untrained import note_replaced, note_root
 from torch_ragged.spmd._gradients import PendingGradients
 from torch_ragged.tensor._read import meet
 

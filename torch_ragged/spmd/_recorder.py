@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_ragged._register._torch import current_autograd_node, makes_fakes, next_sequence_number, process_groups
-from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
+from torch_ragged.fsdp.comm._collectives import Collectives, Work, WrappedCollectives
 from torch_ragged.spmd._explained import Collective
 
 __all__ = ["Recorder", "UnitCollectives"]
@@ -223,7 +223,7 @@ def _dims_of_ranks(mesh: DeviceMesh) -> dict[frozenset[int], tuple[str, ...]]:
     return found
 
 
-class UnitCollectives:
+class UnitCollectives(WrappedCollectives):
     """The collectives of a unit, which tell ``recorder`` that they are.
 
     Args:
@@ -232,29 +232,9 @@ class UnitCollectives:
     """
 
     def __init__(self, inner: Collectives, recorder: Recorder, name: str) -> None:
-        self._inner, self._recorder, self._name = inner, recorder, name
+        super().__init__(inner)
+        self._recorder, self._name = recorder, name
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+    def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
         with self._recorder.unit(self._name):
-            return self._inner.all_gather(output, shard, group)
-
-    def reduce_scatter(
-        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
-    ) -> Work:
-        with self._recorder.unit(self._name):
-            return self._inner.reduce_scatter(output, buffer, reduction, group)
-
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        with self._recorder.unit(self._name):
-            return self._inner.all_reduce(tensor, reduction)
-
-    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        with self._recorder.unit(self._name):
-            return self._inner.all_reduce_sum(tensor, group)
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        with self._recorder.unit(self._name):
-            return self._inner.all_reduce_max(tensor)
-
-    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
-        return self._inner.reduce_scatter_traits(device)
+            return super().issue(name, largest, *arguments)

@@ -26,8 +26,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged.fsdp import HIERARCHICAL, fully_shard
 from torch_ragged.fsdp.comm import _gloo
-from torch_ragged.fsdp.comm._capabilities import Facts, why_not
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, wait_all
+from torch_ragged.fsdp.comm._choice import Facts, why_not
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, wait_all
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.comm.experimental import _peer_memory
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory
@@ -276,7 +277,7 @@ def fall_back() -> list[tuple[str, tuple[str, ...], list[str]]]:
 def other_hosts() -> tuple[tuple[str, ...], list[str]]:
     model = make_model()
     fully_shard(model)
-    with mock.patch("torch_ragged.fsdp.comm._capabilities.host_of", lambda: f"host {dist.get_rank() // 2}"):
+    with mock.patch("torch_ragged.fsdp.comm._choice.host_of", lambda: f"host {dist.get_rank() // 2}"):
         return told(model, "copy_engine")
 
 

@@ -12,10 +12,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # Once, before any part of it is replaced: torch 2.11 cannot import it again.
-from common import ranks, run_ranks
+from common import error_of, ranks, run_ranks
 
-from torch_ragged.fsdp.comm import _capabilities, _choice
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm import _choice
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._reduction import Reduction, Steps
 from torch_ragged.fsdp.comm.experimental import _multicast
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import SymmetricPeerMemory
@@ -195,6 +196,9 @@ class CudaPathsTest(unittest.TestCase):
             collectives.all_gather(torch.zeros(4), torch.ones(4)).wait()
             collectives.reduce_scatter(torch.zeros(4), torch.ones(4), Reduction()).wait()
             collectives.reduce_scatter(torch.zeros(8).half(), slabs.allocate(8, torch.float16), Reduction()).wait()
+            # The kernel computes sums: another op is an error, never a sum.
+            largest = mock.Mock(steps=lambda *_: Steps(dist.ReduceOp.MAX))
+            assert "needs MAX" in error_of(collectives.reduce_scatter, output, buffer, largest)
             assert len(gathered) == len(sums) == 1
 
     def test_the_chosen_implementation_is_installed_with_its_allocator(self):
@@ -207,8 +211,8 @@ class CudaPathsTest(unittest.TestCase):
         world, device = dist.group.WORLD, types.SimpleNamespace(type="cuda", index=0)
         backend = mock.Mock(spec=["supports_tensor_alloc", "register_mem_pool"])
         with (
-            mock.patch.object(_capabilities, "backend_of", lambda *_: backend),
-            mock.patch.object(_capabilities, "has_multicast", lambda device: True),
+            mock.patch.object(_choice, "backend_of", lambda *_: backend),
+            mock.patch.object(_choice, "has_multicast", lambda device: True),
             mock.patch.dict("sys.modules", {"triton": types.ModuleType("triton")}),
             mock.patch.object(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=f"gpu {index}")),
             mock.patch.object(torch.cuda, "device_count", lambda: 3),
@@ -217,17 +221,17 @@ class CudaPathsTest(unittest.TestCase):
             mock.patch("torch.distributed._symmetric_memory.get_backend", lambda device: "CUDA"),
             mock.patch.dict("os.environ", {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}),
         ):
-            found = _capabilities._facts(world, device)
+            found = _choice._facts(world, device)
             assert (found.gpu, found.out_of_reach, found.may_overlap) == ("gpu 0", frozenset({"gpu 2"}), True), found
             assert found.problems == {}, found.problems
             with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-                assert "compute capability 9.0" in _capabilities._facts(world, device).problems["multimem"]
-            with mock.patch.object(_capabilities, "has_multicast", lambda device: False):
-                assert "no multicast" in _capabilities._facts(world, device).problems["multimem"]
+                assert "compute capability 9.0" in _choice._facts(world, device).problems["multimem"]
+            with mock.patch.object(_choice, "has_multicast", lambda device: False):
+                assert "no multicast" in _choice._facts(world, device).problems["multimem"]
             with mock.patch("torch.distributed._symmetric_memory.get_backend", lambda device: None):
-                assert "no symmetric memory" in _capabilities._facts(world, device).problems["copy_engine"]
+                assert "no symmetric memory" in _choice._facts(world, device).problems["copy_engine"]
             del backend.register_mem_pool
-            assert "cannot register memory" in _capabilities._facts(world, device).problems["symm"]
+            assert "cannot register memory" in _choice._facts(world, device).problems["symm"]
 
     def test_torch_has_what_is_called_of_symmetric_memory(self):
         """What is called of torch's symmetric memory is there; what a CPU build lacks is not asked for there."""

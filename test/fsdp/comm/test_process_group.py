@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from common import ranks
 
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._reduction import Reduction
 
 SIZE = 5
 

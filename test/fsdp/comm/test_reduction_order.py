@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, comm, fully_shard
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.comm._unequal import UnequalCollectives
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._multicast import MulticastCollectives
@@ -113,8 +114,9 @@ class ReductionOrderTest(unittest.TestCase):
                 if hasattr(kind, "reduce_scatter_traits") and kind.__module__ == info.name:
                     found.add(kind.__name__)
         tried = {"ProcessGroupCollectives", "UnequalCollectives", "CopyEngineCollectives"}
-        # The protocol; names for errors; and one that needs a GPU, and waits for events of streams.
-        self.assertEqual(found - tried, {"Collectives", "NamedCollectives", MulticastCollectives.__name__})
+        # The protocol; two that wrap others; and one that needs a GPU, and waits for events of streams.
+        others = {"Collectives", "NamedCollectives", "WrappedCollectives", MulticastCollectives.__name__}
+        self.assertEqual(found - tried, others)
 
     @ranks(4)
     def test_no_wait_of_any_carrier_issues_a_collective():
@@ -127,7 +129,7 @@ class ReductionOrderTest(unittest.TestCase):
                         carrier.reduce_scatter(torch.empty(numel), buffer.clone(), Reduction()),
                         carrier.reduce_scatter(torch.empty(numel), buffer.clone(), Reduction(divisor=3.0)),
                         carrier.all_reduce_max(shard.clone()),
-                        carrier.all_reduce_sum(shard.clone(), dist.group.WORLD),
+                        carrier.all_reduce(shard.clone(), Reduction(divisor=1.0), dist.group.WORLD),
                     ]
                     issued = len(found)
                     for work in works:

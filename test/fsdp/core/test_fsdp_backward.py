@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._fsdp_state import map_tensors, tensors_in
+from torch_ragged.fsdp.core._hooks import map_tensors, tensors_in
 
 DIM = 6
 

@@ -1,5 +1,6 @@
 """Which mesh dimensions are data-parallel, and how one parameter is cut over them, on ranks of a fake process group."""
 
+import gc
 import math
 import unittest
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged._register._torch import dtensor_like
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._reduction import Reduction
+from torch_ragged.fsdp.core._forward_order import Pass
 from torch_ragged.fsdp.core._fsdp_param import Distribution
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
@@ -419,9 +422,9 @@ class RegroupTest(unittest.TestCase):
         self.assertRegex(
             error_of(check_movable, group, "reshard_to"), "RuntimeError: weight and 1 more on the meta device: materialize"
         )
-        for pending in ("is_accumulating", "needs_reduction"):
+        for is_here in (True, False):  # Or on another rank.
             group = self.group(mesh["dp"])
-            group.add_gradient(0, torch.ones(4, 4)) if pending == "needs_reduction" else group.end_pass(is_accumulating=True)
+            group.add_gradient(0, torch.ones(4, 4)) if is_here else group.expect_gradients(Pass())
             self.assertRegex(
                 error_of(check_movable, group, "reshard_to"), "RuntimeError: .*has gradients that are not reduced yet"
             )
@@ -442,6 +445,7 @@ class RegroupTest(unittest.TestCase):
 
     @fake_group(2)
     def test_looks_at_states_and_groups_grow_with_their_number_only(self):
+        gc.collect()  # Groups of other tests may have gradients.
         mesh, count = init_device_mesh("cpu", (2,)), 24
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
         for layer in model:

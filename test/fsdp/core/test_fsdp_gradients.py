@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import ZERO2, fully_shard
+from torch_ragged.fsdp.core._forward_order import Pass
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
 
 
@@ -40,7 +41,7 @@ class GradientTest(OneRankTest):
         gc.collect()
         gradient = torch.ones(WIDTH, WIDTH)
         group.add_gradient(0, gradient)  # Of a use outside of any forward.
-        group.expect_gradients()
+        group.expect_gradients(Pass())
         group._reached_in = None  # In an earlier pass.
         error = error_of(group.add_gradient, 0, gradient)
         self.assertRegex(error, "RuntimeError: the root of this fully_shard module was deleted")
@@ -61,13 +62,13 @@ class GradientTest(OneRankTest):
             root.start_backward()
             for order in (later, later, earlier):
                 root.reach(order)
-                self.assertIn(order, root.orders)
+                self.assertIn(order, root.current.orders)
             root.start_backward()  # It was started: nothing happens.
 
         x.register_hook(hook)
         x.sum().backward()
         self.assertEqual(calls, ["restart later", "finish later", "restart earlier", "finish later", "finish earlier"])
-        self.assertEqual(root.orders, [])
+        self.assertIsNone(root.current)
 
     def test_a_hook_on_an_unsharded_parameter_sees_its_gradient_until_it_is_removed(self):
         for smallest in (1, 2**62):  # Written by the matmul, or copied.

@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._fsdp_init import find_params
 from torch_ragged.fsdp.core._fsdp_state import state_of
-from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState
-from torch_ragged.fsdp.core.optional._roll_call import RollCall, roll_call_of
+from torch_ragged.fsdp.gates._gate import OptionalGate
+from torch_ragged.fsdp.gates._roll_call import RollCall, roll_call_of
 
 
 class Tied(nn.Module):
@@ -118,15 +119,19 @@ class RollCallTest(unittest.TestCase):
         events, roll_call = self.of_three_events()
         votes = [[1, 1], [3, 2], [2, 2], [2, 3], [100, 100]]
         with mock.patch.object(dist, "all_reduce", self.another(*votes)):
-            context = FSDPStateContext([mock.Mock(spec_set=["groups"], groups=[])], roll_call=roll_call)
-            self.assertEqual(context.meet(events[2], True), (True, True))
-        self.assertEqual(events[0][0].method_calls, [mock.call.enter_call(context, False)])
-        leaves = [mock.call.leave_call(False, True), mock.call.leave_call(True, True), mock.call.leave_call(True, False)]
-        self.assertEqual(events[1][0].method_calls, leaves)
+            gate, own = OptionalGate([], mock.Mock(spec=CallLog), roll_call), events[2][0]
+            self.assertEqual(gate.after_call(own, False, must_stay=True), (True, True))
+        first, second = (state for state, _ in events[:2])
+        self.assertEqual(first.method_calls, [mock.call.enter_call(first.context, False)])
+        (tower,) = second.modules
+        leaves = [mock.call.leave_call(tower, *needs) for needs in ((False, True), (True, True), (True, False))]
+        self.assertEqual(second.method_calls, leaves)
         self.assertEqual(events[2][0].method_calls, [])
 
     def of_three_events(self):
-        events = [(mock.create_autospec(ModuleState, instance=True), is_exit) for is_exit in (False, True, False)]
+        names = ["enter_call", "leave_call", "is_optional", "context", "modules"]
+        states = [mock.Mock(spec_set=names, is_optional=True, modules=(nn.Linear(1, 1),)) for _ in range(3)]
+        events = list(zip(states, (False, True, True)))
         return events, RollCall(events, [dist.group.WORLD], torch.device("cpu"))
 
     def another(self, *votes):

@@ -17,8 +17,9 @@ from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp import ZERO1, ZERO2, ZERO3, BufferLayout, DBuffer, TensorSpec, fully_shard
 from torch_ragged.fsdp.comm import _collectives as implementation
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits
 from torch_ragged.fsdp.comm._gloo import sum_parts
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.comm._wide_gradients import WideGradients
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 
@@ -285,14 +286,19 @@ class NarrowTest(unittest.TestCase):
         tensors = tuple(TensorSpec(f"{i}", (numel,), (0,), 1) for i, numel in enumerate(numels))
         layout = BufferLayout(tensors, (0, 6, 7, 47, 50), 20, size, 1, 20, "a test", "a test")
         wide = WideGradients(layout, rank, (0, 2, 3, 4))
-        assert not wide.are_few and 2 in wide and 1 not in wide
+        assert not wide.are_few
+        wide.keep(1, torch.ones(1))
+        assert [index for index, _ in wide.popped(only_unexpected=True)] == [1] and not wide.kept
         shard = DBuffer(layout, Shard(0), rank, torch.float32, torch.device("cpu"))
         shard.flat.fill_(1.0)
         mine = {0: (0,), 1: (2, 4), 2: (4,)}[rank]
         gradients = {index: torch.arange(float(numels[index])).view(-1, 1) + 100 * rank for index in mine}
         collectives, ones = ProcessGroupCollectives(dist.group.WORLD), torch.full((layout.numel,), 2.0 * (rank == 0))
         assert wide.allow_narrow(collectives, shard.flat.device) is False
-        wide.reduce_scatter(collectives, shard.flat, ones, gradients, Reduction(divisor=2.0)).wait()
+        for index, gradient in gradients.items():
+            wide.keep(index, gradient)
+        wide.reduce_scatter(collectives, shard.flat, ones, Reduction(divisor=2.0)).wait()
+        assert not wide.kept
         totals = [torch.arange(5.0), None, torch.arange(40.0) + 100, torch.empty(0), 2 * torch.arange(9.0) + 300]
         for index, total in enumerate(totals):
             start, stop = layout.local_range(index, rank)
@@ -300,7 +306,7 @@ class NarrowTest(unittest.TestCase):
             assert torch.equal(shard.tensor(index), expected), (index, shard.tensor(index), expected)
         assert WideGradients(layout, rank, (1,)).allow_narrow(collectives, shard.flat.device)
         with mock.patch.object(collectives, "reduce_scatter") as issued:  # No second one.
-            WideGradients(layout, rank, ()).reduce_scatter(collectives, shard.flat, ones, {}, Reduction())
+            WideGradients(layout, rank, ()).reduce_scatter(collectives, shard.flat, ones, Reduction())
         assert issued.call_count == 1
 
     def test_sum_is_that_of_widened_parts(self):

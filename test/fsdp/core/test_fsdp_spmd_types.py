@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.core._fsdp_param import Distribution
-from torch_ragged.fsdp.core._fsdp_state import map_tensors
+from torch_ragged.fsdp.core._hooks import map_tensors
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import is_annotated
 

@@ -267,7 +267,7 @@ def errors():
     model.reset_iter_state()
     assert not any(state.calls for state in model._ragged_states(recurse=True))
     groups = model._ragged_groups(recurse=True)
-    assert not any(each.needs_reduction or each.is_accumulating for each in groups)
+    assert not any(each.needs_reduction or each.is_pending for each in groups)
     model.set_requires_gradient_sync(True)
     hook = model.head.register_forward_hook(lambda *_: found.update(forward=error_of(reshard_to, model, optimizer, fewer)))
     model(torch.zeros(1, WIDTH))

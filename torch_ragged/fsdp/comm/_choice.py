@@ -1,4 +1,4 @@
-"""The choice of an implementation of the collectives by its name; the same on all ranks.
+"""The choice of an implementation of the collectives by its name, from the facts of all ranks; the same on all ranks.
 
 Nothing here changes a parameter group: ``set_collectives`` installs the implementation that was chosen.
 """
@@ -6,22 +6,24 @@ Nothing here changes a parameter group: ``set_collectives`` installs the impleme
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.agreement import problems_of_ranks
-from torch_ragged._ranks.groups import is_nccl
-from torch_ragged.fsdp.comm._capabilities import problems_of
+from torch_ragged._ranks.groups import backend_of, is_nccl
+from torch_ragged._register._torch import has_multicast
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._multicast import MulticastCollectives, SymmetricSlabs
-from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory, PeerMemory, SymmetricPeerMemory
+from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory, PeerMemory, SymmetricPeerMemory, host_of
 
-__all__ = ["IMPLEMENTATIONS", "Implementation", "Traffic", "check_name", "choose"]
+__all__ = ["IMPLEMENTATIONS", "Facts", "Implementation", "Traffic", "check_name", "choose", "why_not"]
 
 _logger = logging.getLogger("torch_ragged.fsdp")
 
@@ -69,6 +71,9 @@ class Implementation:
     allocate: Callable[[int, torch.dtype], torch.Tensor] | None = None
 
 
+_PROCESS_GROUPS = Implementation("nccl", lambda process_groups: process_groups)
+
+
 def check_name(name: Any) -> None:
     """Check that there is an implementation with this name.
 
@@ -91,44 +96,27 @@ def choose(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementat
         if name == "nccl" and not is_nccl(group, device) and is_first:
             text = "set_collectives('nccl'): process group %s has the backend %s, whose collectives are used"
             _logger.warning(text, group.group_name, dist.get_backend(group))
-        return Implementation("nccl", _process_groups)
+        return _PROCESS_GROUPS
     # Making an implementation is collective. All ranks make it or none does: the name was agreed on, and problems are equal on
-    # all ranks.
-    made, problem = None, problems_of(group, device).get(wanted) or _problem_of(traffic)
+    # all ranks. So is what follows from placements, which fully_shard has compared.
+    made, problem = _PROCESS_GROUPS, problems_of(group, device).get(wanted, "")
+    if not problem and any(each.levels is not None for each in traffic.process_groups):
+        problem = "HIERARCHICAL has its own collectives, within and across nodes"
     if not problem:
-        made, problem = _made_everywhere(wanted, group, traffic)
-    if made is None:
+        try:
+            made = _MAKERS[wanted](group, traffic)
+        except Exception as error:  # Any error: the other ranks wait for this rank in the all-gather below.
+            problem = str(error) or type(error).__name__
+        problem = problems_of_ranks(problem, group)
+    if problem:
         log = _logger.info if name == "auto" else _logger.warning
         if is_first:
             log("set_collectives(%r): no %s for process group %s: %s", name, wanted, group.group_name, problem)
-        return Implementation("nccl", _process_groups)
+        return _PROCESS_GROUPS  # Also on a rank that succeeded: collectives need all ranks.
     if device.type == "cuda" and is_first:
         text = "set_collectives(%r): experimental: it has not run on several GPUs yet (process group %s)"
         _logger.warning(text, name, group.group_name)
     return made
-
-
-def _process_groups(process_groups: ProcessGroupCollectives) -> Collectives:
-    return process_groups
-
-
-def _problem_of(traffic: Traffic) -> str:
-    # Equal on all ranks: fully_shard has compared the placements of all ranks.
-    if any(each.levels is not None for each in traffic.process_groups):
-        return "HIERARCHICAL has its own collectives, within and across nodes"
-    return ""
-
-
-def _made_everywhere(name: str, group: dist.ProcessGroup, traffic: Traffic) -> tuple[Implementation | None, str]:
-    """The implementation; or None and the reason, if any rank fails to make it."""
-    made, problem = None, ""
-    try:
-        made = _MAKERS[name](group, traffic)
-    except Exception as error:  # Any error: the other ranks wait for this rank in the all-gather below.
-        problem = str(error) or type(error).__name__
-    problem = problems_of_ranks(problem, group)
-    # A rank that succeeded drops its implementation too: collectives need all ranks.
-    return (None if problem else made), problem
 
 
 # -- makers --------------------------------------------------------------------------------------------------------------
@@ -159,7 +147,7 @@ def _make_symm(group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
     # The first allocation registers a window. If the backend cannot do this, it raises here, where ranks can still agree on
     # another implementation.
     allocate(1 << 20, torch.uint8)
-    return Implementation("symm", _process_groups, allocate)
+    return Implementation("symm", _PROCESS_GROUPS.collectives, allocate)
 
 
 def _make_multimem(group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
@@ -172,3 +160,125 @@ def _make_multimem(group: dist.ProcessGroup, traffic: Traffic) -> Implementation
 
 _MAKERS = {"symm": _make_symm, "copy_engine": _make_copy_engine, "multimem": _make_multimem}
 """By name: the function that makes the implementation. All ranks of the process group call it."""
+
+
+# -- what ranks can use --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Facts:
+    """The facts that one rank knows about itself.
+
+    Attributes:
+        host: an id of its host; equal for ranks that can share CPU memory.
+        gpu: the id of its GPU; empty on the CPU.
+        out_of_reach: ids of the GPUs that the rank sees and whose memory its own GPU cannot access.
+        may_overlap: whether ranks on one GPU may share symmetric memory.
+        problems: by name of an implementation, why this rank cannot use it.
+    """
+
+    host: str = ""
+    gpu: str = ""
+    out_of_reach: frozenset[str] = frozenset()
+    may_overlap: bool = False
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def problems_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
+    """By name of an implementation, why the ranks of ``group`` cannot use it; the same on all ranks.
+
+    The first call for a group costs one all-gather of objects.
+    """
+    # All ranks know a group or none does, because all ranks of a group call this together.
+    if group not in _known:
+        try:
+            mine = _facts(group, device)
+        except Exception as error:  # Not raised: the other ranks wait for this rank in the all-gather below.
+            mine = Facts(problems=dict.fromkeys(_MAKERS, f"{type(error).__name__}: {error}"))
+        facts = [Facts()] * group.size()
+        dist.all_gather_object(facts, mine, group=group)
+        _known[group] = why_not(facts)
+    return _known[group]
+
+
+def why_not(facts: Sequence[Facts]) -> dict[str, str]:
+    """By name of an implementation, the first reason why ranks with these facts cannot use it."""
+    found: dict[str, str] = {}
+    for rank, mine in enumerate(facts):
+        for name, why in mine.problems.items():
+            found.setdefault(name, f"rank {rank}: {why}")
+    may_overlap = all(mine.may_overlap for mine in facts)
+    for name, overlaps in (("copy_engine", may_overlap), ("multimem", False)):
+        if why := _not_together(facts, overlaps):
+            found.setdefault(name, why)
+    return found
+
+
+def _not_together(facts: Sequence[Facts], may_overlap: bool) -> str:
+    """Why the ranks cannot access each other's memory; empty if they can."""
+    if len(facts) == 1:
+        return "there is one rank only"
+    owners: dict[str, int] = {}
+    for rank, mine in enumerate(facts):
+        if mine.host != facts[0].host:
+            return f"rank {rank} is on another host than rank 0"
+        if mine.gpu and owners.setdefault(mine.gpu, rank) != rank and not may_overlap:
+            return f"ranks {owners[mine.gpu]} and {rank} are on one GPU"
+        for other, theirs in enumerate(facts):
+            if theirs.gpu in mine.out_of_reach:
+                return f"the GPU of rank {rank} has no access to that of rank {other}"
+    return ""
+
+
+def _facts(group: dist.ProcessGroup, device: torch.device) -> Facts:
+    found = Facts(problems=dict.fromkeys(("symm", "multimem"), f"it is for GPUs, parameters are on {device.type}"))
+    if device.type == "cuda":
+        others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+        out_of_reach = [_gpu(each) for each in others if not torch.cuda.can_device_access_peer(device.index, each)]
+        may_overlap = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "") not in ("", "0")
+        problems = {name: why for name, why in _problems_of_gpu(group, device).items() if why}
+        found = Facts("", _gpu(device.index), frozenset(out_of_reach), may_overlap, problems)
+    try:
+        found.host = host_of()
+    except OSError as error:
+        found.problems = dict.fromkeys(("copy_engine", "multimem"), str(error)) | found.problems
+    return found
+
+
+def _gpu(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _problems_of_gpu(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
+    """By name of an implementation, why this rank's GPU cannot use it; empty if it can."""
+    backend = backend_of(group, device)
+    registers = hasattr(backend, "register_mem_pool") and backend.supports_tensor_alloc(device)
+    try:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        has_memory = symm_mem.get_backend(device) is not None
+    except ImportError:
+        has_memory = False
+    no_memory = "" if has_memory else "torch has no symmetric memory for this device"
+    return {
+        "symm": "" if registers else f"the backend {dist.get_backend(group)} cannot register memory",
+        "copy_engine": no_memory,
+        "multimem": no_memory or _problem_of_multicast(device),
+    }
+
+
+def _problem_of_multicast(device: torch.device) -> str:
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return "multimem instructions need compute capability 9.0 (Hopper)"
+    if not has_multicast(device):
+        return "this GPU has no multicast: no NVSwitch, or a driver without it"
+    if not hasattr(torch.ops.symm_mem, "multimem_all_gather_out"):
+        return "this torch has no multimem_all_gather_out"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed"
+    return ""

@@ -11,7 +11,6 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
@@ -19,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged._ranks.agreement import agree
-from torch_ragged._ranks.groups import backend_of, group_of, is_gloo, is_nccl
+from torch_ragged._ranks.groups import backend_of, group_of, is_gloo
 from torch_ragged._ranks.peers import Issued, issued_on, peers_named
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo
-from torch_ragged.fsdp.comm._call_log import wait_for
 from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.comm._reduction import OPS, Reduction, ops_of
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
 
@@ -33,12 +32,12 @@ __all__ = [
     "NamedCollectives",
     "ProcessGroupCollectives",
     "ReduceScatterTraits",
-    "Reduction",
-    "ScaledWork",
+    "Then",
     "Work",
+    "WrappedCollectives",
     "all_gather_single",
     "as_real",
-    "division_of",
+    "divided",
     "done",
     "is_debug",
     "wait_all",
@@ -60,19 +59,6 @@ class Work(Protocol):
     """
 
     def wait(self) -> object: ...
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How gradients are reduced: the sum over ranks, divided by ``divisor``.
-
-    Attributes:
-        divisor: None divides by the number of ranks, and by the number of replicas if there are any.
-        sum_only: whether backends compute sums only, never averages.
-    """
-
-    divisor: float | None = None
-    sum_only: bool = False
 
 
 class ReduceScatterTraits(NamedTuple):
@@ -113,17 +99,46 @@ class Collectives(Protocol):
             group: a process group of some of the ranks; None for all ranks that share the buffer.
         """
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        """Reduce ``tensor`` over replicas, in place."""
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
+        """Reduce ``tensor`` over replicas, or over the ranks of another process group, in place.
 
-    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        """Add ``tensor`` over the ranks of another process group, in place."""
+        A reduce-scatter has applied the user's divisor already: see :meth:`Reduction.rest`.
+        """
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         """The properties of reduce-scatters on ``device``."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         """Element-wise maximum over ranks and replicas, in place."""
+
+
+class WrappedCollectives:
+    """The collectives of ``inner``. A subclass overrides :meth:`issue`, or what it carries itself."""
+
+    def __init__(self, inner: Collectives) -> None:
+        self.inner = inner
+
+    def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
+        """Issue the collective with that name and these arguments. ``largest``: its largest tensor."""
+        work: Work = getattr(self.inner, name)(*arguments)
+        return work
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+        return self.issue("all_gather", output, output, shard, group)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
+        return self.issue("reduce_scatter", buffer, output, buffer, reduction, group)
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
+        return self.issue("all_reduce", tensor, tensor, reduction, group)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
+        return self.issue("all_reduce_max", tensor, tensor)
+
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        return self.inner.reduce_scatter_traits(device)
 
 
 class ProcessGroupCollectives:
@@ -153,7 +168,6 @@ class ProcessGroupCollectives:
         self.custom_all_gather: CustomCollective | None = None
         self.custom_reduce_scatter: CustomCollective | None = None
         self.separate_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
-        self._over_gloo = _OverGloo()
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         group, custom = group or self._group, self.custom_all_gather
@@ -164,9 +178,13 @@ class ProcessGroupCollectives:
             return done
         if shard.dtype.itemsize == 1:  # gloo does not support float8, and an all-gather only moves bytes.
             output, shard = output.view(torch.uint8), shard.view(torch.uint8)
+        return self._gather(as_real(output), as_real(shard), group)
+
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        custom = self.custom_all_gather
         # Broadcasts do not match an all-gather of another rank. All ranks decide alike: their shards have the same size.
-        if custom is None and self._over_gloo[group, shard.device.type] and _gloo.is_worth_broadcasts(shard, group):
-            return _gloo.all_gather(as_real(output).chunk(group.size()), as_real(shard), group)
+        if custom is None and is_gloo(group, shard.device) and _gloo.is_worth_broadcasts(shard, group):
+            return _gloo.all_gather(output.chunk(group.size()), shard, group)
         return self._issue(all_gather_single, custom, output, shard, group=group)
 
     def reduce_scatter(
@@ -175,20 +193,22 @@ class ProcessGroupCollectives:
         group, custom = group or self._group, self.custom_reduce_scatter
         group = self.separate_groups.get(group, group)
         if group is None or (group.size() == 1 and custom is None):
-            torch.div(buffer, reduction.divisor or 1, out=output)
+            torch.div(buffer, reduction.begin(output, buffer, 1, OPS)[1], out=output)
             return done
-        how = division_of(group, output, reduction)
-        if how.before > 1:
-            buffer.div_(how.before)  # On the current stream: the collective is issued behind it.
-        if custom is None and self._over_gloo[group, buffer.device.type]:
-            return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, how.after)
-        work = self._issue(_reduce_scatter, custom, output, buffer, op=how.op, group=group)
-        return work if how.after == 1 else ScaledWork(work, output, how.after)
+        op, divisor = reduction.begin(output, buffer, group.size(), ops_of(group, output.device))
+        return self._scatter(output, buffer, group, op, divisor)
+
+    def _scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
+        custom = self.custom_reduce_scatter
+        # All ranks decide alike: the op follows from settings.
+        if custom is None and op == dist.ReduceOp.SUM and is_gloo(group, buffer.device):
+            return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, divisor)
+        return divided(self._issue(_reduce_scatter, custom, output, buffer, op=op, group=group), output, divisor)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         """Over gloo, a reduce-scatter is an all-to-all and a local sum: see ``_gloo.reduce_scatter``."""
         group, is_own = self._group, self.custom_reduce_scatter is None
-        is_exchange = is_own and group is not None and group.size() > 1 and self._over_gloo[group, device.type]
+        is_exchange = is_own and group is not None and group.size() > 1 and is_gloo(group, device)
         return ReduceScatterTraits(is_exchange and self.levels is None, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
@@ -209,20 +229,13 @@ class ProcessGroupCollectives:
         backend.register_mem_pool(pool, symm=is_symmetric)
         return pool
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        assert self._replicas is not None, "all_reduce needs replicas: a 1-D mesh has none"
-        # The reduce-scatter has applied the user's divisor already.
-        reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
-        if self._replicas.size() == 1:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
+        group = group or self._replicas
+        assert group is not None, "all_reduce needs replicas: a 1-D mesh has none"
+        if group.size() == 1:
             return done
-        how = division_of(self._replicas, tensor, reduction)
-        if how.before > 1:
-            tensor.div_(how.before)
-        work = self._issue(dist.all_reduce, None, tensor, op=how.op, group=self._replicas)
-        return work if how.after == 1 else ScaledWork(work, tensor, how.after)
-
-    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        return self._issue(dist.all_reduce, None, tensor, group=group) if group.size() > 1 else done
+        op, divisor = reduction.rest().begin(tensor, tensor, group.size(), ops_of(group, tensor.device))
+        return divided(self._issue(dist.all_reduce, None, tensor, op=op, group=group), tensor, divisor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         work: Work | None = None
@@ -242,54 +255,8 @@ class ProcessGroupCollectives:
             return custom(*tensors, **options, group=group, async_op=True) or done  # A synchronous one returns None.
         work: dist.Work | None = collective(*tensors, **options, group=group, async_op=True)
         assert work is not None, "this rank is not part of the collective's process group"
-        device = next(each.device.type for each in tensors if isinstance(each, torch.Tensor))
-        return _GlooWork(work) if self._over_gloo[group, device] else work
-
-
-class Division(NamedTuple):
-    """How a reduction divides.
-
-    Attributes:
-        op: the op of the collective.
-        before: what the input is divided by, in place, before the collective.
-        after: what the output is divided by after it.
-    """
-
-    op: dist.ReduceOp.RedOpType
-    before: int
-    after: float
-
-
-def division_of(group: dist.ProcessGroup, output: torch.Tensor, reduction: Reduction) -> Division:
-    """How ``group`` divides in a reduction to ``output``. Equal on all ranks: backend, dtypes and settings are."""
-    size = group.size()
-    divisor = size if reduction.divisor is None else reduction.divisor
-    averages, dtype = is_nccl(group, output.device) and not reduction.sum_only, output.dtype
-    # NCCL's AVG divides inside the collective, which saves a kernel over the output.
-    if averages and divisor == size and dtype != torch.float16 and size > 1:
-        return Division(dist.ReduceOp.AVG, 1, 1)
-    # A sum of many float16 values may overflow, and dividing all of them first may underflow. So about the square root of the
-    # divisor is applied before the sum, and the rest after it.
-    before = _power_of_two_near_root(divisor) if dtype == torch.float16 else 1
-    return Division(dist.ReduceOp.SUM, before, divisor / before)
-
-
-class _OverGloo(dict[tuple[dist.ProcessGroup, str], bool]):
-    """Whether tensors on a type of device go over gloo. Asked several times per collective, and slow to find out."""
-
-    def __missing__(self, key: tuple[dist.ProcessGroup, str]) -> bool:
-        group, device_type = key
-        self[key] = is_gloo(group, torch.device(device_type))
-        return self[key]
-
-
-class _Done:
-    def wait(self) -> None:
-        """Nothing is in flight."""
-
-
-done = _Done()
-"""The work of a collective that was not issued, or has finished."""
+        device = next(each.device for each in tensors if isinstance(each, torch.Tensor))
+        return wait_all([work]) if is_gloo(group, device) else work  # gloo's blocks the host: other ranks are looked at then.
 
 
 class _All:
@@ -308,40 +275,33 @@ def wait_all(works: Sequence[Work]) -> Work:
     return _All(works)
 
 
-class ScaledWork:
-    """A collective whose output is divided when the collective has finished."""
-
-    def __init__(self, work: Work, output: torch.Tensor, divisor: float) -> None:
-        self._work, self._output, self._divisor = work, output, divisor
-
-    def wait(self) -> None:
-        # With NCCL, wait() orders the current stream behind the collective, so the division runs on complete sums.
-        self._work.wait()
-        self._output.div_(self._divisor)
-        self._divisor = 1  # A second wait() must not divide again.
+done = wait_all([])
+"""The work of a collective that was not issued, or has finished."""
 
 
-class _GlooWork:
-    """A collective of gloo, whose ``wait()`` blocks the host."""
+class Then:
+    """A collective in flight, and a local step on its result, which ``wait()`` does once."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: Work, step: Callable[[], object]) -> None:
         self._work = work
+        self._step: Callable[[], object] | None = step
 
     def wait(self) -> None:
-        wait_for(self._work)
+        # With NCCL, wait() orders the current stream behind the collective, so the step runs on complete results.
+        self._work.wait()
+        step, self._step = self._step, None  # A second wait() does nothing: the result may have been written since.
+        if step is not None:
+            step()
+
+
+def divided(work: Work, output: torch.Tensor, divisor: float) -> Work:
+    """A collective whose output is divided when the collective has finished."""
+    return work if divisor == 1 else Then(work, functools.partial(output.div_, divisor))
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs of real numbers, in one dimension: sums and divisions have the same bits over any backend."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-def _power_of_two_near_root(divisor: float) -> int:
-    """A power of two near the square root of ``divisor``, chosen as FSDP2 does."""
-    factor = 1
-    while divisor % factor == 0 and divisor / factor > factor:
-        factor *= 2
-    return factor
 
 
 _CALL = "a collective (TORCH_RAGGED_DEBUG=1)"
@@ -432,37 +392,35 @@ class NamedCollectives:
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         if self._before_all_gather is not None and (group or self._shards) is not None:
             self._before_all_gather()
-        with self._compared("all-gather", [group or self._shards], shard, output) as named:
-            named.work = self.inner.all_gather(output, shard, group)
-        return named
+        groups = [group or self._shards]
+        return self._named("all-gather", groups, (shard, output), self.inner.all_gather, output, shard, group)
 
     def reduce_scatter(
         self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
     ) -> Work:
-        with self._compared("reduce-scatter", [group or self._shards], buffer, output) as named:
-            named.work = self.inner.reduce_scatter(output, buffer, reduction, group)
-        return named
+        groups, tensors = [group or self._shards], (buffer, output)
+        return self._named("reduce-scatter", groups, tensors, self.inner.reduce_scatter, output, buffer, reduction, group)
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        with self._compared("all-reduce", [self._replicas], tensor) as named:
-            named.work = self.inner.all_reduce(tensor, reduction)
-        return named
-
-    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        with self._compared("all-reduce", [group], tensor) as named:
-            named.work = self.inner.all_reduce_sum(tensor, group)
-        return named
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
+        groups = [group or self._replicas]
+        return self._named("all-reduce", groups, (tensor,), self.inner.all_reduce, tensor, reduction, group)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        with self._compared("all-reduce of used parameters", [self._shards, self._replicas], tensor) as named:
-            named.work = self.inner.all_reduce_max(tensor)
-        return named
+        groups = [self._shards, self._replicas]
+        return self._named("all-reduce of used parameters", groups, (tensor,), self.inner.all_reduce_max, tensor)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return self.inner.reduce_scatter_traits(device)
 
-    def _compared(self, collective: str, groups: Sequence[dist.ProcessGroup | None], *tensors: torch.Tensor) -> _NamedWork:
-        """Note the collective that is issued next and, in debug mode, compare it. The context names the ranks if it fails.
+    def _named(
+        self,
+        collective: str,
+        groups: Sequence[dist.ProcessGroup | None],
+        tensors: Sequence[torch.Tensor],
+        issue: Callable[..., Work],
+        *arguments: Any,
+    ) -> Work:
+        """Issue a collective, which :func:`issued_on` notes; in debug mode, ranks compare it before. Its errors name ranks.
 
         Raises:
             ValueError: ranks issue different collectives.
@@ -479,6 +437,8 @@ class NamedCollectives:
                 tickets.append(issued.issue(collective, parameters))
         named = _NamedWork(collective, parameters, self.ranks, tickets)
         named.fqn = self.fqn
+        with named:
+            named.work = issue(*arguments)
         return named
 
     @functools.cached_property

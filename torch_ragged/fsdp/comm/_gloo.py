@@ -81,29 +81,21 @@ def reduce_scatter(
     of a copy of the buffer and sends twice the bytes. Until ``wait()``, a receive buffer is allocated: ranks - 1 parts if parts
     are large, otherwise as much as ``buffer``.
     """
-    if sizes is not None:
-        works, parts = _exchange_unequal(buffer, group, sizes)
-        return Assisted(works, _sum, parts, output, divisor, needs_works=True)
     # Equal on all ranks, because parts have one size: one all-to-all does not match two.
-    exchange = _exchange_with_others if output.numel() * buffer.element_size() >= _SMALLEST_PAIR else _exchange
-    works, parts = exchange(buffer, group)
+    is_large = sizes is None and output.numel() * buffer.element_size() >= _SMALLEST_PAIR
+    works, parts = _exchange_with_others(buffer, group) if is_large else _exchange(buffer, group, sizes)
     return Assisted(works, _sum, parts, output, divisor, needs_works=True)
 
 
-def _exchange(buffer: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[dist.Work], list[torch.Tensor]]:
-    """Receive this rank's part from all ranks. Its own part is copied to the receive buffer."""
-    received = torch.empty_like(buffer)
-    work = _issued(dist.all_to_all_single, received, buffer, group=group)
-    return [work], list(received.chunk(group.size()))
-
-
-def _exchange_unequal(
-    buffer: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int]
+def _exchange(
+    buffer: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None
 ) -> tuple[list[dist.Work], list[torch.Tensor]]:
-    """Receive this rank's part, of ``sizes[rank]`` elements, from all ranks."""
-    ranks, own = group.size(), sizes[group.rank()]
+    """Receive this rank's part from all ranks. Its own part is copied to the receive buffer."""
+    ranks = group.size()
+    own = buffer.numel() // ranks if sizes is None else sizes[group.rank()]
     received = buffer.new_empty(ranks * own)
-    work = _issued(dist.all_to_all_single, received, buffer, [own] * ranks, list(sizes), group=group)
+    splits = () if sizes is None else ([own] * ranks, list(sizes))
+    work = _issued(dist.all_to_all_single, received, buffer, *splits, group=group)
     return [work], list(received.view(ranks, own))
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torch_ragged._ranks.groups import is_gloo
 from torch_ragged.fsdp.comm import _gloo
-from torch_ragged.fsdp.comm._call_log import wait_for
-from torch_ragged.fsdp.comm._collectives import (
-    ProcessGroupCollectives,
-    Reduction,
-    ScaledWork,
-    Work,
-    all_gather_single,
-    as_real,
-    division_of,
-)
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Then, Work, all_gather_single, as_real, divided
 
 __all__ = ["UnequalCollectives"]
 
@@ -37,54 +31,34 @@ class UnequalCollectives(ProcessGroupCollectives):
         super().__init__(group, replicas)
         self._weights = tuple(weights)
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        assert self._group is not None and group is None, "shards of weights are gathered by all of their ranks"
-        if shard.dtype.itemsize == 1:
-            output, shard = output.view(torch.uint8), shard.view(torch.uint8)
-        output, shard = as_real(output), as_real(shard)
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        assert group is self._group, "shards of weights are gathered by all of their ranks"
         parts = self._parts(output)
-        if self._over_gloo[self._group, output.device.type]:
-            largest = max(parts, key=torch.Tensor.numel)  # Equal on all ranks, unlike ``shard``.
-            if _gloo.is_worth_broadcasts(largest, self._group):
-                return _gloo.all_gather(parts, shard, self._group)
-            return _Padded(parts, shard, largest.numel(), self._group)
-        return self._issue(dist.all_gather, None, parts, shard, group=self._group)
+        if not is_gloo(group, output.device):
+            return self._issue(dist.all_gather, None, parts, shard, group=group)
+        largest = max(parts, key=torch.Tensor.numel)  # Equal on all ranks, unlike ``shard``.
+        if _gloo.is_worth_broadcasts(largest, group):
+            return _gloo.all_gather(parts, shard, group)
+        # Padded to the largest one. ``wait()`` copies them to their places.
+        own, gathered = shard.new_zeros(largest.numel()), shard.new_empty(len(parts), largest.numel())
+        own[: shard.numel()] = shard
+        work = self._issue(all_gather_single, None, gathered.view(-1), own, group=group)
+        return Then(work, functools.partial(_unpad, parts, gathered, own))
 
-    def reduce_scatter(
-        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
-    ) -> Work:
-        assert group is None, "shards of weights are reduced over all of their ranks"
-        group = self.separate_groups.get(self._group, self._group)
-        assert group is not None
-        how = division_of(group, output, reduction)
-        if how.before > 1:
-            buffer.div_(how.before)
+    def _scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
         output, buffer = as_real(output), as_real(buffer)
-        if self._over_gloo[group, buffer.device.type]:
-            sizes = [part.numel() for part in self._parts(buffer)]
-            return _gloo.reduce_scatter(output, buffer, group, how.after, sizes)
-        work = self._issue(dist.reduce_scatter, None, output, self._parts(buffer), op=how.op, group=group)
-        return work if how.after == 1 else ScaledWork(work, output, how.after)
+        parts = self._parts(buffer)
+        if op == dist.ReduceOp.SUM and is_gloo(group, buffer.device):
+            return _gloo.reduce_scatter(output, buffer, group, divisor, [part.numel() for part in parts])
+        return divided(self._issue(dist.reduce_scatter, None, output, parts, op=op, group=group), output, divisor)
 
     def _parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         unit = buffer.numel() // sum(self._weights)
         return list(buffer.split([weight * unit for weight in self._weights]))
 
 
-class _Padded:
-    """An all-gather of shards that are padded to the largest one. ``wait()`` copies them to their places."""
-
-    def __init__(self, parts: Sequence[torch.Tensor], shard: torch.Tensor, numel: int, group: dist.ProcessGroup) -> None:
-        ranks = group.size()
-        own, gathered = shard.new_zeros(numel), shard.new_empty(ranks, numel)
-        own[: shard.numel()] = shard
-        work = all_gather_single(gathered.view(-1), own, group=group, async_op=True)
-        assert work is not None, "this rank is not part of the collective's process group"
-        self._work, self._parts, self._gathered, self._own = work, parts, gathered, own
-
-    def wait(self) -> None:
-        wait_for(self._work)
-        with torch.inference_mode():
-            for part, padded in zip(self._parts, self._gathered):
-                part.copy_(padded[: part.numel()])
-        self._parts = ()  # A second wait() copies nothing: the parts may have been written since.
+def _unpad(parts: Sequence[torch.Tensor], gathered: torch.Tensor, own: torch.Tensor) -> None:
+    """Copy padded shards to their places. ``own``, this rank's, must live until then: the collective has read it."""
+    with torch.inference_mode():
+        for part, padded in zip(parts, gathered):
+            part.copy_(padded[: part.numel()])

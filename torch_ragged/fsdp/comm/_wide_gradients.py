@@ -1,15 +1,17 @@
-"""Gradients in a wider dtype than their group's: a second reduce-scatter reduces them, beside the one in the narrow dtype.
+"""Reduce-scatters that send the narrow dtype of backward and add in a wider one, and the gradients that came wide already.
 
 Nothing here knows whether gradients have accumulated, which needs the wide dtype: the group does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wait_all
+from torch_ragged.fsdp.comm._collectives import Collectives, Then, Work, wait_all
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["WideGradients"]
@@ -19,7 +21,9 @@ _LARGEST_PART = 1 / 16
 
 
 class WideGradients:
-    """The gradients of the parameters of a group that may be wide. They are cut at the boundaries of the group's shards.
+    """The gradients of one backward pass that are wider than their group's buffer, which would round them.
+
+    They are kept beside the buffer. A second reduce-scatter sends them, cut at the boundaries of the group's shards.
 
     ::
 
@@ -32,11 +36,13 @@ class WideGradients:
         indices: the parameters that may have wide gradients, the same on all ranks.
 
     Attributes:
+        kept: this rank's, by parameter. Ranks may differ.
         are_few: whether sending or keeping them beside the other gradients costs little. Equal on all ranks.
     """
 
     def __init__(self, layout: BufferLayout, rank: int, indices: Sequence[int]) -> None:
         self._layout, self._rank, self._indices = layout, rank, frozenset(indices)
+        self.kept: dict[int, torch.Tensor] = {}
         # Of all ranks, because this rank packs its gradients for each of them.
         self._intervals = [_intervals(layout, each, indices) for each in range(layout.ranks)]
         # The longest part on any rank: a reduce-scatter has parts of one size.
@@ -44,13 +50,23 @@ class WideGradients:
         # Equal on all ranks, as the layout and the indices are. It depends on no gradient: these may differ between ranks.
         self.are_few = self._part * layout.ranks <= layout.numel * _LARGEST_PART
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._indices
+    def keep(self, index: int, gradient: torch.Tensor) -> None:
+        """Keep a gradient, or add it to the one of its parameter."""
+        kept = self.kept.get(index)
+        # Not in place: a hook of the user may have kept the first gradient.
+        self.kept[index] = gradient if kept is None else kept + gradient
 
-    def are_many(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """Whether a wide buffer for the whole group costs less than keeping ``gradients`` beside it."""
+    @property
+    def are_many(self) -> bool:
+        """Whether a wide buffer for the whole group costs less than keeping them beside it."""
         # A rank decides this alone: it changes where the rank accumulates, and no collective.
-        return sum(gradient.numel() for gradient in gradients) > self._layout.numel * _LARGEST_PART
+        return not self.are_few and sum(each.numel() for each in self.kept.values()) > self._layout.numel * _LARGEST_PART
+
+    def popped(self, only_unexpected: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameters and their gradients, which are dropped. ``only_unexpected``: those that other ranks do not expect."""
+        for index in list(self.kept):
+            if not (only_unexpected and index in self._indices):
+                yield index, self.kept.pop(index)
 
     def allow_narrow(self, collectives: Collectives, device: torch.device) -> bool:
         """Whether ``collectives`` send gradients in their narrow dtype and add them in the wide one. Equal on all ranks.
@@ -60,19 +76,13 @@ class WideGradients:
         return self.are_few and collectives.reduce_scatter_traits(device).adds_wide
 
     def reduce_scatter(
-        self,
-        collectives: Collectives,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        wide: dict[int, torch.Tensor],
-        reduction: Reduction,
+        self, collectives: Collectives, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction
     ) -> Work:
-        """Reduce ``buffer`` and, by a second reduce-scatter, this rank's wide gradients. ``wait()`` adds both in ``output``.
+        """Reduce ``buffer`` and, by a second reduce-scatter, what is kept. ``wait()`` adds both in ``output``.
 
         Args:
             output: gets this rank's shard (S elements), in the wide dtype.
             buffer: all gradients (ranks * S elements), in the narrow dtype.
-            wide: this rank's wide gradients by parameter. A missing one counts as zeros.
         """
         narrow = collectives.reduce_scatter(output, buffer, reduction)
         if not self._part:  # No rank has an element of a wide gradient.
@@ -80,13 +90,16 @@ class WideGradients:
         received = output.new_empty(self._part)
         # Zeros: a rank without some of the gradients must still take part for the other ranks.
         packed = received.new_zeros(len(self._intervals) * self._part)
+        wide = dict(self.popped())
         for part, intervals in zip(packed.split(self._part), self._intervals):
             for index, offset, start, stop in intervals:
                 if index in wide:
                     part[offset : offset + stop - start] = wide[index].reshape(-1)[start:stop]
-        return wait_all([narrow, _Added(self, collectives.reduce_scatter(received, packed, reduction), received, output)])
+        work = collectives.reduce_scatter(received, packed, reduction)
+        # wait_all() waits in this order, so that the addition reads both results.
+        return wait_all([narrow, Then(work, functools.partial(self._add, received, output))])
 
-    def add(self, received: torch.Tensor, output: torch.Tensor) -> None:
+    def _add(self, received: torch.Tensor, output: torch.Tensor) -> None:
         """Add this rank's reduced part to its shard."""
         for index, offset, start, stop in self._intervals[self._rank]:
             first = self._layout.offsets[index] + start - self._layout.shard_range(self._rank)[0]
@@ -102,16 +115,3 @@ def _intervals(layout: BufferLayout, rank: int, indices: Sequence[int]) -> list[
             intervals.append((index, offset, start, stop))
             offset += stop - start
     return intervals
-
-
-class _Added:
-    """A reduce-scatter whose result ``wait()`` adds to the result of another one. The other one must be waited for first."""
-
-    def __init__(self, wide: WideGradients, work: Work, received: torch.Tensor, output: torch.Tensor) -> None:
-        self._wide, self._work, self._received, self._output = wide, work, received, output
-
-    def wait(self) -> None:
-        # On a GPU, this orders the current stream behind the collective, as the wait for the other one has done. So the
-        # addition below, on this stream, reads both results.
-        self._work.wait()
-        self._wide.add(self._received, self._output)

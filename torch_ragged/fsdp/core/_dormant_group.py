@@ -5,7 +5,7 @@ It issues no collective and allocates no memory. ``reshard_to`` puts another gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ class DormantGroup(FSDPParamGroup):
     settings of the user, such as a divisor of gradients, are stored as in other groups.
     """
 
+    has_shards = False
+
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._allocate(torch.device("meta"), dtype)
 
@@ -42,30 +44,8 @@ class DormantGroup(FSDPParamGroup):
         """Raise: this rank takes part in no all-gather."""
         check_awake([self])
 
-    def load_replaced(self) -> None:
-        """Register the parameters again, if the user has replaced them: this rank has no elements to load."""
-        self.register_sharded()
-
-    load_converted = load_replaced
-
-    def _is_in_place(self, index: int) -> bool:
-        return True
-
-    def check_conversion(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise if ``function`` changes the dtype: other ranks would not know it. Devices do not matter here.
-
-        Raises:
-            RuntimeError: ``function`` changes the dtype.
-        """
-        probe = function(torch.empty(0, dtype=self.orig_dtype, device=self.params[0].sharded.device))
-        if probe.dtype != self.orig_dtype:
-            raise RuntimeError(
-                f"{self.names} cannot become {probe.dtype} on rank {dist.get_rank()}, which is not in the mesh {self.dp.mesh}: "
-                "convert the module before fully_shard, or after reshard_to"
-            )
-
-    def convert(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Do nothing: there is no element to convert."""
+    def check_forward(self) -> None:
+        check_awake([self])
 
 
 def check_awake(groups: Iterable[FSDPParamGroup]) -> None:

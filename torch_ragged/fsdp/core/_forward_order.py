@@ -1,4 +1,4 @@
-"""ForwardOrder: the calls in one forward of the root, and the order in which backward reaches them on all ranks.
+"""ForwardOrder: the calls in one forward of the root, and the order in which backward reaches them on all ranks. And Pass.
 
 It calls nothing: it says which events a rank has to run, and the root runs them.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.autograd import Variable
 
-__all__ = ["Call", "Event", "ForwardOrder"]
+from torch_ragged._register._torch import backward_id
+
+__all__ = ["Call", "Event", "ForwardOrder", "Pass"]
 
 
 class Member(Protocol):
@@ -147,3 +152,42 @@ class ForwardOrder:
                 skipped.append(Event(position, is_pre_backward=False))
         events.at = min(events.at, max(event, 0))
         return skipped
+
+
+class Pass:
+    """One backward pass under a root: what is true in it, and only in it. What states and groups know of it ends with it.
+
+    As a context, it fails if the block raises.
+
+    Args:
+        at_end: autograd calls it when the pass ends; None: the pass is outside of autograd.
+
+    Attributes:
+        orders: the orders of calls that it has reached. The root alone writes it.
+        is_over: whether it has ended or was dropped. What states and groups know of it is void then.
+    """
+
+    def __init__(self, at_end: Callable[[], None] | None = None) -> None:
+        self.orders: list[ForwardOrder] = []
+        self.is_over = False
+        self._at_end: Callable[[], object] | None = None
+        if at_end is not None:
+            # Only autograd holds it from here on, and drops it if backward raises: a dead reference means that.
+            self._at_end = weakref.ref(at_end)
+            Variable._execution_engine.queue_callback(at_end)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this code runs in this pass, which has not raised."""
+        return self._at_end is not None and self._at_end() is not None and backward_id() != -1
+
+    def end(self) -> None:
+        """It has ended, or is dropped. Groups keep it, so it must not hold the states of a model that may be deleted."""
+        self.is_over, self.orders = True, []
+
+    def __enter__(self) -> Pass:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._at_end = None

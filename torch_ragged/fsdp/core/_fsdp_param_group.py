@@ -25,11 +25,10 @@ from torch_ragged._register._torch import (
     fsdp2_keeps_wide_gradients,
     profiler_range,
 )
-from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._unequal import UnequalCollectives
 from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, DBuffer, GroupMemory, MemoryPool, is_out_of_memory
-from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
+from torch_ragged.fsdp.core._forward_order import Pass
 from torch_ragged.fsdp.core._fsdp_param import (
     FoundParam,
     FSDPParam,
@@ -40,7 +39,6 @@ from torch_ragged.fsdp.core._fsdp_param import (
     has_extension,
     keep_grad_dtype,
     local_of,
-    owner_of,
 )
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer, register_last
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradReduction, ReductionSettings
@@ -100,7 +98,7 @@ class FSDPCommContext:
 class Root(Protocol):
     """What a group asks of its root."""
 
-    def start_backward(self, takes_part: bool = False) -> None:
+    def start_backward(self, takes_part: bool = False) -> Pass:
         """A pass has begun, if it is not known. If ``takes_part``, it has reached the last forward."""
 
     def drop_raised_backward(self) -> None:
@@ -120,7 +118,7 @@ class FSDPParamGroup:
            | reduce-scatter
         reduction   GradReduction                     sets ``.grad`` of the sharded parameters
 
-    Parameters on the meta device have buffers there until :meth:`convert` or :meth:`load_replaced` materializes them.
+    Parameters on the meta device have buffers there until :mod:`_param_swap` materializes them.
 
     Args:
         plan: the parameters, their layout and dtypes.
@@ -141,13 +139,14 @@ class FSDPParamGroup:
         has_registered_memory: whether the buffers lie in memory that the collectives have registered.
         needs_reduction: whether backward has reached the group since the last reduction, on any rank. Equal on all ranks after
             pre-backward, which sets it and runs on all ranks.
-        was_reached: whether pre-backward of the current pass has reached the group, on any rank.
-        is_accumulating: whether the last backward left its gradients unreduced, for a later one.
         may_hold_sum: whether gradients may have accumulated since the last reduction, on any rank. Equal on all ranks: they
             make the same calls of :meth:`note_accumulation`, also if their own backward raises.
         is_unhooked: whether backward may reach the group without a pre-backward: a forward has used it, and may have kept a
             tensor from inside of the module, or returned a parameter. Equal on all ranks.
     """
+
+    has_shards = True
+    """Whether this rank is in the mesh."""
 
     def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
         # Without the user's parameters, so that their memory is freed when ``fully_shard`` returns.
@@ -164,8 +163,9 @@ class FSDPParamGroup:
         self._sharded_state = ShardedState.SHARDED
         self.is_hidden = False
         self.has_registered_memory = False
-        self.needs_reduction = self.was_reached = self.is_accumulating = self.may_hold_sum = self.is_unhooked = False
-        self._reached_in = -1  # The number of the autograd pass whose pre-backward has reached the group last.
+        self.needs_reduction = self.may_hold_sum = self.is_unhooked = False
+        self._pass: Pass | None = None  # The last pass whose pre-backward has reached the group, on any rank.
+        self._reached_in = -1  # Autograd's number of that pass.
         self.pools: tuple[MemoryPool, MemoryPool] = (ALLOCATOR, ALLOCATOR)
         self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
@@ -268,11 +268,12 @@ class FSDPParamGroup:
         param.unsharded.requires_grad_(param.requires_grad)
         param.distribution.annotate(param.unsharded)
 
-    def check_late_extensions(self) -> None:
-        """Raise if a parameter's local tensor got its own all-gather after ``fully_shard``: it would never be called.
+    def check_forward(self) -> None:
+        """Raise if a forward cannot use the group.
 
         Raises:
-            ValueError: a local tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+            ValueError: a parameter's local tensor got its own all-gather (``fsdp_pre_all_gather``) after ``fully_shard``: it
+                would never be called.
         """
         late = [param.fqn for param in self.params if has_extension(param.sharded)]
         if late and not self.shards.are_typed:
@@ -291,7 +292,11 @@ class FSDPParamGroup:
         self.named.inner = collectives
 
     def join(
-        self, fqn: str, comm: FSDPCommContext, root: Callable[[], Root | None] | None = None, log: CallLog | None = None
+        self,
+        fqn: str,
+        comm: FSDPCommContext,
+        root: Callable[[], Root | None] | None = None,
+        before_collective: Callable[[], None] | None = None,
     ) -> None:
         """The group has another root.
 
@@ -299,10 +304,10 @@ class FSDPParamGroup:
             fqn: the name of the group's module under it.
             comm: the limits on communication.
             root: returns the root. A weak reference: a module that outlives its model must not keep the other modules alive.
-            log: the calls of the root's forward. It is told before each all-gather.
+            before_collective: is called before each all-gather.
         """
         self.fqn, self.comm, self._root = fqn, comm, root
-        self.named.join(fqn, None if log is None else log.before_collective)
+        self.named.join(fqn, before_collective)
 
     def keep(self, keeper: Keeper | None) -> None:
         """From now on, ``keeper`` keeps gathered parameters. What an earlier one keeps is dropped."""
@@ -430,13 +435,12 @@ class FSDPParamGroup:
         self.encoding.free(self._keeps_buffer)
 
     def expire_resident(self) -> None:
-        """An iteration starts: invalidate resident parameters, unless gradients accumulate.
+        """An iteration starts: invalidate resident parameters.
 
         ``dcp.load`` and writes to ``.data`` or local tensors change no version counter, and may happen on one rank only. So all
         ranks all-gather again.
         """
-        # Not while gradients accumulate: then no optimizer has changed a parameter since the last pass.
-        if not self.is_gathered and not self.is_accumulating:
+        if not self.is_gathered:
             self.invalidate_kept()
 
     def invalidate_kept(self) -> None:
@@ -535,11 +539,16 @@ class FSDPParamGroup:
         """Between passes: whether gradients wait for a later reduction. Equal on all ranks."""
         return self.needs_reduction or self.reduction.holds_kept
 
-    def expect_gradients(self, accumulates: bool = False) -> None:
+    @property
+    def was_reached(self) -> bool:
+        """Whether pre-backward of the current pass has reached the group, on any rank."""
+        return self._pass is not None and not self._pass.is_over
+
+    def expect_gradients(self, current: Pass, accumulates: bool = False) -> None:
         """Backward has reached the group, on this rank or on another one: all ranks will reduce, or accumulate."""
         self.reduction.take_back()
         # What ranks do next depends on this, not on gradients: one of them may get none.
-        self.was_reached, self._reached_in = True, backward_id()
+        self._pass, self._reached_in = current, backward_id()
         self.needs_reduction |= self.is_trainable
         self.may_hold_sum |= accumulates
 
@@ -620,17 +629,12 @@ class FSDPParamGroup:
             self.reduction.take_back()
             # Equal on all ranks: if gradients may have accumulated, or if parameters stay gathered, so that ranks may have run
             # different numbers of passes since the last reduction, all ranks send the wide dtype.
-            is_one_pass = not self.may_hold_sum and self.keeper is None
-            is_narrow = is_one_pass and self.grad_buffer.dtype != self.reduce_dtype
-            # Whether the collectives can add in a wider dtype than they send is their own business.
-            allow_narrow = self.grad_buffer.wide_gradients.allow_narrow
-            self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.collectives, self.device))
+            self.reduction.start(is_one_pass=not self.may_hold_sum and self.keeper is None)
             self.may_hold_sum = False
 
-    def end_pass(self, is_accumulating: bool, publishes: bool = True) -> None:
-        """A backward pass has ended. If ``publishes``, gradients that wait are shown as FSDPGrads."""
-        self.was_reached, self.is_accumulating = False, is_accumulating
-        if publishes and self.is_unsynchronized:
+    def publish_unreduced(self) -> None:
+        """A backward pass has ended: gradients that wait are shown as FSDPGrads."""
+        if self.is_unsynchronized:
             self.reduction.publish(self.needs_reduction)
 
     def drop_gradients(self) -> bool:
@@ -638,7 +642,7 @@ class FSDPParamGroup:
         if self.gradient_user is not None:
             self.gradient_user.drop(self)
         # First, as waits below may raise: the group must not reduce what it has dropped.
-        self.needs_reduction = self.is_accumulating = self.was_reached = False
+        self.needs_reduction, self._pass = False, None
         return self.reduction.drop()
 
     # -- sharded parameters ----------------------------------------------------------------------------------------
@@ -662,169 +666,7 @@ class FSDPParamGroup:
             self.is_hidden = False
             self.register_sharded()
 
-    def load_replaced(self) -> None:
-        """Copy parameters that the user has replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
-
-        The old parameters are registered again, since an optimizer may hold them. If the group is on the meta device, the new
-        parameters stay registered, and are copied when the user has replaced all parameters of the group.
-
-        Raises:
-            ValueError: a new parameter is no DTensor, or has another shape, dtype or device. Nothing is copied.
-        """
-        if self.is_unsharded:
-            return
-        replaced = [index for index in range(len(self.params)) if not self._is_in_place(index)]
-        if not replaced:
-            return
-        self.reshard()  # An all-gather in flight would bring the old values.
-        with torch.no_grad():
-            if self.is_meta:
-                self._load_if_all(replaced)
-                return
-            # Check all, then clone all, then copy all: they may be views of this buffer, in another order.
-            values = [self._replacement(index, self.orig_dtype) for index in replaced]
-            for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
-                param = self.params[index]
-                if not self.shards.holds(local_of(param.sharded)):
-                    self._put(index, param.sharded)
-                param.sharded.copy_(copy)
-                param.sharded.requires_grad_(value.requires_grad)
-                self._register_everywhere(param)
-
-    def _is_in_place(self, index: int) -> bool:
-        param = self.params[index]
-        if self.is_meta:
-            return param.registered is None or param.registered.is_meta
-        return param.registered is param.sharded and self.shards.holds(local_of(param.sharded))
-
-    def _replacement(self, index: int, dtype: torch.dtype) -> DTensor:
-        param = self.params[index]
-        current = param.registered
-        wanted = (param.distribution.shape, dtype, None if self.is_meta else self.sharded.flat.device)
-        found = (getattr(current, "shape", None), getattr(current, "dtype", None), getattr(current, "device", None))
-        other = param if current is None else owner_of(current) or param
-        # The sharded form of another parameter, which is registered under its own name, too.
-        if other is not param and (other.registered is other.sharded or other.registered is other.unsharded):
-            raise ValueError(
-                f"{param.fqn} was replaced by another parameter that fully_shard has sharded. This does not tie the two: tie "
-                "parameters before fully_shard, in one group, or assign a copy"
-            )
-        if not isinstance(current, DTensor) or found[: 2 if self.is_meta else 3] != wanted[: 2 if self.is_meta else 3]:
-            raise ValueError(
-                f"{param.fqn} was replaced by {type(current).__name__} of {', '.join(map(str, found))}; expected a DTensor of "
-                f"{', '.join(map(str, wanted))}. Load with load_state_dict(...), or assign such a DTensor. Cast or move a "
-                "module before fully_shard, or cast or move a module that has all parameters of the group"
-            )
-        return current
-
-    def _load_if_all(self, replaced: list[int], dtype: torch.dtype | None = None) -> None:
-        """If the user has replaced all parameters of the group, make new buffers and copy the new parameters into them.
-
-        Args:
-            dtype: the dtype of the new parameters; None: that of the old ones.
-        """
-        dtype = dtype or self.orig_dtype
-        values = [self._replacement(index, dtype) for index in replaced]
-        # A buffer has one dtype and one device, so it is made when the last parameter is replaced.
-        if len(values) < len(self.params) or any(value.is_meta for value in values):
-            return
-        placements = [param.sharded.placements for param in self.params]  # type: ignore[attr-defined]
-        locals_ = [local_of(value.redistribute(placements=wanted)) for value, wanted in zip(values, placements)]
-        self._rebuild(self._compute_device(locals_[0].device), dtype, locals_)
-        for index, (param, value) in enumerate(zip(self.params, values)):
-            param.set_sharded(value)  # type: ignore[arg-type]
-            self._put(index, param.sharded)
-            self._register_everywhere(param)
-
-    def _put(self, index: int, parameter: nn.Parameter) -> None:
-        """Make the object ``parameter`` a view of the sharded buffer."""
-        # Optimizers hold the parameter as an object. So the object stays, and its contents are swapped.
-        inside = nn.Parameter(self.shards.dtensor(index, self.params[index].distribution), parameter.requires_grad)
-        vars(inside).update(vars(parameter))
-        keep_grad_dtype(parameter, inside)
-        gradient, parameter.grad = parameter.grad, None  # It would be swapped, too.
-        torch.utils.swap_tensors(parameter, inside)
-        parameter.grad = gradient
-
-    def _register_everywhere(self, param: FSDPParam) -> None:
-        for owner, name in param.registered_names:
-            owner._parameters[name] = param.sharded
-
-    # -- conversions -----------------------------------------------------------------------------------------------
-
-    def check_conversion(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise if the group cannot have the dtype or device that ``function`` gives. ``Module.to`` and others apply it.
-
-        Raises:
-            ValueError: ``function`` moves parameters to another device than the mesh's (if offloaded: than the CPU), or to
-                shared memory.
-            RuntimeError: ``function`` changes the dtype, while there are gradients that are not in ``.grad`` yet.
-        """
-        # The function is opaque: call it on an empty tensor to see the device and dtype.
-        device = self.sharded.flat.device
-        probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
-        if probe.device != device and not (self.is_meta and probe.device.type == self.home):
-            offload = " and offload" if self.plan.offloads_params else ""
-            where = f" with a mesh on {self.dp.mesh.device_type}{offload}" if self.is_meta else ""
-            raise ValueError(
-                f"{self.names} is sharded in a buffer on {device}{where} and cannot move to {probe.device}: expected "
-                f"{self.home}; move the module before fully_shard"
-            )
-        if probe.dtype.is_floating_point != self.orig_dtype.is_floating_point:
-            raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
-        if device.type == "cpu" and probe.is_shared():
-            raise ValueError(f"{self.names} is sharded in a buffer and cannot be moved to shared memory")
-        if probe.dtype != self.orig_dtype and self.shards.are_typed:
-            raise ValueError(f"{self.names} is of a type with its own all-gather: convert it before fully_shard")
-        if probe.dtype != self.orig_dtype and self.is_pending:
-            raise RuntimeError(
-                f"{self.names} has gradients that are not in .grad yet and would be lost in {probe.dtype}: convert the module "
-                "after a backward that reduces them, or drop them with reset_iter_state()"
-            )
-
-    def is_whole(self, modules: set[nn.Module]) -> bool:
-        """Whether all parameters are in their buffer, and registered in ``modules`` only."""
-        in_place = all(self._is_in_place(index) for index in range(len(self.params)))
-        return in_place and all(module in modules for param in self.params for module, _ in param.registered_names)
-
-    def convert(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply ``function`` to the parameters and their gradients.
-
-        If the dtype changes, or parameters leave the meta device, new buffers are made. The parameters stay the same objects.
-        """
-        probe = function(torch.empty(0, dtype=self.orig_dtype, device=self.sharded.flat.device))
-        with torch.no_grad():
-            if (probe.dtype, probe.device) == (self.orig_dtype, self.sharded.flat.device):
-                tensors = [param.sharded for param in self.params]
-                grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-                grads = [grad.reduced if isinstance(grad, FSDPGrad) else grad for grad in grads]
-                tensors += [grad for grad in grads if grad is not None]
-                for tensor, value in [(tensor, function(tensor)) for tensor in tensors]:
-                    if value is not tensor:
-                        tensor.copy_(value)
-                return
-            # Before new buffers are made, which frees the old ones.
-            values = None if self.is_meta else [function(local_of(param.sharded)) for param in self.params]
-            if self.is_meta:
-                self.shards.convert_meta(function)
-            self._rebuild(self._compute_device(probe.device), probe.dtype, values)
-            for index, param in enumerate(self.params):
-                gradient, param.sharded.grad = param.sharded.grad, None
-                self._put(index, param.sharded)
-                if gradient is not None and gradient.dtype != param.sharded.grad_dtype:  # Otherwise the user has chosen it.
-                    gradient = function(gradient)
-                param.sharded.grad = gradient
-
-    def load_converted(self) -> None:
-        """:meth:`load_replaced`, also if all parameters have a new dtype. If only some have it, nothing is copied yet."""
-        dtypes = {None if param.registered is None else param.registered.dtype for param in self.params}
-        if self.is_unsharded or dtypes == {self.orig_dtype}:
-            self.load_replaced()
-        elif len(dtypes) == 1:
-            with torch.no_grad():
-                self._load_if_all(list(range(len(self.params))), *dtypes)
-
-    def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
+    def rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """Make new buffers, and copy ``values`` into them, the local tensor of each parameter."""
         self.encoding.free_replaced()
         # The old buffers are free: both together may not fit.
@@ -836,15 +678,6 @@ class FSDPParamGroup:
             self.shards.load(index, value)
         self._init_unsharded_params()
         self.shards.release()
-
-    def _compute_device(self, home: torch.device) -> torch.device:
-        """The device of the computation, if the sharded parameters are on ``home``."""
-        if not self.is_meta or home.type == "meta":
-            return self.device
-        device_type = self.dp.mesh.device_type
-        if home.type == device_type:
-            return home
-        return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 # -- autograd's hooks --------------------------------------------------------------------------------------------------

@@ -1,52 +1,39 @@
-"""FSDPState: the hooks of a module after ``fully_shard``, which unshard, reshard and reduce at the right moments.
+"""When: what the modules under one root do in forward, in backward and between iterations, and in which order.
 
 ::
 
-    pre-forward     unshard this module's groups; prefetch the next ones
-    post-forward    reshard
-    pre-backward    unshard again; prefetch the groups before
-    post-backward   reshard; reduce the gradients
-    root post-backward callback, once per pass: reduce all other gradients, set ``.grad``, reshard everything
+    hooks (above)       torch calls them before and after each forward and backward of a module. They ask
+    FSDPStateContext    the root: the start and the end of an iteration and of a backward pass, for all modules
+    Pass                one backward pass: what is true in it, and only in it
+    FSDPState           one module: unshard, prefetch, reshard, reduce. It calls
+    FSDPParamGroup      its groups of parameters
 
-It moves no data: its groups do.
+Nothing here hooks a module, or moves data.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
+import itertools
+import operator
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
-from torch_ragged._register._torch import (
-    GradientUse,
-    backward_id,
-    current_autograd_node,
-    dynamo_disabled,
-    dynamo_disabled_in_backward,
-    gradient_use,
-    next_sequence_number,
-)
-from torch_ragged.fsdp.core._dormant_group import check_awake
-from torch_ragged.fsdp.core._forward_order import Call
+from torch_ragged._register._torch import backward_id, dynamo_disabled, profiler_range
+from torch_ragged.fsdp.core._forward_order import Call, Event, ForwardOrder, Pass
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState, numbered
-from torch_ragged.fsdp.core._untrained import note_root, refuse_other_replicas, warn_of_unsharded
+from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.core.encodings._plain import Phase
-from torch_ragged.fsdp.core.encodings._spmd_types import annotated_as, untyped
-from torch_ragged.fsdp.core.optional._roll_call import call_log_of, roll_call_of
+from torch_ragged.fsdp.core.encodings._spmd_types import untyped
 
-__all__ = ["STATE", "FSDPState", "map_tensors", "state_of", "tensors_in"]
+__all__ = ["STATE", "FSDPState", "FSDPStateContext", "Gate", "GradientReductionHandle", "numbered", "state_of"]
 
 STATE = "_ragged_fsdp_state"
 """The attribute under which a module keeps its state."""
@@ -57,11 +44,58 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return module.__dict__.get(STATE)
 
 
-class FSDPState(ModuleState):
-    """A :class:`ModuleState` with the hooks on its modules, which ask the root when to do what."""
+class Gate(Protocol):
+    """Lets ranks agree on the calls of a root's forward, before these communicate. Without a gate, a forward asks nothing.
 
-    _probe: torch.Tensor | None = None
-    _ended_at = 0  # The number of the first autograd node after the last forward.
+    Attributes:
+        before_collective: is called before each all-gather. It must not hold the states: groups keep it.
+    """
+
+    before_collective: Callable[[], None]
+
+    def start(self) -> None:
+        """The root's forward begins."""
+
+    def before_call(self, state: FSDPState, needs_backward: bool) -> bool:
+        """A call begins; return whether backward may reach it, on any rank that makes the call.
+
+        Until it is next on all ranks, this rank takes part in the calls of others: :meth:`FSDPState.enter_call`.
+        """
+
+    def after_call(self, state: FSDPState, needs_backward: bool, must_stay: bool) -> tuple[bool, bool]:
+        """A call ends; return whether backward may reach it and whether it stays unsharded, on any rank that makes the call."""
+
+
+def numbered(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:
+    """``groups``, with numbers that are equal on all ranks. One rank may make a memory report alone: its groups get none."""
+    for group in groups:
+        if not group.plan.runs_on_meta:
+            group.named.take_number()
+    return groups
+
+
+class FSDPState:
+    """The groups of one module, or of several modules that share them, and the knobs that users set.
+
+    Attributes:
+        modules: the modules of one call of ``fully_shard``.
+        groups: the groups of their parameters: several if these differ in mesh, dtype or kind of placement.
+        calls: the forward calls that run now; the innermost is the last.
+        checks_replicas: whether replicas must hold equal parameters.
+        reduces_last_only: whether gradients stay unreduced until the root's ``is_last_backward`` (``ZERO1``).
+        comm: the limits on communication, which the states under one root share.
+        unshard_in_backward: whether backward needs the parameters.
+        is_optional: whether ranks may skip the module in forward. So are the modules inside an optional one.
+        reduces_unused: whether a group without gradients on this rank takes part in collectives.
+        forward_prefetch, backward_prefetch: the states to all-gather ahead; None: the next one.
+        root_state: the state of the root; this one until the root's first forward.
+    """
+
+    # What other programs read and call by FSDP2's private names. The schedules of torch 2.11 to 2.13 reduce gradients by
+    # them; those of 2.15 call methods of ``FSDPModule``.
+    _pre_forward: Callable[..., Any]  # torch's register_fsdp_forward_method calls both: _hooks.register() sets them.
+    _post_forward: Callable[..., Any]
+    _fsdp_param_groups: Sequence[FSDPParamGroup] = ()  # _root_post_backward_final_callback() reduces the gradients of all.
 
     def __init__(
         self,
@@ -70,19 +104,43 @@ class FSDPState(ModuleState):
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         is_optional: bool = False,
+        gate_of: Callable[[Sequence[FSDPState]], Gate | None] | None = None,
     ) -> None:
-        super().__init__(modules, groups, mp_policy, reshard_after_forward, is_optional)
+        self.is_optional, self._gate_of = is_optional, gate_of
+        self.modules, self.groups, self.mp_policy = tuple(modules), numbered(groups), mp_policy
         self._mp_policy = mp_policy  # NeMo AutoModel computes the logits in the dtype of its head's policy.
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.checks_replicas = True
+        self.reduces_last_only = False
+        self.is_last_backward = True
+        self.finalizes_manually = False
+        self.unshard_in_backward = True
+        self.reduces_unused = True
+        self.post_optim_event: torch.Event | None = None
+        self.forward_prefetch: Sequence[FSDPState] | None = None
+        self.backward_prefetch: Sequence[FSDPState] | None = None
+        self.is_root = False
+        self.calls: list[Call] = []
+        self._pass: Pass | None = None  # Between pre- and post-backward. A forward call then is a recomputation.
+        self._still_to_run = set(self.modules)  # The modules that have not run since the last reshard.
+        self._must_refresh = False  # Unsharded parameters may be out of date in the next iteration.
+        self._gathers_in: FSDPCommContext | None = None  # What counts the all-gathers that were issued ahead of use.
+        self.fqn = ""
         # The root owns the context; before the first forward, each state owns one.
         self._owned_context: FSDPStateContext | None = FSDPStateContext([self])
-        self.join(self._owned_context, self.comm)
-        for module in self.modules:
-            # Before the user's own pre-hooks, which may read parameters. After forward also if it raised, so that calls stay
-            # paired.
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward, always_call=True)
+        self.join(self._owned_context, FSDPCommContext())
+
+    @property
+    def name(self) -> str:
+        return ", ".join(type(module).__name__ for module in self.modules)
 
     # -- the root --------------------------------------------------------------------------------------------------
+
+    @property
+    def root_state(self) -> FSDPState:
+        return self._root_state() or self  # If the root was deleted, this module may become one.
 
     @property
     def context(self) -> FSDPStateContext:
@@ -96,29 +154,23 @@ class FSDPState(ModuleState):
     def join(self, context: FSDPStateContext, comm: FSDPCommContext) -> None:
         """Share the context of a root, and the limits on communication of this root or of several."""
         # By a weak reference: a module that outlives its model must not keep the shards of all others.
-        self._context, self._root_state, self.comm = weakref.ref(context), weakref.ref(context.states[0]), comm
-        self._comm_ctx = comm
+        self._context, self._root_state = weakref.ref(context), weakref.ref(context.states[0])
+        self.comm = self._comm_ctx = comm
+        before_collective = None if context.gate is None else context.gate.before_collective
         for index, group in enumerate(self.groups):
-            name = f"{self.fqn}[{index}]" if self.fqn and index else self.fqn
-            group.join(name, comm, self._context, context.log)
+            group.join(f"{self.fqn}[{index}]" if self.fqn and index else self.fqn, comm, self._context, before_collective)
 
-    def replace_groups(self, groups: list[FSDPParamGroup]) -> None:
-        """Use other groups of the same parameters, registered by their caller. A root is found anew by the next forward.
+    def become_root(self) -> None:
+        """The forward of this module runs first: from now on, all states under it share its context.
 
-        All states under a root do this together, and all ranks: the order of the last forward, which decides what is
-        prefetched, is then unknown on all of them.
+        All ranks run the same module first, so they agree on the root.
+
+        Raises:
+            RuntimeError: a module inside has another root, or this rank holds no shards.
+            ValueError: as the gate raises it.
         """
-        self.context.close("reshard_to has moved the parameters after this forward: run the forward again, then backward")
-        self.groups, self.is_root = numbered(groups), False
-        self.calls.clear()
-        self._in_backward, self._must_refresh, self._still_to_run = False, False, set(self.modules)
-        self._owned_context = FSDPStateContext([self])
-        self.join(self._owned_context, self.comm)
-
-    def _lazy_init(self) -> None:
-        """Make this module the root, as its forward runs first. All states under it share its context from now on."""
         found = [state_of(module) for root in self.modules for module in root.modules()]
-        states: list[FSDPState] = list(dict.fromkeys(state for state in found if state is not None))
+        states = list(dict.fromkeys(state for state in found if state is not None))
         for state in states:
             # Two roots cannot become one: each has an order of its own forwards, and ranks may differ in which one ran first.
             if state.context.is_initialized:
@@ -127,12 +179,11 @@ class FSDPState(ModuleState):
                     "part of another root: run the forward of the outermost fully_shard module first"
                 )
         # All checks are before the first change: after an error, each state is its own root, as before.
-        check_awake(group for state in states for group in state.groups)
         for group in [group for state in states for group in state.groups]:
-            group.check_late_extensions()
-        # On all ranks in the same order, since they call their roots in one: a log takes the next number for its ranks.
-        log, roll_call = call_log_of(states), roll_call_of(self.modules, states)
-        context = self._owned_context = FSDPStateContext(states, True, log, roll_call)
+            group.check_forward()
+        # On all ranks in the same order, since they call their roots in one: a gate takes the next number for its ranks.
+        gate = None if self._gate_of is None else self._gate_of(states)
+        context = self._owned_context = FSDPStateContext(states, True, gate)
         self.is_root = True
         for name, module in (pair for root in self.modules for pair in root.named_modules()):
             if own := state_of(module):
@@ -145,10 +196,19 @@ class FSDPState(ModuleState):
                 state._owned_context = None
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = True
-        # Only warnings from here on: the root is complete.
-        note_root(self.modules)
-        if torch.is_grad_enabled():
-            warn_of_unsharded(self.modules, context.groups)
+
+    def replace_groups(self, groups: list[FSDPParamGroup]) -> None:
+        """Use other groups of the same parameters, registered by their caller. A root is found anew by the next forward.
+
+        All states under a root do this together, and all ranks: the order of the last forward, which decides what is
+        prefetched, is then unknown on all of them.
+        """
+        self.context.close("reshard_to has moved the parameters after this forward: run the forward again, then backward")
+        self.groups, self.is_root = numbered(groups), False
+        self.calls.clear()
+        self._pass, self._must_refresh, self._still_to_run = None, False, set(self.modules)
+        self._owned_context = FSDPStateContext([self])
+        self.join(self._owned_context, self.comm)
 
     def reset(self) -> None:
         """Return to the state before the current forward and backward."""
@@ -156,217 +216,7 @@ class FSDPState(ModuleState):
         self.calls.clear()
         self.reshard()
 
-    # -- forward ---------------------------------------------------------------------------------------------------
-
-    @dynamo_disabled
-    @untyped
-    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.context.is_initialized:
-            # The module whose forward runs first is the root. All ranks run the same one first, so they agree on it.
-            self._lazy_init()
-        context = self.context
-        if self.mp_policy.cast_forward_inputs and self.mp_policy.param_dtype:
-            args, kwargs = _cast((args, kwargs), self.mp_policy.param_dtype)
-        if self._in_backward and context.in_backward:  # Activation checkpointing recomputes this call.
-            return args, kwargs
-        # The recomputation of a module around it calls this one. Other ranks may have no such call, and do not gather.
-        if self.is_optional and context.in_backward and not all(group.is_unsharded for group in self.groups):
-            raise RuntimeError(
-                f"{self.fqn} is optional and is recomputed in backward together with other modules, so that other ranks cannot "
-                "take part in its all-gather: checkpoint the optional module by itself"
-            )
-        # The last backward may have raised on this rank. Its gradients must not be added to those of this iteration.
-        context.drop_raised_backward()
-        if not context.in_backward:  # A forward inside backward belongs to the same iteration.
-            if self.is_root:
-                context.start_iteration()
-                if not context.has_checked_replicas:
-                    self._check_replicas(context)
-            elif not context.in_forward:  # The user calls this module by itself.
-                self.refresh()
-        device = context.groups[0].device if self.is_root and context.groups else None
-        if device is not None and device.type not in ("cpu", "meta"):  # On the CPU they stay where they are, as with FSDP2.
-            args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
-        call = self.enter_call(context, needs_backward=self._meet(is_exit=False)[0])
-        # Post-backward runs when autograd has the gradients of all inputs. If no input has one, there is no node: then the end
-        # of the pass runs it, in the order of modules.
-        watched = [t for t in tensors_in((args, kwargs))[0] if t.requires_grad] if torch.is_grad_enabled() else ()
-        if watched:
-            if call.order is not None and not self.is_optional:
-                call.order.watch(call.position, is_exit=False)
-            call.probe = self.probe()
-            outputs = iter(_PostBackward.apply(self, call, call.probe, *watched))
-            args, kwargs = map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
-        return args, kwargs
-
-    def _check_replicas(self, context: FSDPStateContext) -> None:
-        """In the first forward, when the user has loaded parameters: an error if replicas have other ones."""
-        # Ranks make sure that they run the same root. If they differ, the next forward compares again.
-        if context.log is not None:
-            context.log.before_collective()
-        checked = [group for state in context.states if state.checks_replicas for group in state.groups]
-        refuse_other_replicas(self.modules, checked)
-        context.has_checked_replicas = True
-
-    def _meet(self, is_exit: bool, stays_unsharded: bool = False) -> tuple[bool, bool]:
-        """Agree with other ranks on the next call, or the end of one.
-
-        Returns:
-            whether backward may reach the call, and ``stays_unsharded``: for an optional module, on any rank.
-
-        Raises:
-            RuntimeError: another rank calls another module, which is not optional.
-        """
-        context, own = self.context, (torch.is_grad_enabled(), stays_unsharded)
-        in_order = not context.in_backward and (self.is_root or context.in_forward)
-        # Calls in a backward, and those of an inner module by itself, are not compared: other ranks need not make them.
-        if not in_order or context.log is None:
-            return own
-        if context.roll_call is not None:
-            # A vote is a collective, too. Before it, ranks make sure that they run the same root.
-            context.log.before_collective()
-        if self.is_optional:
-            return context.meet((self, is_exit), stays_unsharded)
-        # The end of other calls issues no collective.
-        if context.roll_call is not None and is_exit is self.is_root:
-            context.meet(None)
-        if not is_exit:
-            context.log.add(self.fqn)
-        elif self.is_root:
-            context.log.finish()
-        return own
-
-    @dynamo_disabled
-    @untyped
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Reshard after forward. If forward raised, this runs with None as output."""
-        context = self.context
-        if not context.is_initialized:
-            return output
-        if self.mp_policy.output_dtype is not None:
-            output = _cast(output, self.mp_policy.output_dtype)
-        if self._in_backward and context.in_backward:
-            return output
-        # Not in a recomputation, above: backward needs the parameters next, and the first call has set its hooks.
-        needs_backward, (tensors, opaque) = torch.is_grad_enabled(), tensors_in(output)
-        watched = [tensor for tensor in tensors if needs_backward and tensor.requires_grad and not tensor.is_leaf]
-        # If only a tensor inside an opaque output may reach backward, no hook would unshard again: stay unsharded.
-        must_stay = needs_backward and opaque and not watched
-        # The same if the output is a parameter or a view of one.
-        must_stay |= any(group.encoding.holds(tensor) for group in self.groups for tensor in tensors)
-        # A checkpoint recomputes this forward for a node inside of it, which backward has reached before an output.
-        node = current_autograd_node() if needs_backward else None
-        if node is None:
-            self._ended_at = next_sequence_number()
-        must_stay |= node is not None and node._sequence_nr() < self._ended_at
-        if output is not None or not self.calls or not self.calls[-1].has_raised:  # Otherwise, other ranks do not wait for it.
-            # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does.
-            needs_backward, must_stay = self._meet(is_exit=True, stays_unsharded=must_stay)
-        for group in self.groups:
-            group.is_unhooked |= must_stay
-        if must_stay and needs_backward:
-            self.gather_for_backward()
-        # There is none if pre-forward has raised.
-        call = self.calls.pop() if self.calls else Call(None, self)
-        # Of an optional call, all ranks record it, also ranks whose backward does not reach it: their orders must be equal.
-        if call.order is not None and (needs_backward if self.is_optional else watched):
-            call.order.watch(call.position, is_exit=True)
-        # Hooks hold the context of this forward: the module may have another root when backward runs.
-        for tensor in watched:
-            # On each output: ranks may differ in which gradient comes first, and only the first one of a call acts.
-            tensor.register_hook(functools.partial(self._pre_backward, context, call, False))
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:  # An in-place operation on a view removes the first hook.
-                base.grad_fn.register_prehook(functools.partial(self._pre_backward, context, call, True))
-        # Modules that share their groups reshard once, after the last of them.
-        self._still_to_run.discard(module)
-        if self.is_root and not needs_backward:
-            # With a backward to come, its end reshards them.
-            context.drop_unused_prefetches()
-        if self._still_to_run or must_stay:
-            return output
-        self._still_to_run = set(self.modules)
-        if self.reshard_after_forward or not needs_backward:
-            self.reshard(keep=needs_backward)
-        return output
-
-    # -- backward --------------------------------------------------------------------------------------------------
-
-    @dynamo_disabled_in_backward
-    @untyped
-    def _pre_backward(self, context: FSDPStateContext, call: Call, is_base: bool, gradients: Any) -> None:
-        """Backward has reached an output of a call, or the base that an output is a view of."""
-        if is_base and call.begun_in == backward_id():
-            return
-        context.start_backward()
-        if self._in_backward:
-            return
-        # Not for further outputs of a call, or if backward is in another call of this module already.
-        call.begun_in = backward_id()
-        if not self.requires_gradient_sync:
-            self.check_split_backward(call)
-        if call.order is not None:
-            # First, take part for later calls that backward skips here: other ranks unshard and reduce for them now.
-            context.reach(call.order)
-            for event in call.order.reach(call.position, is_exit=True):
-                context.run_skipped(call.order, event)
-        self.pre_backward(call.order, call.position)
-
-    @dynamo_disabled_in_backward
-    def _pre_double_backward(self, context: FSDPStateContext, gradient: torch.Tensor) -> None:
-        context.start_backward()
-        for group in self.groups:
-            group.expect_gradients(self.accumulates)
-        self.unshard(Phase.BOTH)
-
-    @dynamo_disabled_in_backward
-    @untyped
-    def _post_backward(self, call: Call) -> None:
-        """Autograd has the gradients of all inputs of a call."""
-        if self._in_backward:
-            context, order = self.context, call.order
-            if order is not None and order in context.orders:
-                for event in order.reach(call.position, is_exit=False):
-                    context.run_skipped(order, event)
-            self.post_backward(order is None or order.is_first(call.position))
-
-    # -- pipelines -------------------------------------------------------------------------------------------------
-
-    def probe(self) -> torch.Tensor | None:
-        """A leaf without elements, an input of each call whose inputs have gradients. A pass for those alone leaves it out."""
-        if self._probe is None and self.groups:
-            with torch.inference_mode(False):
-                self._probe = torch.empty(0, device=self.groups[0].device, requires_grad=True)
-        return self._probe
-
-    def check_split_backward(self, call: Call) -> None:
-        """Raise if a pipeline schedule that splits backward would lose gradients of this module.
-
-        Such a schedule (zero bubble) looks up the registered parameters, computes the gradients of inputs, and later those of
-        the parameters that it has found. It does not find unsharded parameters if they are not registered before backward.
-
-        Raises:
-            RuntimeError: the parameters are sharded in a backward that computes the gradients of inputs only.
-        """
-        root = self.root_state
-        is_pipeline = root.finalizes_manually or not root.is_last_backward
-        if not is_pipeline or torch.is_grad_enabled() or call.probe is None:
-            return
-        if gradient_use(get_gradient_edge(call.probe).node) is not GradientUse.NONE:
-            return
-        for group in self.groups:
-            if group.is_trainable and not group.is_unsharded:
-                raise RuntimeError(
-                    f"{group.names} was resharded after forward, and this backward computes the gradients of inputs only: a "
-                    "pipeline schedule that computes the gradients of parameters later, such as ZBVZeroBubble, would lose "
-                    "them. Pass reshard_after_forward=False to fully_shard"
-                )
-
-    # What other programs read and call by FSDP2's private names, also ``_comm_ctx`` and ``_mp_policy``. The schedules of torch
-    # 2.11 to 2.13 reduce gradients by them; those of 2.15 call methods of ``FSDPModule``.
-
     _state_ctx = context
-    _fsdp_param_groups: Sequence[FSDPParamGroup] = ()  # _root_post_backward_final_callback() reduces the gradients of all.
 
     @property
     def _fsdp_param_group(self) -> Any:
@@ -381,100 +231,557 @@ class FSDPState(ModuleState):
         """Reduce the gradients that micro-batches have accumulated, set ``.grad`` and reshard."""
         self.context.end_backward()
 
+    # -- forward ---------------------------------------------------------------------------------------------------
 
-class _PostBackward(torch.autograd.Function):
-    """Identity on a module's inputs. Its backward runs when autograd has the gradients of all of them."""
+    def refresh(self) -> None:
+        """A forward begins: reshard parameters that an earlier forward left unsharded, since the shards may have changed."""
+        self.calls.clear()
+        self._still_to_run = set(self.modules)
+        if self._must_refresh or any(group.is_outdated for group in self.groups):
+            self.reshard()
+        # After resharding: the user's parameters are registered in the modules then, and all-gathers read the shards.
+        is_accumulating = self.context.is_accumulating
+        for group in self.groups:
+            load_replaced(group)
+            if not is_accumulating:  # Otherwise, no optimizer has changed a parameter since the last pass.
+                group.expire_resident()
+            group.is_unhooked = False
 
-    @staticmethod
-    def forward(
-        ctx: Any, state: FSDPState, call: Call, probe: torch.Tensor | None, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.state, ctx.call = state, call
-        ctx.set_materialize_grads(False)  # An unused input has no gradient, not one of zeros.
-        return inputs
+    def enter_call(self, root: FSDPStateContext, needs_backward: bool) -> Call:
+        """A call begins, on this rank or, if the module is optional, on another one: unshard, and prefetch the next module."""
+        call = Call(root.order if self.is_root or root.in_forward else None, self)
+        self.calls.append(call)
+        with profiler_range("pre_forward", self.fqn):
+            if self.groups:
+                self.unshard(self._forward_phase(needs_backward))
+                self._must_refresh = True
+                if needs_backward:  # A tensor inside of the module may be in the loss, and no output.
+                    for group in self.groups:
+                        group.is_unhooked = True
+                # After the wait for this module, whose all-gather must not be delayed by the next one's.
+                for neighbour in self._prefetch(self.forward_prefetch, root.last_order, call.position, 1, needs_backward):
+                    neighbour._must_refresh = True  # It may never be called.
+        if needs_backward:
+            # Here and in backward: if backward raises here, this rank still knows that other ranks accumulate gradients.
+            if self.accumulates:
+                for group in self.groups:
+                    group.note_accumulation()
+            if self.is_optional and call.order is not None:
+                call.order.watch(call.position, is_exit=False)
+        return call
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        state: FSDPState = ctx.state
-        # With create_graph=True, a later backward reaches the nodes that have computed these gradients, and these read the
-        # parameters again, before it reaches the outputs of the call.
-        for gradient in gradients if torch.is_grad_enabled() else ():
-            if gradient is not None and gradient.requires_grad:
-                gradient.register_hook(functools.partial(state._pre_double_backward, state.context))
-        state._post_backward(ctx.call)
-        return (None, None, None, *gradients)
+    def leave_call(self, module: nn.Module, needs_backward: bool, must_stay: bool, is_watched: bool = True) -> Call:
+        """A call ends, on this rank or, if the module is optional, on another one: reshard, unless it must stay unsharded.
+
+        Args:
+            is_watched: whether autograd will tell this rank that backward has reached an output of the call.
+        """
+        # There is none if pre-forward has raised.
+        call = self.calls.pop() if self.calls else Call(None, self)
+        for group in self.groups:
+            group.is_unhooked |= must_stay
+        if must_stay and needs_backward:
+            self._gather_for_backward()
+        # Of an optional call, all ranks record it, also ranks whose backward does not reach it: their orders must be equal.
+        if call.order is not None and (needs_backward if self.is_optional else is_watched):
+            call.order.watch(call.position, is_exit=True)
+        # Modules that share their groups reshard once, after the last of them.
+        self._still_to_run.discard(module)
+        if self.is_root and not needs_backward:
+            # With a backward to come, its end reshards them.
+            self.context.drop_unused_prefetches()
+        if not self._still_to_run and not must_stay:
+            self._still_to_run = set(self.modules)
+            if self.reshard_after_forward or not needs_backward:
+                self.reshard(keep=needs_backward)
+        return call
+
+    def _gather_for_backward(self) -> None:
+        """The parameters stay unsharded until backward, which no hook announces: all-gather what it uses beside forward."""
+        for group in self.groups:
+            if group.encoding.has_phases:
+                group.unshard(phase=Phase.BOTH)
+
+    def _forward_phase(self, needs_backward: bool) -> Phase:
+        return Phase.BOTH if needs_backward and not self.reshard_after_forward else Phase.FORWARD
+
+    def unshard(self, phase: Phase) -> None:
+        """All-gather the parameters for ``phase``, unless they are unsharded, and register them in the modules."""
+        # Issue all before waiting for one: the all-gathers of a module's groups are in flight together.
+        for group in self.groups:
+            group.unshard(wait=False, phase=phase)
+        for group in self.groups:
+            group.unshard(phase=phase)
+        self.end_gathering()
+
+    def reshard(self, keep: bool = False) -> None:
+        """Free the unsharded parameters. If ``keep``, the keeper may keep a part for backward."""
+        self.end_gathering()
+        self._must_refresh = False
+        for group in self.groups:
+            group.reshard(keep)
+            # A kept part has the current values. If a new forward begins before backward, it drops the part.
+            self._must_refresh |= group.keeper is not None and group.keeper.holds_part
+
+    def end_gathering(self) -> bool:
+        """The all-gathers were used or dropped; return whether they had been issued ahead of use."""
+        # Given back where it was counted: the state may have joined other limits meanwhile.
+        counted_by, self._gathers_in = self._gathers_in, None
+        if counted_by is not None:
+            counted_by.gathers -= 1
+        return counted_by is not None
+
+    def _prefetch(
+        self,
+        chosen: Sequence[FSDPState] | None,
+        order: ForwardOrder | None,
+        position: int,
+        step: int,
+        needs_backward: bool = True,
+    ) -> list[FSDPState]:
+        """Issue the all-gathers of ``chosen``, or of the next module in ``order``; return the states whose were issued.
+
+        If the limit of all-gathers ahead of use is reached, an all-gather is issued when its module runs.
+        """
+        if chosen is None:
+            states: list[Any] = [] if order is None else order.states
+            at = position + step
+            in_order = position >= 0 and 0 <= at < len(states) and states[position] is self
+            # In forward, an optional module may run on no rank. Backward follows the order within each thread only.
+            while in_order and (
+                not states[at].groups
+                or (states[at] is self and len(self.modules) > 1)
+                or (states[at].is_optional and step > 0)
+                or (step < 0 and order is not None and order.thread_of[position] is not order.thread_of[at])
+            ):
+                at += step
+                in_order = 0 <= at < len(states)
+            chosen = states[at : at + 1] if in_order else ()
+        started = []
+        # These conditions are equal on all ranks: the order, the all-gathers in flight, and the holders of slots.
+        for state in chosen:
+            is_gathered, can_start = True, self.comm.gathers < self.comm.max_gathers
+            for group in state.groups:
+                is_gathered &= group.is_gathered
+                can_start &= group.encoding.has_slot  # Persistent buffers take turns in slots.
+            if can_start and not is_gathered:
+                phase = state._forward_phase(needs_backward) if step > 0 else Phase.BACKWARD
+                for group in state.groups:
+                    group.unshard(wait=False, phase=phase)
+                self.comm.gathers += 1
+                state._gathers_in = self.comm
+                started.append(state)
+        return started
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this rank is between the pre-backward and the post-backward of a call of this module."""
+        return self._pass is not None and not self._pass.is_over
+
+    def pre_backward(self, current: Pass, order: ForwardOrder | None, position: int) -> None:
+        """Unshard for the backward of a call, and prefetch the module before. Equal on all ranks: see ``ForwardOrder``."""
+        self._pass = current
+        # First: if this rank raises below, it still knows which gradients other ranks reduce.
+        for group in self.groups:
+            group.expect_gradients(current, self.accumulates)
+        if self.groups and self.unshard_in_backward:
+            with profiler_range("pre_backward", self.fqn):
+                self.unshard(Phase.BACKWARD)
+                self._prefetch(self.backward_prefetch, order, position, step=-1)
+
+    def post_backward(self, is_last: bool) -> None:
+        """Reshard after the backward of a call; after the last call in backward, reduce the gradients of all calls."""
+        if not self.in_backward:
+            return
+        self._pass = None
+        with profiler_range("post_backward", self.fqn):
+            # Reshard first: the cast of gradients and the reduction may use the memory that this frees.
+            if self.reshard_after_backward and (is_last or len(self.modules) == 1):
+                self.reshard()
+            # Gradients of all calls are reduced together, once.
+            if is_last:
+                self.reduce_gradients()
+
+    def reduce_gradients(self) -> None:
+        """Issue the reduce-scatters of groups that backward has reached; or let their gradients accumulate."""
+        groups = []
+        for group in self.groups:
+            if group.needs_reduction:
+                group.collect_assigned()
+                groups.append(group)
+        if not groups:
+            return
+        if self.accumulates:
+            for group in groups:
+                group.accumulate_gradients()
+            return
+        # Reductions of one group follow each other before the end of a pass only in schedules of pipelines.
+        is_only_one = not self.root_state.finalizes_manually
+        for group in groups:  # First: all ranks raise here, or none.
+            if group.gradient_user is not None and not group.reduction.keeps_shards:
+                group.gradient_user.before_reduction(group, is_only_one)
+        # This limits the memory of gradients in flight. All ranks reach it in one order, as HSDP's all-reduces need it.
+        oldest = self.comm.beyond(groups[0].settings.max_reductions)
+        self.comm.forget(oldest)
+        for group in oldest:
+            group.reduction.finish()
+            if group.gradient_user is not None and is_only_one and group.reduction.set_grads_early():
+                group.gradient_user.use(group)
+        for group in groups:
+            group.reduce_gradients()
+        self.comm.reducing.append(groups)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether backward leaves gradients unreduced, for a later pass."""
+        if not self.requires_gradient_sync:
+            return True
+        return self.reduces_last_only and not self.root_state.is_last_backward
+
+    def end_backward(self, in_forward: bool) -> None:
+        """The pass is over, and ``.grad`` is set. If ``in_forward``, forward itself ran this backward."""
+        if in_forward and self._must_refresh:  # It uses the parameters.
+            return
+        if self.reshard_after_backward or not all(group.is_unsharded for group in self.groups):
+            self.reshard()
+        else:
+            self._must_refresh = False  # They are valid until the optimizer steps, which group.is_outdated notices.
+
+    def drop_backward(self) -> bool:
+        """Drop the gradients of the backward pass; return whether there were any."""
+        self._pass, self._must_refresh = None, True
+        self.comm.forget(self.groups)
+        had_any = False
+        for group in self.groups:
+            had_any |= group.drop_gradients()
+        return had_any
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+# -- the root ------------------------------------------------------------------------------------------------------------
 
 
-# -- tensors in inputs and outputs -----------------------------------------------------------------------------------------
+class FSDPStateContext:
+    """The root: what the states under it share, and the only owner of when they do what.
 
-_WITHOUT_TENSORS = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+    Each state has its own context until the root's first forward. From then on, all states under the root share one.
 
+    ::
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``function`` to each tensor in ``value``: in pytree's containers, sets, packed sequences and dataclasses.
+        forward            start_iteration()
+        first hook         start_backward()       has autograd call the root at the end of the pass
+        hooks              reach(order)           backward is in this forward; run_skipped() for what this rank skips in it
+        end of the pass    end_backward(), or pause_backward() if ``finalize_backward`` ends it later
 
-    Containers in the result are new, of the same type. Other objects are not changed. A result has its tensor's annotation of
-    ``spmd_types``: ``function`` must not change values, but for their dtype.
+    Attributes:
+        states: the states under the root, in the order of ``modules()``; the root's is the first.
+        groups: their groups.
+        is_initialized: whether the root has run its first forward.
+        gate: lets ranks agree on calls; None: nothing has to be agreed.
+        current: the backward pass that runs, or that has raised; None: the last one has ended.
+        order: the calls of the root's current or last forward.
+        last_order: the calls of the forward before it. Prefetching follows ``last_order``.
+        is_accumulating: whether the last pass has left its gradients unreduced, for a later one. Equal on all ranks.
+        awaits_finalize: whether a backward pass has ended, and ``finalize_backward`` has not been called since then.
+        handle: the handle of a ``finalize_backward`` that was not waited for yet.
     """
-    # Mostly tensors in plain containers, twice in each forward: pytree takes ten times as long.
-    if isinstance(value, torch.Tensor):
-        return annotated_as(value, function(value))
-    if isinstance(value, _WITHOUT_TENSORS):
-        return value
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([map_tensors(function, part) for part in value])
-    if kind is dict:
-        return {key: map_tensors(function, part) for key, part in value.items()}
-    return pytree.tree_map(lambda leaf: _map_leaf(function, leaf), value, is_leaf=_is_packed)
+
+    def __init__(self, states: Sequence[FSDPState], is_initialized: bool = False, gate: Gate | None = None) -> None:
+        self.states, self.is_initialized, self.gate = states, is_initialized, gate
+        self.all_states = states  # FSDP2's name for them, which the pipeline schedules of torch 2.11 to 2.13 read.
+        self.groups = [group for state in states for group in state.groups]
+        self.order, self.last_order = ForwardOrder(), ForwardOrder()
+        self.current: Pass | None = None
+        self.is_accumulating = self.awaits_finalize = False
+        self.handle: object | None = None
+        self._closed = ""
+
+    def close(self, why: str) -> None:
+        """From now on, a backward raises ``why``: the memory of the forward that it belongs to is freed."""
+        self._closed = why
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the root is in its forward."""
+        return bool(self.states[0].calls)
+
+    def start_iteration(self) -> None:
+        """The root's forward begins."""
+        if self.gate is not None:
+            self.gate.start()
+        for state in self.states:
+            # An optimizer on another stream may still write to the shards that the next all-gathers read.
+            event, state.post_optim_event = state.post_optim_event, None
+            if event is not None:
+                event.wait()
+            state.refresh()
+        # Prefetching follows the last forward: all ranks have completed it, in the same order.
+        self.last_order, self.order = self.order, ForwardOrder()
+
+    def drop_unused_prefetches(self) -> None:
+        """After a forward without backward: reshard modules that were prefetched and did not run."""
+        # All ranks prefetch in the same order. So they have issued, and drop, the same all-gathers.
+        for state in self.states:
+            if state.end_gathering():
+                state.reshard()
+
+    def before_call(self, state: FSDPState, needs_backward: bool) -> bool:
+        """Return whether backward may reach the call that begins, when all ranks that make it have come to it."""
+        gate = self._gate_for(state)
+        return needs_backward if gate is None else gate.before_call(state, needs_backward)
+
+    def after_call(self, state: FSDPState, needs_backward: bool, must_stay: bool) -> tuple[bool, bool]:
+        """Return whether backward may reach the call that ends, and whether it stays unsharded."""
+        gate = self._gate_for(state)
+        return (needs_backward, must_stay) if gate is None else gate.after_call(state, needs_backward, must_stay)
+
+    def _gate_for(self, state: FSDPState) -> Gate | None:
+        # Calls in a backward, and those of an inner module by itself, are not compared: other ranks need not make them.
+        return self.gate if (state.is_root or self.in_forward) and not self.in_backward else None
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this code runs in a backward pass of these modules that has not raised."""
+        return self.current is not None and self.current.is_running
+
+    def start_backward(self, takes_part: bool = False) -> Pass:
+        """The current pass, at whose end autograd calls the root. Any hook may be the first of a pass: all call this.
+
+        Args:
+            takes_part: whether a gradient came from inside of a module of the last forward. Then this rank takes part in the
+                collectives of that forward's calls, also if its backward reaches none of their outputs.
+
+        Raises:
+            RuntimeError: :meth:`close` was called.
+        """
+        if self._closed:
+            raise RuntimeError(self._closed)
+        # One object for the whole pass: ranks may differ in which hook of it comes first.
+        if self.current is not None and self.current.is_running:
+            return self.current
+        self.drop_raised_backward()  # A pass that raised has left gradients. This pass must not add to them.
+        current = self.current = Pass(functools.partial(_root_post_backward, self))
+        # Other ranks may have reached an output. The latest calls are last in this order, and autograd has not passed them.
+        if takes_part:
+            self.reach(self.order)
+        return current
+
+    def reach(self, order: ForwardOrder) -> None:
+        """Backward has reached a call in ``order``, so it has finished all later forwards."""
+        assert self.current is not None
+        # Autograd runs later forwards first: on every rank, the calls of orders reached before are finished.
+        if order not in self.current.orders:
+            self.finish_orders()
+            order.restart()
+            self.current.orders.append(order)
+
+    def finish_orders(self) -> None:
+        """Backward reaches no further call of the orders that it has reached."""
+        for order in () if self.current is None else self.current.orders:
+            for event in order.finish():
+                self.run_skipped(order, event)
+
+    def run_skipped(self, order: ForwardOrder, event: Event) -> None:
+        """Run an event of a call that backward has skipped on this rank: other ranks unshard or reduce for it now."""
+        state: Any = order.states[event.position]
+        if event.is_pre_backward:
+            state.pre_backward(self.current, order, event.position)
+        else:
+            state.post_backward(order.is_first(event.position))
+
+    def pause_backward(self) -> None:
+        """A backward pass is over; others may follow before ``finalize_backward``."""
+        # Other ranks may have reached modules that backward did not reach here: take part in their collectives.
+        self.finish_orders()
+        for state in self.states:
+            state.post_backward(is_last=True)
+        # Not running: the next backward queues a callback of its own.
+        self.awaits_finalize = True
+        # Even if gradients were reduced: the next pass uses the same parameters, so resident ones stay.
+        self._end_pass(is_accumulating=True)
+
+    def _end_pass(self, is_accumulating: bool) -> None:
+        if self.current is not None:
+            self.current.end()
+        self.current, self.is_accumulating = None, is_accumulating
+
+    def start_reductions(self) -> None:
+        """Reduce the gradients that no module's post-backward has reduced."""
+        # Outside of autograd, too: if this raises, the pass counts as one that raised, and its gradients are dropped.
+        current = self.current = self.current or Pass()
+        with current:
+            self.finish_orders()
+            # In the order of modules, not of gradients: autograd's order may differ between ranks.
+            for state in reversed(self.states):
+                state.post_backward(is_last=True)
+                # Groups that are still unsharded may have gradients on any rank, without a forward. Equal on all ranks, as
+                # unshard() is: a rank without gradients contributes zeros.
+                for group in state.groups if state.reduces_unused else ():
+                    if not group.was_reached and group.is_unsharded:
+                        group.expect_gradients(current)
+                state.reduce_gradients()
+
+    def end_backward(self) -> None:
+        """End a backward pass: reduce all other gradients, agree on unused parameters, set ``.grad``, reshard.
+
+        Collectives: the reductions not issued yet, and per mesh one all-reduce of a byte per parameter.
+        """
+        with profiler_range("root_post_backward_callback", self.states[0].fqn):
+            self.start_reductions()
+            assert self.current is not None
+            with self.current:
+                reduced: dict[Any, list[FSDPParamGroup]] = {}
+                for group in self.groups:
+                    # Such a group does not set .grad now. Finish its reduction, too: none stays in flight after its backward.
+                    if group.dp.has_replicas and group.reduction.keeps_shards:
+                        group.reduction.finish()
+                    # Equal on all ranks, as are the collectives below: a group is reduced if pre-backward ran on any rank.
+                    if group.reduction.was_reduced:
+                        reduced.setdefault(group.dp.key, []).append(group)
+                for groups in reduced.values():
+                    used = _used_anywhere(groups)
+                    for group in groups:
+                        was_set = group.reduction.is_set
+                        group.reduction.set_grads(used)
+                        if group.gradient_user is not None and not was_set:
+                            group.gradient_user.use(group)
+                        # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
+                        group.invalidate_kept()
+                used_by: dict[Any, list[FSDPParamGroup]] = {}
+                for group in itertools.chain.from_iterable(reduced.values()):
+                    if group.gradient_user is not None:
+                        used_by.setdefault(group.gradient_user, []).append(group)
+                for user, groups in used_by.items():
+                    user.finish(groups)
+                for group in self.groups:
+                    group.publish_unreduced()
+                self.states[0].comm.forget(self.groups)
+                for state in self.states:
+                    state.end_backward(self.in_forward)
+            # Last: if anything above raises, the gradients of this pass are dropped before the next one.
+            self.awaits_finalize = False
+            self._end_pass(not reduced and any(group.is_trainable for group in self.groups))
+
+    def synchronize_gradients(self) -> None:
+        """Reduce all gradients that wait, set ``.grad`` and reshard. The settings that made them wait are as before afterwards.
+
+        Collectives: those of a backward with gradient sync, for groups with such gradients. None if there are none.
+        """
+        if self.in_forward or backward_id() != -1:
+            raise RuntimeError("synchronize_gradients must be called outside of forward and backward")
+        self.drop_raised_backward()
+        for group in self.groups:
+            group.reduction.take_back()
+        if any(group.is_unsynchronized for group in self.groups):
+            self._reduce_waiting()
+        # The step follows: gathered parameters would be out of date, and model.parameters() must be what it changes.
+        for state in self.states:
+            state.reshard()
+
+    def _reduce_waiting(self) -> None:
+        """End a backward pass as if gradient sync, and the reduction over replicas, were on."""
+        root, before = self.states[0], [(state, state.requires_gradient_sync) for state in self.states]
+        is_last, needed = root.is_last_backward, [(group.settings, group.settings.requires_all_reduce) for group in self.groups]
+        try:
+            root.is_last_backward = True
+            for state in self.states:
+                state.requires_gradient_sync = True
+            for settings, _ in needed:
+                settings.requires_all_reduce = True
+            self.start_reductions()
+            for group in self.groups:
+                group.reduction.finish()
+                group.reduction.reduce_kept()
+            self.end_backward()
+        finally:
+            root.is_last_backward = is_last
+            for state, requires_sync in before:
+                state.requires_gradient_sync = requires_sync
+            for settings, requires_all_reduce in needed:
+                settings.requires_all_reduce = requires_all_reduce
+
+    def drop_raised_backward(self) -> None:
+        """If the last backward raised, drop its gradients: the next pass must not add to them."""
+        if self.current is not None and not self.current.is_running and self.drop_backward():
+            warnings.warn(
+                "a backward pass raised: its gradients, and those accumulated without gradient sync, are dropped", stacklevel=2
+            )
+
+    def drop_backward(self) -> bool:
+        """Drop reductions in flight and gradients that are not in ``.grad`` yet; return whether there were any."""
+        self.handle, self.awaits_finalize, had_any = None, False, False
+        self._end_pass(is_accumulating=False)
+        for state in self.states:
+            had_any |= state.drop_backward()
+        return had_any
 
 
-def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
-    """The tensors that :func:`map_tensors` finds, in its order; and whether other objects may hide more tensors."""
-    if isinstance(value, torch.Tensor):
-        return [value], False
-    tensors: list[torch.Tensor] = []
-    opaque: list[Any] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
-        _map_leaf(collect, leaf, opaque)
-    return tensors, bool(opaque)
+@dynamo_disabled
+@untyped
+def _root_post_backward(root: FSDPStateContext) -> None:
+    """Autograd has reached the end of a backward pass."""
+    if root.states[0].finalizes_manually:
+        root.pause_backward()
+    else:
+        root.end_backward()
 
 
-def _is_packed(value: Any) -> bool:
-    """To pytree a packed sequence is a tuple of four tensors, but ``batch_sizes`` must stay on the CPU."""
-    return isinstance(value, PackedSequence)
+def _used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
+    """For each parameter, whether any rank has a gradient for it. One small all-reduce.
+
+    A rank reads the result only if it has a parameter without a gradient. Otherwise it need not block on a GPU.
+    """
+    # Issue it on all ranks, also if this rank has all gradients: another rank may need this rank's answer.
+    local: list[bool] = []
+    for group in groups:
+        local += map(operator.attrgetter("was_used"), group.params)
+    flags = torch.ones(len(local), dtype=torch.uint8, device=groups[0].device)
+    start = 0
+    for is_used, run in itertools.groupby(local):  # Fills: a copy from the host would block, and break a capture.
+        stop = start + len(list(run))
+        if not is_used:
+            flags[start:stop].zero_()
+        start = stop
+    with profiler_range("unused_parameters_all_reduce", groups[0].fqn):
+        groups[0].named.all_reduce_max(flags).wait()
+    if all(local) or flags.is_meta:  # A memory report runs a step on the meta device, without other ranks.
+        return iter(local)
+    # A frozen parameter has no gradient on any rank.
+    trainable = [param.sharded.requires_grad for group in groups for param in group.params]
+    if all(used or not needed for used, needed in zip(local, trainable)):
+        return iter(local)
+    return iter([bool(flag) for flag in flags.tolist()])
 
 
-def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any, opaque: list[Any] | None = None) -> Any:
-    """:func:`map_tensors` of a pytree leaf. Objects that are not changed, and may hold tensors, are appended to ``opaque``."""
-    if isinstance(leaf, torch.Tensor):
-        return annotated_as(leaf, function(leaf))
-    is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-    if not is_dataclass and not isinstance(leaf, (set, frozenset, PackedSequence)):
-        if opaque is not None and not isinstance(leaf, _WITHOUT_TENSORS):
-            opaque.append(leaf)
-        return leaf
+class GradientReductionHandle:
+    """A handle on reductions that :meth:`FSDPModule.finalize_backward` has issued."""
 
-    def inside(part: Any) -> Any:
-        return pytree.tree_map(lambda inner: _map_leaf(function, inner, opaque), part, is_leaf=_is_packed)
+    def __init__(self, context: FSDPStateContext) -> None:
+        self._context: FSDPStateContext | None = context
+        if context.handle is not None:
+            raise RuntimeError("wait for the handle of the last finalize_backward before finalizing backward again")
+        if not context.is_initialized:  # No forward has run.
+            self._context = None
+            return
+        context.start_reductions()
+        self._pass, context.current = context.current, None  # A forward may run before the wait.
+        context.handle = self
 
-    if isinstance(leaf, PackedSequence):
-        data = annotated_as(leaf.data, function(leaf.data))
-        orders = [None if order is None else order.to(data.device) for order in (leaf.sorted_indices, leaf.unsorted_indices)]
-        return PackedSequence(data, leaf.batch_sizes, *orders)
-    if isinstance(leaf, (set, frozenset)):
-        return type(leaf)(inside(part) for part in leaf)
-    result = copy.copy(leaf)
-    for field in dataclasses.fields(leaf):
-        if hasattr(leaf, field.name):
-            object.__setattr__(result, field.name, inside(getattr(leaf, field.name)))  # It may be frozen.
-    return result
+    def wait(self) -> None:
+        """Finish the reductions, set ``.grad`` and reshard. A second call does nothing.
+
+        Raises:
+            RuntimeError: ``reset_iter_state`` has dropped the reductions.
+        """
+        context, self._context = self._context, None
+        if context is None:
+            return
+        if context.handle is not self:
+            raise RuntimeError("the gradients of this handle were dropped by reset_iter_state")
+        context.handle, context.current = None, self._pass
+        context.end_backward()

@@ -86,13 +86,12 @@ class GradBuffer:
         self._unreduced: DBuffer | None = None
         self._widened: DBuffer | None = None
         self._views: list[torch.Tensor] = []  # Of ``_unreduced``, one per parameter.
-        self._wide: dict[int, torch.Tensor] = {}  # Gradients of this backward pass that would be rounded, by parameter.
         self._small: dict[int, torch.Tensor] = {}  # Gradients that are not copied yet, by parameter.
         self._streams: list[torch.Stream] = []  # Those that write to the buffer; the first one has allocated it.
 
     @functools.cached_property
     def wide_gradients(self) -> WideGradients:
-        """The gradients that may have a wider dtype than ``dtype``."""
+        """The gradients of this backward pass in a wider dtype than ``dtype``."""
         indices = [index for index, param in enumerate(self._params) if param.may_be_wide]
         return WideGradients(self._layout, self._rank, indices)
 
@@ -188,12 +187,9 @@ class GradBuffer:
         if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
             # Norms compute such gradients, and these are few. If they become many, all gradients are kept in ``reduce_dtype``.
             self.views()
-            kept, wide = self._wide.get(index), gradient.to(self.reduce_dtype)
-            # Not in place: a hook of the user may have kept the first gradient.
-            self._wide[index] = wide if kept is None else kept + wide
+            self.wide_gradients.keep(index, gradient.to(self.reduce_dtype))
             self._params[index].was_used = self.holds_gradients = True
-            # A rank decides this alone: it changes where the rank accumulates, and no collective.
-            if not self.wide_gradients.are_few and self.wide_gradients.are_many(self._wide.values()):
+            if self.wide_gradients.are_many:
                 self.widen()
                 self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
                 for param in self._params:
@@ -235,9 +231,8 @@ class GradBuffer:
         # One pass over memory, for the cast and the addition.
         scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
         self._free_unreduced()
-        for index, gradient in self._wide.items():
+        for index, gradient in self.wide_gradients.popped():
             self._widened.tensor(index).add_(gradient)
-        self._wide.clear()
 
     def accumulated(self, index: int) -> torch.Tensor | None:
         """Between passes: the view of a parameter's sum over passes, to read or write; None if this rank has none."""
@@ -274,31 +269,26 @@ class GradBuffer:
         """The buffer to reduce. A parameter without a gradient on this rank contributes zeros.
 
         Args:
-            widens: whether it has ``reduce_dtype``. Otherwise it has ``dtype``, and :meth:`popped_wide` has the rest.
+            widens: whether it has ``reduce_dtype``. Otherwise it has ``dtype``, and :attr:`wide_gradients` has the rest.
         """
         holds_sum = self._widened is not None and self._widened.is_allocated
         assert widens or not holds_sum, "gradients of earlier passes have accumulated"
         # All ranks reduce, so a rank without gradients allocates a buffer of zeros.
         if not holds_sum and (self._unreduced is None or not self._unreduced.is_allocated):
             self.views()
-        # All ranks decide alike here, see FSDPParamGroup.reduce_gradients: a collective has one dtype.
+        # All ranks decide alike here, see GradReduction.start: a collective has one dtype.
         if widens and self.dtype != self.reduce_dtype:
             self.widen()
             source = self._widened
         else:
             self._close()
             source = self._unreduced
-            # Other ranks expect wide gradients of some parameters only: round the rest, of matmuls that write in place.
-            for index in list(self._wide):
-                if index not in self.wide_gradients:
-                    self.views()[index].add_(self._wide.pop(index))
+            if not widens:
+                # Other ranks expect wide gradients of some parameters only: round the rest, of matmuls that write in place.
+                for index, gradient in self.wide_gradients.popped(only_unexpected=True):
+                    self.views()[index].add_(gradient)
         assert source is not None and source.is_allocated
         return source
-
-    def popped_wide(self) -> dict[int, torch.Tensor]:
-        """The wide gradients of this pass, by parameter. They are not in the buffer, and are dropped here."""
-        wide, self._wide = self._wide, {}
-        return wide
 
     def popped_pending(self) -> dict[tuple[int, ...], list[int]]:
         """:meth:`pending`, which is forgotten here."""
@@ -339,7 +329,7 @@ class GradBuffer:
     def drop(self) -> None:
         """Forget all gradients. :meth:`free` follows, when no collective reads the buffer."""
         self.holds_gradients = False
-        self._wide.clear()
+        self.wide_gradients.kept.clear()
         self._small.clear()
         for param in self._params:
             param.has_gradient = param.was_used = False

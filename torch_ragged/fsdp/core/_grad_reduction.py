@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import dtensor_like, dtensor_of, profiler_range
-from torch_ragged.fsdp.comm._collectives import NamedCollectives, Reduction, Work
+from torch_ragged.fsdp.comm._collectives import NamedCollectives, Work
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
@@ -24,6 +25,8 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.tensor._api import spec_of
 
 __all__ = ["GradReduction", "GradientState", "GradientUser", "ReductionSettings"]
+
+_SUM = Reduction(divisor=1.0, sum_only=True)
 
 
 class GradientState(Enum):
@@ -176,20 +179,22 @@ class GradReduction:
         """Whether shards wait that are reduced within each replica only. Equal on all ranks."""
         return self._kept is not None
 
-    def start(self, sends_narrow: bool) -> None:
+    def start(self, is_one_pass: bool) -> None:
         """Issue one reduce-scatter. A parameter without a gradient on this rank contributes zeros.
 
         Args:
-            sends_narrow: send gradients in the dtype of backward, and wide gradients in a second reduce-scatter. Equal on all
-                ranks.
+            is_one_pass: whether no rank holds gradients of an earlier pass. Equal on all ranks.
         """
         buffer, reduction = self._buffer, self._settings.reduction
+        # Sums over passes are in reduce_dtype, and are sent in it. Gradients of one pass may be sent as they came: equal on all
+        # ranks, as it follows from dtypes, layouts and carriers.
+        is_narrow = is_one_pass and buffer.dtype != buffer.reduce_dtype
+        sends_narrow = is_narrow and buffer.wide_gradients.allow_narrow(self._collectives, self._device)
         source = buffer.completed(widens=not sends_narrow)
         # A new one each time: it becomes ``.grad``, which the user may keep.
         output = self._shards(is_partial=True, log=self._log)
         if sends_narrow:
-            wide = buffer.popped_wide()
-            work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, wide, reduction)
+            work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, reduction)
         else:
             work = source.redistribute(output.placements, self._collectives, output, reduction)
         self._reduce_scatter, self._output, self._has_failed = work, output, False
@@ -244,10 +249,8 @@ class GradReduction:
         # Not in wait(): a rank with a late gradient waits for its group's reduction before others, and another rank without
         # this gradient does not. Their second steps would meet those of other groups, and swap gradients.
         shards, reduction = self._shards(is_partial=False, log=output.log), self._settings.reduction
-        # The first step applies the user's divisor. If there is none, each step divides by its own number of ranks.
-        rest = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
         with profiler_range("reduce_scatter_second_step", self._collectives.fqn):
-            output.redistribute(shards.placements, self._collectives, shards, rest).wait()
+            output.redistribute(shards.placements, self._collectives, shards, reduction.rest()).wait()
         output.free()
         return shards
 
@@ -285,7 +288,8 @@ class GradReduction:
         for dims, indices in pending.items():
             views = [output.flat[begin:end] for begin, end in (self._intervals[index] for index in indices)]
             flat = torch.cat(views)
-            self._collectives.all_reduce_sum(flat, self._params[indices[0]].distribution.group_over(dims)).wait()
+            group = self._params[indices[0]].distribution.group_over(dims)
+            self._collectives.all_reduce(flat, _SUM, group).wait()
             torch._foreach_copy_(views, flat.split([view.numel() for view in views]))
 
     def _finish_all_reduce(self) -> None:
@@ -445,7 +449,7 @@ class GradReduction:
         part, param = self.local_components(index).get(name), self._params[index]
         if part is None:
             return None
-        sums = Partial("avg" if self._settings.reduction.divisor is None else "sum")
+        sums = Partial(self._settings.reduction.partial_op)
         if name == "unreduced":
             return param.distribution.unreduced(part, param.pending or (), sums)
         return param.distribution.partial(part, param.sharded, sums)  # type: ignore[arg-type]

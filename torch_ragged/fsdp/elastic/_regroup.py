@@ -92,7 +92,7 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
     check_supported(group, call)
     if group.dp.is_member and group.is_meta:
         raise RuntimeError(f"{group.names} on the meta device: materialize parameters before {call}")
-    if group.is_pending or group.is_accumulating:
+    if group.is_pending or group.is_unsynchronized:
         raise RuntimeError(
             f"{group.names} has gradients that are not reduced yet, and would be lost: run a backward that reduces them, or "
             f"drop them with reset_iter_state(), before {call}"

@@ -22,11 +22,12 @@ from torch_ragged.fsdp._fully_shard import module_states
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param import GroupPlan
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import FSDPState, map_tensors
+from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._hooks import map_tensors
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
-from torch_ragged.fsdp.core._state_dict import OptimizerStates, Told
-from torch_ragged.fsdp.core._untrained import note_replaced
+from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.elastic._compare_options import compare_options
+from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Told
 from torch_ragged.fsdp.elastic._regroup import (
     Kept,
     check_kept,
@@ -37,6 +38,7 @@ from torch_ragged.fsdp.elastic._regroup import (
     mesh_of_groups,
     plan_on,
 )
+from torch_ragged.fsdp.gates._untrained import note_replaced
 from torch_ragged.fsdp.layout._weighted import check_weights
 
 __all__ = ["Description", "Move", "check_stateful", "checked_states", "optimizers_of", "reshard_to"]
@@ -191,7 +193,7 @@ class Move:
         for state in states:
             state.reshard()
         for group in self._groups:
-            group.load_replaced()
+            load_replaced(group)
         names = {param: name for name, param in model.named_parameters()}
         self._sharded: dict[str, nn.Parameter] = {}
         for param in [param for group in self._groups for param in group.params]:

@@ -25,6 +25,7 @@ from torch_ragged.fsdp.core._fsdp_api import Offload
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
+from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
 from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, StateSizes, leaf_of
@@ -506,7 +507,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _check_step(self) -> None:
         for group, buffer in self._buffers.items():
-            group.load_replaced()  # As the next forward would, whose values would replace the result of this step.
+            load_replaced(group)  # As the next forward would, whose values would replace the result of this step.
             self._check_buffer(group, buffer)
         self._check_sizes(self.param_groups)
 

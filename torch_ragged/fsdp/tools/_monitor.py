@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp._fully_shard import module_states, named_groups
-from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
+from torch_ragged.fsdp.comm._collectives import Collectives, Work, WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.tools._memory_report import transient_nbytes
 from torch_ragged.fsdp.tools._optimizer_memory import optimizers_of
@@ -274,39 +274,18 @@ class Monitor:
             self._optimizer_began = None
 
 
-class _WatchedCollectives:
+class _WatchedCollectives(WrappedCollectives):
     """The collectives of a group, of any implementation, watched by a monitor."""
 
     def __init__(self, collectives: Collectives, watch: Monitor, name: str) -> None:
-        self._collectives, self._watch, self._name = collectives, watch, name
+        super().__init__(collectives)
+        self._watch, self._name = watch, name
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        return self._watched("all_gather", output.nbytes, lambda: self._collectives.all_gather(output, shard, group))
-
-    def reduce_scatter(
-        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
-    ) -> Work:
-        return self._watched(
-            "reduce_scatter", buffer.nbytes, lambda: self._collectives.reduce_scatter(output, buffer, reduction, group)
-        )
-
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        return self._watched("other", tensor.nbytes, lambda: self._collectives.all_reduce(tensor, reduction))
-
-    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        return self._watched("other", tensor.nbytes, lambda: self._collectives.all_reduce_sum(tensor, group))
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        return self._watched("other", tensor.nbytes, lambda: self._collectives.all_reduce_max(tensor))
-
-    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
-        return self._collectives.reduce_scatter_traits(device)
-
-    def _watched(self, kind: str, nbytes: int, issue: Callable[[], Work]) -> Work:
-        watch = self._watch
-        watch._count(kind, nbytes)
+    def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
+        watch, kind = self._watch, name if name in ("all_gather", "reduce_scatter") else "other"
+        watch._count(kind, largest.nbytes)
         issued = watch._clock.mark()  # Before the call, so that a synchronous collective has its time.
-        work = issue()
+        work = super().issue(name, largest, *arguments)
         return _WatchedWork(work, watch, kind, self._name, issued)
 
 

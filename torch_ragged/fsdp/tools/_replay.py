@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, Reduction, Work, done
+from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, Work, done
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param import FoundParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
+from torch_ragged.fsdp.core._hooks import hook_modules
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.memory._resident import Resident
 
@@ -82,6 +84,7 @@ class _Replay:
         modules = self._modules[state]
         groups = [self._group(state, group) for group in state.groups]
         twin = FSDPState(modules, groups, state.mp_policy, state.reshard_after_forward)
+        hook_modules(twin)
         for knob in _COPIED_FROM_STATE:
             setattr(twin, knob, getattr(state, knob))
         twin.comm.max_gathers = state.comm.max_gathers
@@ -261,10 +264,7 @@ class _NoCollectives:
     ) -> Work:
         return _Held(buffer.nbytes, self._log) if self._traits.holds_second_buffer else done
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        return done
-
-    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
         return done
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:

@@ -5,27 +5,27 @@ Nothing here allocates or maps memory: ``PeerMemory`` does.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import torch.distributed as dist
 
 from torch_ragged.fsdp.comm._collectives import (
     ProcessGroupCollectives,
     ReduceScatterTraits,
-    Reduction,
     Work,
+    WrappedCollectives,
     as_real,
-    division_of,
     wait_all,
 )
 from torch_ragged.fsdp.comm._gloo import sum_parts
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.comm.experimental._peer_memory import PeerMemory, Step
 
 __all__ = ["CopyEngineCollectives"]
 
+_OPS = (dist.ReduceOp.SUM,)
 
-class CopyEngineCollectives:
+
+class CopyEngineCollectives(WrappedCollectives):
     """Collectives over :class:`PeerMemory`. Calls that they do not support go to the process group.
 
     ::
@@ -48,14 +48,13 @@ class CopyEngineCollectives:
     def __init__(
         self, process_groups: ProcessGroupCollectives, group: dist.ProcessGroup, gathers: PeerMemory, reductions: PeerMemory
     ) -> None:
+        super().__init__(process_groups)
         self._process_groups, self._group = process_groups, group
         self._gathers, self._reductions = gathers, reductions
-        self.all_reduce, self.all_reduce_max = process_groups.all_reduce, process_groups.all_reduce_max
-        self.all_reduce_sum = process_groups.all_reduce_sum
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         if group not in (None, self._group) or self._process_groups.custom_all_gather is not None:
-            return self._process_groups.all_gather(output, shard, group)
+            return super().all_gather(output, shard, group)
         memory = self._gathers
         outputs, source = _bytes(output).chunk(memory.size), _bytes(shard)
         works = []
@@ -70,12 +69,9 @@ class CopyEngineCollectives:
         self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
     ) -> Work:
         if group not in (None, self._group) or self._process_groups.custom_reduce_scatter is not None:
-            return self._process_groups.reduce_scatter(output, buffer, reduction, group)
-        # Over NCCL, it might choose AVG, which the sum below does not implement.
-        how = division_of(self._group, output, dataclasses.replace(reduction, sum_only=True))
-        if how.before > 1:
-            buffer.div_(how.before)
-        return self._sum(as_real(output), as_real(buffer), how.after)
+            return super().reduce_scatter(output, buffer, reduction, group)
+        _, divisor = reduction.begin(output, buffer, self._group.size(), _OPS)
+        return self._sum(as_real(output), as_real(buffer), divisor)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         # No second buffer: a rank receives parts in its slots, which stay allocated.

@@ -6,7 +6,6 @@ first use.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,10 +13,14 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import timeout_of
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Reduction, Work, division_of
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Work, WrappedCollectives
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.comm.experimental._peer_memory import StreamWork
 
 __all__ = ["MulticastCollectives", "SymmetricSlabs"]
+
+_OPS = (dist.ReduceOp.SUM,)
+"""The switch computes others, which no kernel here asks for."""
 
 _PACKET = 16
 """Bytes of one multimem instruction. Every shard is a multiple of it, because shards are aligned."""
@@ -49,7 +52,7 @@ class SymmetricSlabs:
         return self._handles.get(tensor.untyped_storage().data_ptr()) if tensor.storage_offset() == 0 else None
 
 
-class MulticastCollectives:
+class MulticastCollectives(WrappedCollectives):
     """Collectives on gathered buffers and gradient buffers in :class:`SymmetricSlabs`. Experimental.
 
     An all-gather stores each shard once, to the multicast address of the gathered buffers
@@ -61,17 +64,16 @@ class MulticastCollectives:
     """
 
     def __init__(self, process_groups: ProcessGroupCollectives, group: dist.ProcessGroup, slabs: SymmetricSlabs) -> None:
+        super().__init__(process_groups)
         self._process_groups, self._group, self._slabs = process_groups, group, slabs
         self._timeout_ms = int(1000 * timeout_of(group, slabs.device).total_seconds())
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self.all_reduce, self.all_reduce_max = process_groups.all_reduce, process_groups.all_reduce_max
-        self.all_reduce_sum = process_groups.all_reduce_sum
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         is_ours = group in (None, self._group) and self._process_groups.custom_all_gather is None
         # All ranks decide alike: buffers are persistent on all ranks or on none.
         if not is_ours or self._slabs.handle(output) is None:
-            return self._process_groups.all_gather(output, shard, group)
+            return super().all_gather(output, shard, group)
         # A higher priority than reductions have, because forward waits for all-gathers.
         stream = self._stream("all_gather", output.device, priority=-1)
         with torch.no_grad(), torch.cuda.stream(stream):
@@ -85,12 +87,9 @@ class MulticastCollectives:
         handle = self._slabs.handle(buffer) if buffer.dtype in _TYPES else None
         is_ours = group in (None, self._group) and self._process_groups.custom_reduce_scatter is None
         if not is_ours or handle is None:
-            return self._process_groups.reduce_scatter(output, buffer, reduction, group)
-        # The switch computes sums only.
-        how = division_of(self._group, output, dataclasses.replace(reduction, sum_only=True))
-        if how.before > 1:
-            buffer.div_(how.before)
-        return self._load_sum(handle, output, how.after)
+            return super().reduce_scatter(output, buffer, reduction, group)
+        _, divisor = reduction.begin(output, buffer, self._group.size(), _OPS)
+        return self._load_sum(handle, output, divisor)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         # The load instruction returns the dtype that it reads. A rank receives sums only, straight in the output.

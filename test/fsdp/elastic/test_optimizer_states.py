@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from torch_ragged.fsdp.core._state_dict import OptimizerStates, Placed, Single
+from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Placed, Single
 
 
 def distributed(mesh, placement, *shape):

@@ -1,35 +1,23 @@
 """RollCall: ranks agree on the next optional module, so that those that skip it take part in its collectives.
 
-It holds no parameters and calls nothing: it answers which event is next, and the root takes part in it.
+It calls nothing: it answers which event is next, and the gate takes part in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from torch_ragged._ranks.agreement import reduce_min
-from torch_ragged._ranks.groups import timeout_of
-from torch_ragged.fsdp.comm._call_log import CallLog
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import device_of
 
-__all__ = ["OptionalCall", "RollCall", "call_log_of", "roll_call_of"]
+__all__ = ["RollCall", "roll_call_of"]
 
-
-class OptionalCall(Protocol):
-    """What a roll call reads of a state."""
-
-    modules: tuple[nn.Module, ...]
-    groups: list[FSDPParamGroup]
-    is_optional: bool
-
-
-OptionalEvent = tuple[OptionalCall, bool]
+OptionalEvent = tuple[FSDPState, bool]
 """A state and whether its call ends: its pre-forward, or its post-forward."""
 
 
@@ -83,7 +71,7 @@ class RollCall:
         return (None if agreed == len(self._events) else self._events[agreed]), (grad % 2 == 0, stays % 2 == 0)
 
 
-def roll_call_of(modules: Sequence[nn.Module], states: Sequence[OptionalCall]) -> RollCall | None:
+def roll_call_of(modules: Sequence[nn.Module], states: Sequence[FSDPState]) -> RollCall | None:
     """The roll call of the optional modules inside ``modules``, the root's; None if there are none.
 
     Modules with a state inside an optional module become optional, too.
@@ -132,20 +120,3 @@ def roll_call_of(modules: Sequence[nn.Module], states: Sequence[OptionalCall]) -
     # Each process group once. They are equal on all ranks, in an order that they share.
     connecting = list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
     return RollCall(events, connecting, device_of(groups[0].dp.mesh))
-
-
-def call_log_of(states: Sequence[OptionalCall]) -> CallLog | None:
-    """The log of the calls under a root; None if there is one rank, or if the ranks are simulated."""
-    group = next((group for state in states for group in state.groups), None)
-    runs_on_meta = group is not None and group.device.type == "meta" and not group.is_meta
-    # A report that runs on one rank alone must not wait for others.
-    if group is None or runs_on_meta or group.dp.mesh.size() == 1:
-        return None
-    shard_group = group.dp.shard_group or group.dp.replicate_group
-    assert shard_group is not None
-    # Its ranks exist in this process only.
-    if dist.get_backend(shard_group) == "fake":
-        return None
-    # Names of modules are known under one root only. Groups are numbered in the order of their construction.
-    root = f"{type(states[0].modules[0]).__name__} with {group.names} in group {group.named.number}"
-    return CallLog(sorted(group.dp.mesh.mesh.flatten().tolist()), timeout_of(shard_group, device_of(group.dp.mesh)), root)

@@ -1,0 +1,113 @@
+"""Reduction: what a reduction over ranks computes, and how it divides. Every carrier begins its reductions here.
+
+Nothing here knows how data moves. A new reduction is a subclass that overrides :meth:`Reduction.steps`, and no carrier changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torch_ragged._ranks.groups import is_nccl
+
+__all__ = ["OPS", "Reduction", "Steps", "ops_of"]
+
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+"""The ops of every backend: one rank leaves its values as they are."""
+
+_OPS_OF_NCCL = (*OPS, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+
+
+def ops_of(group: dist.ProcessGroup, device: torch.device) -> Sequence[Any]:
+    """The ops of the backend that carries tensors on ``device``. Equal on all ranks, as the backend is."""
+    return _OPS_OF_NCCL if is_nccl(group, device) else OPS
+
+
+class Steps(NamedTuple):
+    """The steps of a reduction.
+
+    Attributes:
+        op: the op of the collective.
+        before: what the input is divided by, in place, before the collective.
+        after: what the output is divided by after it.
+    """
+
+    op: Any
+    before: float = 1
+    after: float = 1
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced: the sum over ranks, divided by ``divisor``. Equal on all ranks, as settings are.
+
+    Attributes:
+        divisor: None divides by the number of ranks, and by the number of replicas if there are any.
+        sum_only: whether backends compute sums only, never averages.
+    """
+
+    divisor: float | None = None
+    sum_only: bool = False
+
+    def steps(self, size: int, dtype: torch.dtype, averages: bool) -> Steps:
+        """The steps over ``size`` ranks with an output of ``dtype``.
+
+        Args:
+            averages: whether the carrier divides by the number of ranks itself.
+        """
+        divisor = size if self.divisor is None else self.divisor
+        # NCCL's AVG divides inside the collective, which saves a kernel over the output.
+        if averages and not self.sum_only and divisor == size and dtype != torch.float16 and size > 1:
+            return Steps(dist.ReduceOp.AVG)
+        # A sum of many float16 values may overflow, and dividing all of them first may underflow. So about the square root of
+        # the divisor is applied before the sum, and the rest after it. One rank adds nothing.
+        before = _power_of_two_near_root(divisor) if dtype == torch.float16 and size > 1 else 1
+        return Steps(dist.ReduceOp.SUM, before, divisor / before)
+
+    @property
+    def partial_op(self) -> str:
+        """The op of the ``Partial`` placement of values that are not reduced yet."""
+        return "avg" if self.divisor is None else "sum"
+
+    def rest(self) -> Reduction:
+        """What is left for a second step, over other ranks. The first one has applied the user's divisor.
+
+        If there is none, each step divides by its own number of ranks.
+        """
+        return self if self.divisor is None else dataclasses.replace(self, divisor=1.0)
+
+    def begin(self, output: torch.Tensor, source: torch.Tensor, size: int, ops: Sequence[Any]) -> tuple[Any, float]:
+        """Divide ``source`` in place; return the op to issue, and what ``output`` is divided by after that.
+
+        Args:
+            size: the number of ranks.
+            ops: the ops that the carrier computes.
+
+        Raises:
+            ValueError: the carrier does not compute the op. Nothing is written or sent then, on any rank: reductions and
+                carriers are equal on all ranks.
+        """
+        steps = self.steps(size, output.dtype, dist.ReduceOp.AVG in ops)
+        # An op with a factor is an object that knows its kind, and kinds do not know the object: it stands on the left.
+        if steps.op not in ops and not any(steps.op == known for known in ops):
+            known, name = ", ".join(each.name for each in ops), getattr(steps.op, "name", "an op with a factor")
+            raise ValueError(
+                f"these collectives compute {known} over ranks, but {self} needs {name}: choose other collectives with "
+                "set_collectives(), or another reduction"
+            )
+        if steps.before != 1:
+            source.div_(steps.before)  # On the current stream: the collective is issued behind it.
+        return steps.op, steps.after
+
+
+def _power_of_two_near_root(divisor: float) -> int:
+    """A power of two near the square root of ``divisor``, chosen as FSDP2 does."""
+    factor = 1
+    while divisor % factor == 0 and divisor / factor > factor:
+        factor *= 2
+    return factor

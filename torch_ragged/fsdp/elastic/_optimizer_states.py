@@ -1,0 +1,211 @@
+"""OptimizerStates: the states of an optimizer, by the names of parameters, so that they can move to another mesh.
+
+It moves nothing itself: it says what is to be moved, and takes what was moved.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from torch_ragged._register._torch import dtensor_of
+from torch_ragged.fsdp.core._hooks import map_tensors, tensors_in
+from torch_ragged.tensor._api import spec_of
+
+__all__ = ["OptimizerStates", "Told"]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A state that is a DTensor. Its elements are moved.
+
+    Attributes:
+        follows: whether it has the shape and placements of its parameter.
+        is_replicated: whether each rank holds all elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+    follows: bool
+    is_replicated: bool
+
+
+@dataclass(frozen=True)
+class Single:
+    """A state that is a plain tensor of one element."""
+
+    tensor: torch.Tensor
+    device_type: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank tells the others about an optimizer.
+
+    Attributes:
+        options: of each parameter group, all but ``params``, with tensors on the CPU.
+        states: by the name of the parameter, its states: :class:`Placed`, :class:`Single` or the value itself.
+    """
+
+    options: list[dict[str, Any]]
+    states: dict[str, dict[str, Any]]
+
+    @property
+    def lines(self) -> list[str]:
+        """The states without their values: equal on all ranks that hold shards."""
+        return [
+            f"{name} {key} {value if isinstance(value, Placed) else type(value).__name__}"
+            for name, states in self.states.items()
+            for key, value in states.items()
+        ]
+
+
+class OptimizerStates:
+    """The parameter groups and states of one optimizer, by the names of parameters.
+
+    A state that is a DTensor with its parameter's shape and placements follows the parameter. An optimizer with other states
+    says where they lie, by a method that this class calls on ranks of the new mesh::
+
+        optimizer.empty_state(param, group, name, shape, dtype) -> DTensor      uninitialized; group is a parameter group
+
+    Args:
+        optimizer: its parameters must all have a name.
+        names: the sharded parameters with their names.
+        label: a prefix of the names of moved tensors, which no other optimizer has.
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+        ValueError: a parameter of the optimizer has no name.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], label: str) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"reshard_to expects a torch.optim.Optimizer, or a list of them, got {type(optimizer).__name__}")
+        self.optimizer, self._names, self._label = optimizer, names, label
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param not in names:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that is not a sharded "
+                        "parameter of the model: make the optimizer of model.parameters(), after fully_shard"
+                    )
+
+    @property
+    def lines(self) -> list[str]:
+        """The optimizer in lines that must be equal on all ranks, also on those without shards."""
+        groups = self.optimizer.param_groups
+        return [f"{type(self.optimizer).__name__} {[self._names[param] for param in group['params']]}" for group in groups]
+
+    # -- on ranks of the old mesh ----------------------------------------------------------------------------------
+
+    def told(self) -> Told:
+        """What ranks without shards must know.
+
+        Raises:
+            ValueError: a state is a plain tensor of several elements, or holds tensors inside.
+        """
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        states: dict[str, dict[str, Any]] = {name: {} for name in self._params()}
+        for name, param in self._params().items():
+            for key, value in self.optimizer.state.get(param, {}).items():
+                states[name][key] = self._told(f"{name} in {type(self.optimizer).__name__}", key, param, value)
+        return Told(map_tensors(lambda tensor: tensor.detach().cpu(), options), states)
+
+    def _told(self, where: str, key: str, param: torch.Tensor, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            assert isinstance(param, DTensor)
+            follows = value.shape == param.shape and value.placements == param.placements
+            is_replicated = all(isinstance(each, Replicate) for each in value.placements)
+            if not follows and not is_replicated and not hasattr(self.optimizer, "empty_state"):
+                raise ValueError(
+                    f"the state {key} of {where} has shape {tuple(value.shape)} and placements {value.placements}, which are "
+                    f"not those of its parameter ({param.placements}): the optimizer needs a method empty_state(param, group, "
+                    "name, shape, dtype) that returns the state's DTensor on another mesh"
+                )
+            return Placed(tuple(value.shape), value.dtype, value.device.type, follows, is_replicated)
+        if any(tensor.numel() > 1 or isinstance(tensor, DTensor) for tensor in tensors_in(value)[0]):
+            raise ValueError(
+                f"the state {key} of {where} holds plain tensors of several elements: reshard_to moves DTensors, and copies "
+                "single values"
+            )
+        # A counter of steps may be on an accelerator, or on the CPU while the parameter is not.
+        return Single(value.detach().cpu(), value.device.type) if isinstance(value, torch.Tensor) else value
+
+    def source(self) -> dict[str, torch.Tensor]:
+        """The states to move."""
+        return {
+            f"{self._label}.{name}.{key}": value.detach()
+            for name, param in self._params().items()
+            for key, value in self.optimizer.state.get(param, {}).items()
+            if isinstance(value, DTensor)
+        }
+
+    # -- on ranks of the new mesh ----------------------------------------------------------------------------------
+
+    def target(self, told: Told, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Uninitialized states for the new ``params``, in the order of :meth:`source`."""
+        groups = {self._names[param]: group for group in self.optimizer.param_groups for param in group["params"]}
+        return {
+            f"{self._label}.{name}.{key}": self._empty(params[name], groups[name], key, value)
+            for name, states in told.states.items()
+            for key, value in states.items()
+            if isinstance(value, Placed)
+        }
+
+    def _empty(self, param: torch.Tensor, group: dict[str, Any], key: str, was: Placed) -> torch.Tensor:
+        assert isinstance(param, DTensor)
+        if hasattr(self.optimizer, "empty_state"):
+            return self.optimizer.empty_state(param.detach(), group, key, was.shape, was.dtype)
+        if was.follows:
+            return torch.empty_like(param.detach(), dtype=was.dtype, device=was.device_type)
+        assert was.is_replicated
+        mesh, values = param.device_mesh, torch.empty(was.shape, dtype=was.dtype, device=was.device_type)
+        return dtensor_of(values, spec_of(mesh, (Replicate(),) * mesh.ndim, values.shape, values.dtype))
+
+    # -- on all ranks ----------------------------------------------------------------------------------------------
+
+    def move_to(
+        self,
+        params: Mapping[str, nn.Parameter],
+        moved: Mapping[str, torch.Tensor],
+        told: Told,
+        was_member: bool,
+        is_member: bool,
+    ) -> None:
+        """Exchange the parameters and states for others, as ``load_state_dict`` does; the optimizer and its groups stay.
+
+        Args:
+            params: the new parameters by name.
+            moved: the moved states, as :meth:`target` has named them.
+            told: the options and states of a rank that had shards.
+            was_member, is_member: whether this rank had shards, and has shards now. If it only has them now, it takes the
+                options and states of ``told``. If it has none now, it has no states.
+        """
+        states: dict[torch.Tensor, Any] = defaultdict(dict)
+        for name, param in self._params().items() if is_member else ():
+            kept = self.optimizer.state.get(param, {}) if was_member else told.states[name]
+            for key, value in kept.items():
+                if (here := moved.get(f"{self._label}.{name}.{key}")) is not None:
+                    value = here
+                elif isinstance(value, Single):
+                    value = value.tensor.to(value.device_type)
+                states[params[name]][key] = value
+        for group, options in zip(self.optimizer.param_groups, told.options):
+            group["params"] = [params[self._names[param]] for param in group["params"]]
+            if is_member and not was_member:
+                for key, value in options.items():
+                    own = group.get(key)
+                    has_device = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
+                    group[key] = value.to(own.device) if has_device else value  # type: ignore[union-attr]
+        # Optimizers drop here what they derive from parameters, such as plans for the old mesh.
+        self.optimizer.__setstate__({"state": states, "param_groups": self.optimizer.param_groups})
+
+    def _params(self) -> dict[str, torch.Tensor]:
+        return {self._names[param]: param for group in self.optimizer.param_groups for param in group["params"]}
