@@ -76,7 +76,7 @@ class GroupsTest(unittest.TestCase):
         self.assertEqual((is_nccl(group, gpu), is_nccl(group, cpu)), (True, False))
 
         def steps(device, reduction):
-            return reduction.steps(group.size(), torch.float32, dist.ReduceOp.AVG in ops_of(group, device))
+            return reduction.steps(group.size(), torch.float32, ops_of(group, device).averages)
 
         self.assertEqual(steps(gpu, Reduction()), (dist.ReduceOp.AVG, 1, 1))
         self.assertEqual(steps(gpu, Reduction(sum_only=True)), (dist.ReduceOp.SUM, 1, 4))

@@ -201,7 +201,7 @@ class ProcessGroupCollectives:
     def _scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
         custom = self.custom_reduce_scatter
         # All ranks decide alike: the op follows from settings.
-        if custom is None and op == dist.ReduceOp.SUM and is_gloo(group, buffer.device):
+        if custom is None and op is dist.ReduceOp.SUM and is_gloo(group, buffer.device):
             return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, divisor)
         return divided(self._issue(_reduce_scatter, custom, output, buffer, op=op, group=group), output, divisor)
 

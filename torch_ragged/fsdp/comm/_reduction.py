@@ -6,7 +6,6 @@ Nothing here knows how data moves. A new reduction is a subclass that overrides 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,15 +14,24 @@ import torch.distributed as dist
 
 from torch_ragged._ranks.groups import is_nccl
 
-__all__ = ["OPS", "Reduction", "Steps", "ops_of"]
+__all__ = ["OPS", "SUMS", "Ops", "Reduction", "Steps", "ops_of"]
 
-OPS = (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+
+class Ops(NamedTuple):
+    """The ops that a carrier computes, and whether it averages: comparing ops takes longer than a reduction's other lines."""
+
+    known: tuple[Any, ...]
+    averages: bool = False
+
+
+SUMS = Ops((dist.ReduceOp.SUM,))
+OPS = Ops((*SUMS.known, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX))
 """The ops of every backend: one rank leaves its values as they are."""
 
-_OPS_OF_NCCL = (*OPS, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+_OPS_OF_NCCL = Ops((*OPS.known, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM), averages=True)
 
 
-def ops_of(group: dist.ProcessGroup, device: torch.device) -> Sequence[Any]:
+def ops_of(group: dist.ProcessGroup, device: torch.device) -> Ops:
     """The ops of the backend that carries tensors on ``device``. Equal on all ranks, as the backend is."""
     return _OPS_OF_NCCL if is_nccl(group, device) else OPS
 
@@ -79,9 +87,9 @@ class Reduction:
 
         If there is none, each step divides by its own number of ranks.
         """
-        return self if self.divisor is None else dataclasses.replace(self, divisor=1.0)
+        return self if self.divisor in (None, 1) else dataclasses.replace(self, divisor=1.0)
 
-    def begin(self, output: torch.Tensor, source: torch.Tensor, size: int, ops: Sequence[Any]) -> tuple[Any, float]:
+    def begin(self, output: torch.Tensor, source: torch.Tensor, size: int, ops: Ops) -> tuple[Any, float]:
         """Divide ``source`` in place; return the op to issue, and what ``output`` is divided by after that.
 
         Args:
@@ -92,10 +100,10 @@ class Reduction:
             ValueError: the carrier does not compute the op. Nothing is written or sent then, on any rank: reductions and
                 carriers are equal on all ranks.
         """
-        steps = self.steps(size, output.dtype, dist.ReduceOp.AVG in ops)
+        steps = self.steps(size, output.dtype, ops.averages)
         # An op with a factor is an object that knows its kind, and kinds do not know the object: it stands on the left.
-        if steps.op not in ops and not any(steps.op == known for known in ops):
-            known, name = ", ".join(each.name for each in ops), getattr(steps.op, "name", "an op with a factor")
+        if steps.op not in ops.known and not any(steps.op == known for known in ops.known):
+            known, name = ", ".join(each.name for each in ops.known), getattr(steps.op, "name", "an op with a factor")
             raise ValueError(
                 f"these collectives compute {known} over ranks, but {self} needs {name}: choose other collectives with "
                 "set_collectives(), or another reduction"

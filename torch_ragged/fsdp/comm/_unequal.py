@@ -48,7 +48,7 @@ class UnequalCollectives(ProcessGroupCollectives):
     def _scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
         output, buffer = as_real(output), as_real(buffer)
         parts = self._parts(buffer)
-        if op == dist.ReduceOp.SUM and is_gloo(group, buffer.device):
+        if op is dist.ReduceOp.SUM and is_gloo(group, buffer.device):
             return _gloo.reduce_scatter(output, buffer, group, divisor, [part.numel() for part in parts])
         return divided(self._issue(dist.reduce_scatter, None, output, parts, op=op, group=group), output, divisor)
 

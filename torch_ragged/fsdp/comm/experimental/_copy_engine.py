@@ -17,12 +17,10 @@ from torch_ragged.fsdp.comm._collectives import (
     wait_all,
 )
 from torch_ragged.fsdp.comm._gloo import sum_parts
-from torch_ragged.fsdp.comm._reduction import Reduction
+from torch_ragged.fsdp.comm._reduction import SUMS, Reduction
 from torch_ragged.fsdp.comm.experimental._peer_memory import PeerMemory, Step
 
 __all__ = ["CopyEngineCollectives"]
-
-_OPS = (dist.ReduceOp.SUM,)
 
 
 class CopyEngineCollectives(WrappedCollectives):
@@ -70,7 +68,7 @@ class CopyEngineCollectives(WrappedCollectives):
     ) -> Work:
         if group not in (None, self._group) or self._process_groups.custom_reduce_scatter is not None:
             return super().reduce_scatter(output, buffer, reduction, group)
-        _, divisor = reduction.begin(output, buffer, self._group.size(), _OPS)
+        _, divisor = reduction.begin(output, buffer, self._group.size(), SUMS)
         return self._sum(as_real(output), as_real(buffer), divisor)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:

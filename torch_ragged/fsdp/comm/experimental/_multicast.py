@@ -14,13 +14,10 @@ import torch.distributed as dist
 
 from torch_ragged._ranks.groups import timeout_of
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Work, WrappedCollectives
-from torch_ragged.fsdp.comm._reduction import Reduction
+from torch_ragged.fsdp.comm._reduction import SUMS, Reduction
 from torch_ragged.fsdp.comm.experimental._peer_memory import StreamWork
 
 __all__ = ["MulticastCollectives", "SymmetricSlabs"]
-
-_OPS = (dist.ReduceOp.SUM,)
-"""The switch computes others, which no kernel here asks for."""
 
 _PACKET = 16
 """Bytes of one multimem instruction. Every shard is a multiple of it, because shards are aligned."""
@@ -88,7 +85,7 @@ class MulticastCollectives(WrappedCollectives):
         is_ours = group in (None, self._group) and self._process_groups.custom_reduce_scatter is None
         if not is_ours or handle is None:
             return super().reduce_scatter(output, buffer, reduction, group)
-        _, divisor = reduction.begin(output, buffer, self._group.size(), _OPS)
+        _, divisor = reduction.begin(output, buffer, self._group.size(), SUMS)
         return self._load_sum(handle, output, divisor)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
