@@ -10,6 +10,9 @@ root of two Linears, each a group; forward and backward of a group of one small 
     depth                     the package's frames on the stack at most
 
 Wrappers of the package that only call what they wrap are not counted. ``--upward`` lists the upward calls.
+
+"the argument module" counts of construction's calls those that get the module itself as an argument, alone or in a collection:
+through so many files one thing passes. ``--files`` lists the files of each walk, with their functions.
 """
 
 from __future__ import annotations
@@ -85,8 +88,24 @@ def imports_of(root: Path) -> dict[str, set[str]]:
     return reached
 
 
-def traced(package: str, action: Callable[[], Any]) -> Walk:
-    """Run ``action`` and see which functions of ``package`` it calls."""
+def _has(value: Any, thing: Any, depth: int = 3) -> bool:
+    """Whether ``value`` is ``thing``, or a collection that has it."""
+    if value is thing or depth == 0:
+        return value is thing
+    if isinstance(value, dict):
+        return any(_has(each, thing, depth - 1) for pair in value.items() for each in pair)
+    return isinstance(value, (tuple, list, set, frozenset)) and any(_has(each, thing, depth - 1) for each in value)
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    """What a call was given, with ``*args`` and ``**kwargs``."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x4) + bool(code.co_flags & 0x8)
+    return [frame.f_locals[name] for name in code.co_varnames[:count] if name in frame.f_locals]
+
+
+def traced(package: str, action: Callable[[], Any], thing: Any = None) -> Walk:
+    """Run ``action`` and see which functions of ``package`` it calls; with ``thing``, those that get it as an argument."""
     root, walk = str(ROOTS[package]), Walk()
     imports = imports_of(ROOTS[package])
 
@@ -102,6 +121,8 @@ def traced(package: str, action: Callable[[], Any]) -> Walk:
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not own(frame):
+            return
+        if thing is not None and not any(_has(value, thing) for value in _arguments(frame)):
             return
         code, caller = frame.f_code, frame.f_back
         walk.functions[code.co_filename, code.co_firstlineno, code.co_name] += 1
@@ -136,6 +157,8 @@ def walks(package: str) -> dict[str, Walk]:
         fully_shard(nn.Linear(8, 8), mesh=mesh)  # What is imported and cached at the first call does not count.
         linear = nn.Linear(8, 8)
         found["fully_shard(Linear)"] = traced(package, lambda: fully_shard(linear, mesh=mesh))
+        other = nn.Linear(8, 8)
+        found["the argument module"] = traced(package, lambda: fully_shard(other, mesh=mesh), other)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         small = nn.Linear(4, 1, bias=False)
         for module in (*model, model, small):
@@ -160,6 +183,7 @@ def walks(package: str) -> dict[str, Walk]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upward", action="store_true", help="list the upward calls")
+    parser.add_argument("--files", action="store_true", help="list the files and functions")
     parser.add_argument("--json", help="write the results to this file too")
     options = parser.parse_args()
     found = {package: walks(package) for package in PACKAGES}
@@ -171,6 +195,12 @@ def main() -> None:
             print(f"\n{name}: upward calls")
             for (caller, callee), calls in walk.upward.most_common():
                 print(f"  {calls:3} {caller} -> {callee}")
+    if options.files:
+        for name, walk in found["torch_ragged"].items():
+            print(f"\n{name}: files and functions")
+            for file in sorted({file for file, _, _ in walk.functions}):
+                names = [function for other, _, function in walk.functions if other == file]
+                print(f"  {Path(file).relative_to(ROOTS['torch_ragged'])}: {', '.join(names)}")
     write_json(options.json, {"walk": table})
 
 

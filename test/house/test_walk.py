@@ -16,7 +16,7 @@ class WalkTest(unittest.TestCase):
     def test_a_step_calls_nothing_above(self):
         found = walks("torch_ragged")
         for name, walk in found.items():
-            if name != "fully_shard(Linear)":
+            if name not in ("fully_shard(Linear)", "the argument module"):
                 self.assertGreater(walk.functions.total(), 50, name)  # It has been traced.
                 self.assertEqual(dict(walk.upward), {}, name)
 
@@ -31,3 +31,18 @@ class WalkTest(unittest.TestCase):
         walk = traced("torch_ragged", lambda: names["calls_up"](_fsdp_state.state_of, nn.Linear(1, 1)))
         self.assertEqual(dict(walk.upward), {("_grad_buffer.py:calls_up", "_fsdp_state.py:state_of"): 1})
         self.assertEqual(walk.row(), {"files": 2, "functions": 2, "calls": 2, "upward": 1, "depth": 2})
+
+    def test_calls_that_get_a_module_are_counted_alone(self):
+        names: dict = {}
+        file = str(Path(_fsdp_state.__file__))
+        exec(
+            compile(
+                "def keeps(*given, **named): return 1\ndef calls(x):\n keeps(x); keeps([{0: x}]); keeps(n=x); keeps(1)",
+                file,
+                "exec",
+            ),
+            names,
+        )
+        linear = nn.Linear(1, 1)
+        self.assertEqual(traced("torch_ragged", lambda: names["calls"](linear), linear).functions.total(), 4)
+        self.assertEqual(traced("torch_ragged", lambda: names["calls"](linear)).functions.total(), 5)

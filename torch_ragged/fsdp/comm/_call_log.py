@@ -76,7 +76,7 @@ class CallLog:
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str) -> None:
         self._root, self._roots = root, _RootLog.of(ranks, timeout)
-        self._must_enter = False  # Whether a forward runs that the log of roots does not know.
+        self._must_enter, self._note = False, ""  # Whether a forward runs that the log of roots does not know.
         tracker.watch_this_thread()
         # The same number on all of these ranks, since they call their roots in the same order.
         self._set_up(ranks, timeout, next(_counts[dist.get_rank(), tuple(ranks)]))
@@ -99,8 +99,9 @@ class CallLog:
         self._counted: set[tuple[int, int]] = set()  # The calls of this forward and the last one that count this rank.
         self._used: list[str] = []  # The keys of the last agreement, which no rank reads any more.
 
-    def start(self) -> None:
-        """A forward of the root begins."""
+    def start(self, note: str = "") -> None:
+        """A forward of the root begins. All ranks must have the same ``note``, which the error names."""
+        self._note = note
         self._start()
         tracker.forward = self._root, self._forward
         self._expected = self._paths.expected()
@@ -122,7 +123,7 @@ class CallLog:
         if self._must_enter:
             self._must_enter = False
             # One rank may run an evaluation that the others do not run.
-            self._roots.enter(self._root if torch.is_grad_enabled() else f"{self._root} without gradients")
+            self._roots.enter(f"{self._root}{self._note}{'' if torch.is_grad_enabled() else ' without gradients'}")
 
     def add(self, call: str) -> None:
         """A module is called. Without communication if the call is expected.

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -22,6 +22,8 @@ __all__ = ["Call", "Event", "ForwardOrder", "Pass"]
 class Member(Protocol):
     """What the order reads of a state."""
 
+    modules: tuple[Any, ...]
+    groups: list[Any]
     reduces_unused: bool
     is_optional: bool
 
@@ -120,6 +122,20 @@ class ForwardOrder:
         """Whether no call of the same module before this one has a backward."""
         return self._first.get(self.states[position], position) >= position
 
+    def neighbour(self, state: Member, position: int, step: int) -> Member | None:
+        """The state to all-gather ahead at this call of ``state``: that of the next call (step 1) or of the one before (-1)."""
+        if not (0 <= position < len(self.states) and self.states[position] is state):
+            return None
+        at = position + step
+        while 0 <= at < len(self.states):
+            other = self.states[at]
+            # In forward, an optional module may run on no rank. Backward follows the order within each thread only.
+            is_certain = not other.is_optional if step > 0 else self.thread_of[position] is self.thread_of[at]
+            if is_certain and other.groups and not (other is state and len(state.modules) > 1):
+                return other
+            at += step
+        return None
+
     # -- backward --------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
@@ -157,8 +173,6 @@ class ForwardOrder:
 class Pass:
     """One backward pass under a root: what is true in it, and only in it. What states and groups know of it ends with it.
 
-    As a context, it fails if the block raises.
-
     Args:
         at_end: autograd calls it when the pass ends; None: the pass is outside of autograd.
 
@@ -181,13 +195,10 @@ class Pass:
         """Whether this code runs in this pass, which has not raised."""
         return self._at_end is not None and self._at_end() is not None and backward_id() != -1
 
+    def fail(self) -> None:
+        """It has raised: the next pass or forward drops its gradients."""
+        self._at_end = None
+
     def end(self) -> None:
         """It has ended, or is dropped. Groups keep it, so it must not hold the states of a model that may be deleted."""
         self.is_over, self.orders = True, []
-
-    def __enter__(self) -> Pass:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._at_end = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -460,7 +461,7 @@ class FSDPParam:
         unsharded: the parameter that the model computes with.
         view: the memory of ``unsharded``, in the group's buffer.
         requires_grad: of ``sharded`` and ``unsharded``, when they were last made equal.
-        version: :attr:`compute_version` after the last all-gather.
+        version: a number that changes with every write to the unsharded parameter, as it was after the last all-gather.
         has_gradient: whether the unreduced buffer holds a gradient.
         was_used: whether this rank has a gradient in the next or current reduction.
         may_be_wide: whether the gradient may have a wider dtype than the gradient buffer.
@@ -493,11 +494,6 @@ class FSDPParam:
         """The parameter that is registered in the modules now."""
         module, name = self.registered_names[0]
         return module._parameters.get(name)
-
-    @property
-    def compute_version(self) -> int:
-        """A number that changes with every write to the unsharded parameter."""
-        return self.unsharded._version + self.view._version
 
     def register(self, value: nn.Parameter) -> None:
         """Register ``value`` in the modules."""
@@ -537,8 +533,8 @@ class ReadGuard:
 
     def refuse_reads(self) -> None:
         """The parameters are resharded."""
-        tensors = tuple([param.unsharded for param in self._params])
-        self._refused, self.version = (tensors, tuple([each._version for each in tensors])), next(_resharded_versions)
+        tensors = tuple(map(_unsharded_of, self._params))
+        self._refused, self.version = (tensors, tuple(map(_version_of, tensors))), next(_resharded_versions)
         set_versions(tensors, (self.version,) * len(tensors))
 
     def allow_reads(self) -> None:
@@ -560,6 +556,7 @@ class ReadGuard:
 
 
 _resharded_versions = itertools.count(REFUSED_VERSION)
+_unsharded_of, _version_of = operator.attrgetter("unsharded"), operator.attrgetter("_version")
 
 
 def owner_of(parameter: torch.Tensor) -> FSDPParam | None:

@@ -58,7 +58,7 @@ _KEEPS_WIDE_GRADIENTS = fsdp2_keeps_wide_gradients()
 SMALLEST_WRITTEN_IN_PLACE = 2**16
 """If a weight has fewer elements, detecting its matmuls in Python costs more time than one copy of its gradient."""
 
-_version_of = operator.attrgetter("sharded._version")
+_version_of, _is_trained = operator.attrgetter("sharded._version"), operator.attrgetter("sharded.requires_grad")
 all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
 
@@ -327,7 +327,7 @@ class FSDPParamGroup:
 
     @property
     def is_trainable(self) -> bool:
-        return any([param.sharded.requires_grad for param in self.params])
+        return any(map(_is_trained, self.params))
 
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers of this group by their contents, also freed ones. ``.grad`` is not in them."""
@@ -415,7 +415,7 @@ class FSDPParamGroup:
                 self.guard.allow_reads()
                 for param in self.params:
                     param.register(param.unsharded)
-                    param.version = param.compute_version
+                    param.version = param.unsharded._version + param.view._version
 
     def _gathered_memory(self) -> str:
         held = sum(each.nbytes for group in all_groups if group.is_gathered for each in group.encoding.buffers())
@@ -495,7 +495,7 @@ class FSDPParamGroup:
                     torch.Tensor.data.__set__(unsharded, param.distribution.gathered(param.view))  # type: ignore[attr-defined]
                 module, name = param.registered_names[0]
                 is_changed = not is_intact or module._parameters.get(name) is not unsharded
-                if not is_changed and param.compute_version != param.version:
+                if not is_changed and unsharded._version + param.view._version != param.version:
                     # An embedding with max_norm writes to its own weight in every forward.
                     is_changed = all(getattr(owner, "max_norm", None) is None for owner, _ in param.registered_names)
                 if is_changed:

@@ -88,7 +88,6 @@ class FSDPState:
         is_optional: whether ranks may skip the module in forward. So are the modules inside an optional one.
         reduces_unused: whether a group without gradients on this rank takes part in collectives.
         forward_prefetch, backward_prefetch: the states to all-gather ahead; None: the next one.
-        root_state: the state of the root; this one until the root's first forward.
     """
 
     # What other programs read and call by FSDP2's private names. The schedules of torch 2.11 to 2.13 reduce gradients by
@@ -139,10 +138,6 @@ class FSDPState:
     # -- the root --------------------------------------------------------------------------------------------------
 
     @property
-    def root_state(self) -> FSDPState:
-        return self._root_state() or self  # If the root was deleted, this module may become one.
-
-    @property
     def context(self) -> FSDPStateContext:
         """The context that this state shares with the others under its root."""
         context = self._context()
@@ -154,7 +149,7 @@ class FSDPState:
     def join(self, context: FSDPStateContext, comm: FSDPCommContext) -> None:
         """Share the context of a root, and the limits on communication of this root or of several."""
         # By a weak reference: a module that outlives its model must not keep the shards of all others.
-        self._context, self._root_state = weakref.ref(context), weakref.ref(context.states[0])
+        self._context = weakref.ref(context)
         self.comm = self._comm_ctx = comm
         before_collective = None if context.gate is None else context.gate.before_collective
         for index, group in enumerate(self.groups):
@@ -344,19 +339,8 @@ class FSDPState:
         If the limit of all-gathers ahead of use is reached, an all-gather is issued when its module runs.
         """
         if chosen is None:
-            states: list[Any] = [] if order is None else order.states
-            at = position + step
-            in_order = position >= 0 and 0 <= at < len(states) and states[position] is self
-            # In forward, an optional module may run on no rank. Backward follows the order within each thread only.
-            while in_order and (
-                not states[at].groups
-                or (states[at] is self and len(self.modules) > 1)
-                or (states[at].is_optional and step > 0)
-                or (step < 0 and order is not None and order.thread_of[position] is not order.thread_of[at])
-            ):
-                at += step
-                in_order = 0 <= at < len(states)
-            chosen = states[at : at + 1] if in_order else ()
+            neighbour: Any = None if order is None else order.neighbour(self, position, step)
+            chosen = () if neighbour is None else (neighbour,)
         started = []
         # These conditions are equal on all ranks: the order, the all-gathers in flight, and the holders of slots.
         for state in chosen:
@@ -418,7 +402,7 @@ class FSDPState:
                 group.accumulate_gradients()
             return
         # Reductions of one group follow each other before the end of a pass only in schedules of pipelines.
-        is_only_one = not self.root_state.finalizes_manually
+        is_only_one = not self.context.states[0].finalizes_manually
         for group in groups:  # First: all ranks raise here, or none.
             if group.gradient_user is not None and not group.reduction.keeps_shards:
                 group.gradient_user.before_reduction(group, is_only_one)
@@ -427,8 +411,12 @@ class FSDPState:
         self.comm.forget(oldest)
         for group in oldest:
             group.reduction.finish()
-            if group.gradient_user is not None and is_only_one and group.reduction.set_grads_early():
-                group.gradient_user.use(group)
+            has_hooks = group.reduction.has_hooks
+            if is_only_one and (has_hooks or group.gradient_user is not None):
+                # Hooks of the user run here, at one point of the order that all ranks share. They may communicate.
+                used = _used_anywhere([group]) if has_hooks and group.reduction.was_reduced else None
+                if group.reduction.set_grads_early(used) and group.gradient_user is not None:
+                    group.gradient_user.use(group)
         for group in groups:
             group.reduce_gradients()
         self.comm.reducing.append(groups)
@@ -438,7 +426,7 @@ class FSDPState:
         """Whether backward leaves gradients unreduced, for a later pass."""
         if not self.requires_gradient_sync:
             return True
-        return self.reduces_last_only and not self.root_state.is_last_backward
+        return self.reduces_last_only and not self.context.states[0].is_last_backward
 
     def end_backward(self, in_forward: bool) -> None:
         """The pass is over, and ``.grad`` is set. If ``in_forward``, forward itself ran this backward."""
@@ -510,6 +498,8 @@ class FSDPStateContext:
 
     def start_iteration(self) -> None:
         """The root's forward begins."""
+        for group in self.groups:
+            group.reduction.find_hooks()
         if self.gate is not None:
             self.gate.start()
         for state in self.states:
@@ -610,11 +600,11 @@ class FSDPStateContext:
             self.current.end()
         self.current, self.is_accumulating = None, is_accumulating
 
-    def start_reductions(self) -> None:
-        """Reduce the gradients that no module's post-backward has reduced."""
+    def start_reductions(self) -> Pass:
+        """Reduce the gradients that no module's post-backward has reduced; return the pass, which has not ended yet."""
         # Outside of autograd, too: if this raises, the pass counts as one that raised, and its gradients are dropped.
         current = self.current = self.current or Pass()
-        with current:
+        try:
             self.finish_orders()
             # In the order of modules, not of gradients: autograd's order may differ between ranks.
             for state in reversed(self.states):
@@ -625,6 +615,10 @@ class FSDPStateContext:
                     if not group.was_reached and group.is_unsharded:
                         group.expect_gradients(current)
                 state.reduce_gradients()
+        except BaseException:
+            current.fail()
+            raise
+        return current
 
     def end_backward(self) -> None:
         """End a backward pass: reduce all other gradients, agree on unused parameters, set ``.grad``, reshard.
@@ -632,9 +626,8 @@ class FSDPStateContext:
         Collectives: the reductions not issued yet, and per mesh one all-reduce of a byte per parameter.
         """
         with profiler_range("root_post_backward_callback", self.states[0].fqn):
-            self.start_reductions()
-            assert self.current is not None
-            with self.current:
+            current = self.start_reductions()
+            try:
                 reduced: dict[Any, list[FSDPParamGroup]] = {}
                 for group in self.groups:
                     # Such a group does not set .grad now. Finish its reduction, too: none stays in flight after its backward.
@@ -663,6 +656,9 @@ class FSDPStateContext:
                 self.states[0].comm.forget(self.groups)
                 for state in self.states:
                     state.end_backward(self.in_forward)
+            except BaseException:
+                current.fail()
+                raise
             # Last: if anything above raises, the gradients of this pass are dropped before the next one.
             self.awaits_finalize = False
             self._end_pass(not reduced and any(group.is_trainable for group in self.groups))
@@ -768,8 +764,7 @@ class GradientReductionHandle:
         if not context.is_initialized:  # No forward has run.
             self._context = None
             return
-        context.start_reductions()
-        self._pass, context.current = context.current, None  # A forward may run before the wait.
+        self._pass, context.current = context.start_reductions(), None  # A forward may run before the wait.
         context.handle = self
 
     def wait(self) -> None:

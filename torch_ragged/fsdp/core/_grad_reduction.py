@@ -121,6 +121,8 @@ class GradReduction:
 
     Attributes:
         is_set: whether ``.grad`` was set before the end of this pass. Ranks may differ.
+        has_hooks: whether the user has hooks on ``.grad``. They run when the next module's gradients are reduced. Equal on all
+            ranks: :meth:`find_hooks` alone writes it, when a forward of the root begins, and ranks compare it in that forward.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class GradReduction:
         self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
         self._kept: DBuffer | None = None  # Reduced within each replica only.
-        self.is_set = False
+        self.is_set = self.has_hooks = False
         self._has_failed = False  # Whether the last reduce-scatter failed: its gradients are in no buffer.
         self._pending: dict[tuple[int, ...], list[int]] = {}  # What the output is pending on: see GradBuffer.popped_pending.
         self._published: dict[int, FSDPGrad] = {}  # Which ``.grad`` are FSDPGrads, by parameter. Equal on all ranks.
@@ -308,21 +310,27 @@ class GradReduction:
             self._reduced.flat.add_(output.flat)
             self._log.note(-output.nbytes)
 
-    def set_grads_early(self) -> bool:
-        """Before the end of backward: set ``.grad``, if this rank knows that it is complete; return whether it is set.
+    def find_hooks(self) -> None:
+        """A forward begins: look whether the user has hooks on gradients of sharded parameters."""
+        self.has_hooks = any([_has_hooks(param.sharded) for param in self._params])
 
-        It is, if the reduction over all ranks has ended and this rank has used each parameter: no other rank need be asked.
-        Not if a user has hooks on ``.grad``, which may communicate: ranks set it early at different moments, or not at all.
+    def set_grads_early(self, used_anywhere: Iterable[bool] | None) -> bool:
+        """Before the end of backward: set ``.grad``, if it is known to be complete; return whether it was set.
+
+        Args:
+            used_anywhere: as of :meth:`set_grads`, if ranks have agreed on it: all of them set ``.grad`` now. None: this rank
+                decides alone. It knows the answer if the reduction has ended and it has used each parameter itself.
         """
-        in_flight = self._reduce_scatter is not None or self._output is not None or self._all_reduce is not None
-        if self.is_set or in_flight or self._reduced is None or self._buffer.holds_gradients:
+        if self.is_set or (self._reduced is None and self._all_reduce is None):
             return False
         used = [param.was_used for param in self._params]
-        if not all(is_used or not param.sharded.requires_grad for param, is_used in zip(self._params, used)):
-            return False
-        if any(_hooks_of(param.sharded) for param in self._params):
-            return False
-        self.set_grads(used)
+        if used_anywhere is None:
+            in_flight = self._reduce_scatter is not None or self._all_reduce is not None or self._buffer.holds_gradients
+            is_complete = all(is_used or not param.sharded.requires_grad for param, is_used in zip(self._params, used))
+            # Ranks come here at different moments, or not at all. So a hook added since forward, which may communicate, waits.
+            if in_flight or not is_complete or any(_has_hooks(param.sharded) for param in self._params):
+                return False
+        self.set_grads(used if used_anywhere is None else used_anywhere)
         for param, is_used in zip(self._params, used):  # Other ranks ask at the end of the pass.
             param.was_used = is_used
         self.is_set = True
@@ -365,7 +373,7 @@ class GradReduction:
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
             sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
-            for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+            for hook in _post_hooks(sharded).values():
                 hook(sharded)
 
     def _gradient(self, param: FSDPParam, flat: torch.Tensor) -> DTensor:
@@ -482,6 +490,11 @@ class GradReduction:
         return self._gradient(self._params[index], self._copy.flat[begin:end].to(like.flat.device, dtype, copy=True))
 
 
-def _hooks_of(sharded: torch.Tensor) -> bool:
+def _post_hooks(sharded: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:
+    """The post-accumulate hooks of a sharded parameter."""
+    return getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
+
+
+def _has_hooks(sharded: torch.Tensor) -> bool:
     """Whether a user has hooks on the gradient of a sharded parameter."""
-    return bool(sharded._backward_hooks or getattr(sharded, "_post_accumulate_grad_hooks", None))
+    return bool(sharded._backward_hooks or _post_hooks(sharded))

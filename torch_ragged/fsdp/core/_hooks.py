@@ -207,7 +207,7 @@ class _Hooks:
         Raises:
             RuntimeError: the parameters are sharded in a backward that computes the gradients of inputs only.
         """
-        root = self._state.root_state
+        root = self._state.context.states[0]
         is_pipeline = root.finalizes_manually or not root.is_last_backward
         if not is_pipeline or torch.is_grad_enabled() or call.probe is None:
             return

@@ -51,7 +51,9 @@ class RootGate:
 
     def start(self) -> None:
         if self.log is not None:
-            self.log.start()
+            # Hooks run in the middle of backward, on all ranks or on none.
+            hooked = [group.fqn or "root" for state in self._states for group in state.groups if group.reduction.has_hooks]
+            self.log.start(f" with hooks on gradients of {', '.join(hooked)}" if hooked else "")
         if not self._has_warned:
             self._has_warned = True
             if torch.is_grad_enabled():
