@@ -95,7 +95,9 @@ def _train(model: Any, steps: int = 3, backward: Callable[[Any, int], None] = _b
 
 
 def bf16_loop(fsdp: ModuleType) -> None:
-    """Mixed precision; evaluation between steps."""
+    """Mixed precision; evaluation between steps; a matrix that is not tiny, as those of real models."""
+    wide = nn.Sequential(nn.Linear(WIDTH, 256), nn.Linear(256, 256), nn.Linear(256, WIDTH))
+    _train(_shard(fsdp, wide, _mesh(), mp_policy=BF16))
     model = _blocks()
     for block in model[:-1]:
         fsdp.fully_shard(block, mesh=_mesh(), mp_policy=BF16)

@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import torch_ragged
 from benchmarks.common.fake_world import PACKAGES, fake_world, make_mesh
@@ -177,7 +179,51 @@ def walks(package: str) -> dict[str, Walk]:
         losses.clear()
         found["forward of one small parameter"] = traced(package, lambda: losses.append(forward(small)))
         found["backward of one small parameter"] = traced(package, losses[0].backward)
+        for name, (model, of_loss) in _other_steps(fully_shard, mesh).items():
+            for _ in range(2):
+                of_loss(model(torch.ones(2, 8))).backward()
+            found[name] = traced(package, lambda: of_loss(model(torch.ones(2, 8))).backward())
     return found
+
+
+@dataclass
+class _Opaque:
+    """An output in which no hook finds the tensor."""
+
+    hidden: Callable[[], torch.Tensor]
+
+
+def _other_steps(fully_shard: Any, mesh: DeviceMesh) -> dict[str, tuple[nn.Module, Callable[[Any], torch.Tensor]]]:
+    """Models whose steps take other ways than two Linears, and the loss of their outputs."""
+
+    class Opaque(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            output = super().forward(x)
+            return _Opaque(lambda: output)
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh)
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(8, 8), nn.Linear(8, 8)]
+
+    steps: dict[str, tuple[nn.Module, Callable[[Any], torch.Tensor]]] = {
+        "a step of checkpointed units": (sharded(Checkpointed(*layers()), mesh), torch.sum),
+        "a step of HSDP": (sharded(nn.Sequential(*layers()), make_mesh(4, 2)), torch.sum),
+    }
+    if fully_shard is PACKAGES["torch_ragged"]:  # FSDP2 has no optional modules, and frees what an opaque output needs.
+        opaque = nn.Sequential(nn.Linear(8, 8), Opaque(8, 8))
+        steps["a step with an opaque output"] = (sharded(opaque, mesh), lambda output: output.hidden().sum())
+        steps["a step of optional modules"] = (sharded(nn.Sequential(*layers()), mesh, optional=True), torch.sum)
+    return steps
 
 
 def main() -> None:
@@ -188,7 +234,7 @@ def main() -> None:
     options = parser.parse_args()
     found = {package: walks(package) for package in PACKAGES}
     table = [{"walk": name, "package": package, **walk.row()} for package, each in found.items() for name, walk in each.items()]
-    table.sort(key=lambda row: list(found["FSDP2"]).index(str(row["walk"])))
+    table.sort(key=lambda row: list(found["torch_ragged"]).index(str(row["walk"])))
     print_table(f"torch {torch.__version__}: one tiny step, one process of a fake process group of 4 ranks", table)
     if options.upward:
         for name, walk in found["torch_ragged"].items():

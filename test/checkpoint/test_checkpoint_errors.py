@@ -13,6 +13,7 @@ from common import error_of, ranks, run_ranks
 from torch import nn
 
 from torch_ragged import checkpoint
+from torch_ragged._ranks.store import SharedStore
 from torch_ragged.fsdp import fully_shard
 
 
@@ -51,6 +52,18 @@ def check_damaged(path):
     text = error_of(checkpoint.load, path, make_state(1))
     assert f"{path} holds no other complete checkpoint" in text, text
     assert checkpoint.latest(path, complete=True) is None
+
+
+def check_one_rank_without_a_group(path):
+    """It does not know which ranks wait for it, and goes on with other work."""
+    group, store, rank = dist.new_group(backend="gloo"), SharedStore("told"), dist.get_rank()
+    state = make_state(0)
+    checkpoint.async_save(path, state, process_group=group).result(timeout=100)
+    text = error_of(checkpoint.async_save, path, state, process_group=None if rank == 1 else group)
+    own = "ValueError: async_save got no process_group"
+    assert text.startswith(own if rank == 1 else f"ValueError: async_save failed on rank 1: {own}"), text
+    store.set(f"rank {rank}", "")
+    assert store.wait([f"rank {each}" for each in range(dist.get_world_size())], 60)
 
 
 def check_another_model(path):
@@ -100,6 +113,9 @@ class ErrorsTest(unittest.TestCase):
 
     def test_a_damaged_latest_checkpoint_names_the_newest_complete_one(self):
         self.in_a_folder(check_damaged)
+
+    def test_a_background_save_without_a_group_on_one_rank_is_an_error_on_all_ranks(self):
+        self.in_a_folder(check_one_rank_without_a_group)
 
     def test_other_shapes_are_listed_once_on_rank_0(self):
         self.in_a_folder(check_another_model)

@@ -1,6 +1,7 @@
 """Meshes that fully_shard takes: named dimensions, replicas, and tensor parallelism beside them."""
 
 import copy
+import logging
 import unittest
 import warnings
 
@@ -11,9 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from torch_ragged import StridedRaggedShard
+from torch_ragged._register._torch import drop_advice_to_flatten
 from torch_ragged.fsdp import fully_shard, rows
 
 
@@ -150,6 +152,29 @@ class MeshTest(unittest.TestCase):
             self.assertIn("the ranks of dimension 'dp' are replicas, and parameters are sharded over 'cp' only", dp_cp[0])
             self.assertIn("the ranks of dimension 'cp' are replicas, and parameters are sharded over 'fsdp' only", cp_fsdp[0])
             self.assertEqual((len(dp_cp), len(cp_fsdp), named, unnamed), (1, 1, [], []))
+
+    @ranks(4)
+    def test_advice_to_flatten_the_joint_mesh_is_not_logged():
+        """torch gives it once per mesh, for a sum over two dimensions. This mesh is not the user's, so nobody can follow it."""
+        drop_advice_to_flatten(False)  # As in a process that has sharded nothing yet.
+        logger, handler, logged = logging.getLogger("torch.distributed.tensor._redistribute"), logging.Handler(), []
+        handler.emit = lambda record: logged.append(record.getMessage())
+        logger.addHandler(handler)
+        try:
+            plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("advised", "other"))
+            assert DTensor.from_local(torch.ones(()), plain, [Partial(), Partial()]).full_tensor() == 4
+            assert ["sequential" in text for text in logged] == [True], logged
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("unadvised", "tp"))
+            model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+            for layer, placement in zip(model, (Shard(0), Shard(1)), strict=True):
+                layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [placement]))
+            fully_shard(model, mesh=mesh["unadvised"])
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor() == 128**0.5
+            assert len(logged) == 1, logged
+        finally:
+            logger.removeHandler(handler)
 
     @ranks(4)
     def test_a_model_on_an_equal_mesh_uses_the_groups_of_its_own_mesh():

@@ -60,8 +60,9 @@ def links(path):
 
 
 def headings(path):
-    """The anchors of a page's headings, as GitHub and Sphinx name them."""
-    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    """The anchors of a page's headings, as GitHub and Sphinx name them. A comment in its code is no heading."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
@@ -79,11 +80,28 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(pages - run, set())
 
     def test_links_lead_to_pages_and_headings_that_are_there(self):
-        for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(DOCS / page for page in PAGES)]:
+        beside = [path for part in ("benchmarks", "examples", "rehearsal", "upstream") for path in (ROOT / part).rglob("*.md")]
+        anchors = 0
+        for path in [*ROOT.glob("*.md"), *beside, *(DOCS / page for page in PAGES)]:
             for target, heading in links(path):
                 self.assertTrue(target.exists(), f"{path}: {target}")
                 if heading and target.suffix == ".md":
                     self.assertIn(heading, headings(target), f"{path}: {target.name}")
+                    anchors += 1
+        self.assertGreater(anchors, 50)
+
+    def test_headings_that_python_names_are_there(self):
+        """As in: see "Unequal ranks" in docs/meshes.md."""
+        files = [path for folder in ("torch_ragged", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+        named = [
+            (path, heading, page)
+            for path in files
+            for heading, page in re.findall(r'"([^"\n]+)"\s+in\s+(docs/[\w/]+\.md)', path.read_text())
+        ]
+        self.assertGreater(len(named), 2)
+        for path, heading, page in named:
+            titles = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+            self.assertIn(heading, titles, f"{path}: {page}")
 
     def test_the_commands_of_the_benchmarks_do_something(self):
         modules = set(re.findall(r"python -m (benchmarks[\w.]+)", (ROOT / "benchmarks/README.md").read_text()))

@@ -54,6 +54,16 @@ class QuickstartTest(unittest.TestCase):
         self.assertEqual(quickstart(), (EXAMPLES / "quickstart.py").read_text())
         self.assertLessEqual(len([line for line in quickstart().splitlines() if line]), 31)
 
+    def test_without_torchrun_it_says_how_it_is_started(self):
+        """In place of torch's error of a missing environment variable."""
+        environment = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC")}
+        command = [sys.executable, str(EXAMPLES / "quickstart.py")]
+        environment["PYTHONPATH"] = str(ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+        self.assertEqual(done.returncode, 2, done.stderr)
+        told = "quickstart.py: error: run: torchrun --nproc-per-node 2 examples/quickstart.py\n"
+        self.assertTrue(done.stderr.endswith(told) and "Traceback" not in done.stderr, done.stderr)
+
     @pytest.mark.slow
     def test_it_runs_on_other_numbers_of_ranks_and_on_fsdp2_with_the_import_changed(self):
         self.run_copied(1, quickstart())

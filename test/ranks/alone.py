@@ -15,8 +15,9 @@ import torch.distributed as dist
 from common import run_mortal_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
-from torch_ragged import checkpoint, transfer
+from torch_ragged import RaggedShard, checkpoint, transfer
 from torch_ragged._ranks import peers, standstill
 from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to, token_scale
 from torch_ragged.fsdp.comm import _call_log
@@ -47,6 +48,12 @@ def end(model: nn.Module) -> None:
     peers._listener._stop()
 
 
+def uneven(model: nn.Module) -> None:
+    """By one all-to-all, which a redistribution issues on the process group itself."""
+    placement = RaggedShard((0,), (4, 3, 2))
+    distribute_tensor(torch.ones(9), model[0].weight.device_mesh, [placement], src_data_rank=None).full_tensor()
+
+
 ALONE = {
     "a forward without gradients": evaluate,
     "a forward and backward": train,
@@ -64,6 +71,7 @@ OTHERS = {
     "barrier": lambda model: dist.barrier(),
     "a forward and backward": train,
     "full_tensor": lambda model: model[1].weight.full_tensor(),
+    "full_tensor of uneven shards": uneven,
     "the end of the program": end,
 }
 

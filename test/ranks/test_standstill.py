@@ -27,7 +27,9 @@ from torch_ragged.fsdp.comm._call_log import CallLog, Predictor
 
 SIZE = 4
 OTHER_SIZES = {("checkpoint.save", "a forward and backward")} | {
-    (alone, "full_tensor") for alone in ("transfer.stream", "NeighbourCopies", "token_scale")
+    (alone, f"full_tensor{of}")
+    for alone in ("transfer.stream", "NeighbourCopies", "token_scale")
+    for of in ("", " of uneven shards")
 }
 
 
@@ -89,6 +91,7 @@ class StandstillTest(unittest.TestCase):
     def test_all_ways_in_which_one_rank_is_alone_are_errors_on_all_ranks(self):
         self.check_alone("a forward without gradients", "barrier")
         self.check_alone("transfer.stream", "barrier")
+        self.check_alone("reshard_to", "full_tensor of uneven shards")
 
     @pytest.mark.slow
     def test_each_way_in_which_one_rank_is_alone_is_an_error_on_all_ranks(self):

@@ -369,6 +369,24 @@ class AddedTest(unittest.TestCase):
         assert all("up.weight has a hook" in each for each in said), said
 
     @ranks(2)
+    def test_an_optimizer_that_reads_numbers_of_parameters_takes_the_steps_of_one_process():
+        """Adafactor reads norms by ``item()``. Without a plan it is an error: see test_fsdp_silent_uses.py."""
+        losses = {}
+        for name in ("one device", "replicated", "units"):
+            model, batch = make(), torch.ones(4, SIZE, dtype=torch.float64)
+            if name != "one device":
+                model = parallelize(model, data_parallel(units=name == "units"), mesh_of())
+            optimizer, losses[name] = torch.optim.Adafactor(model.parameters(), 0.1), []
+            for _ in range(3):
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[name].append(loss.item())
+        assert losses["replicated"] == pytest.approx(losses["one device"], rel=1e-12), losses
+        assert losses["units"] == pytest.approx(losses["one device"], rel=1e-12), losses
+
+    @ranks(2)
     def test_ranks_that_add_different_parameters_and_parameters_without_values_raise():
         model = parallelize(make(), data_parallel(), mesh_of())
         for error in on_both(setattr, model, "head", nn.Linear(SIZE, 3, bias=dist.get_rank() == 0)):

@@ -195,8 +195,9 @@ class StreamTest(unittest.TestCase):
         named = {"x": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
         for own, options in (("a floating-point dtype", {"dtype": "bf16"}), ("a positive number of bytes", {"max_bytes": "1"})):
             options = {"max_bytes": LARGE, **(options if rank else {})}
-            text = error_of(lambda options=options: list(stream(named, **options)))
-            assert own in text, text
+            for given in (named, [("plain", torch.ones(2)), *named.items()]):
+                text = error_of(lambda options=options, given=given: list(stream(given, **options)))
+                assert own in text, text
         assert torch.equal(dict(stream(named, LARGE))["x"], torch.arange(8.0))
 
     def test_a_rank_that_breaks_does_not_stop_the_others(self):

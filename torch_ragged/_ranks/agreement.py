@@ -11,13 +11,13 @@ import hashlib
 import itertools
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from torch_ragged._ranks.groups import is_gloo
+from torch_ragged._ranks.groups import end_messages, is_gloo
 from torch_ragged._ranks.peers import Peers, issued_on, name_of, peers_named, wait_for
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
@@ -26,7 +26,7 @@ from torch_ragged._register._torch import default_store
 # Its older name warns in torch 2.13, and is the only one in 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-__all__ = ["agree", "agree_on_group", "agreement", "gather_numbers", "problems_of_ranks", "reduce_min"]
+__all__ = ["agree", "agree_on_group", "agreement", "before_groups", "gather_numbers", "problems_of_ranks", "reduce_min"]
 
 _SLICE = 2.0  # Seconds.
 """After so long a wait, a rank looks whether the processes of the other ranks live."""
@@ -35,6 +35,43 @@ _numbers: weakref.WeakKeyDictionary[dist.Store, defaultdict[tuple[int, ...], ite
     weakref.WeakKeyDictionary()
 )
 """The number of agreements on the process groups of some ranks, in each store."""
+
+_begun: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
+"""How often this process has been in :func:`before_groups` of each call, in each store."""
+
+
+@contextlib.contextmanager
+def before_groups(call: str) -> Iterator[None]:
+    """A block of ``call`` in which a rank may fail before it knows which ranks to tell, as with a wrong model.
+
+    It says so in the store. Ranks that wait for this rank in an agreement of the same ``call`` look there, and raise. The call
+    has a number, so that they do not take an error of an earlier one for it. Nothing is written if nothing raises.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    begun = _begun.setdefault(default_store(), Counter())
+    begun[call] += 1
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # The store is lost, or one of simulated ranks.
+            store = SharedStore(f"refused/{call}/{begun[call]}")
+            store.set(f"rank {dist.get_rank()}", f"{type(error).__name__}: {error}")
+            store.set("any", "")
+        raise
+
+
+def _look_for_refusals(group: dist.ProcessGroup, device: torch.device, call: str) -> None:
+    """This rank has waited long: raise if another rank of ``group`` has left this ``call`` with an error."""
+    store = SharedStore(f"refused/{call}/{_begun.get(default_store(), Counter())[call]}")
+    if not store.has("any"):
+        return
+    refused = [rank for rank in dist.get_process_group_ranks(group) if store.has(f"rank {rank}")]
+    if refused:
+        end_messages(group, device)  # Or what waits here would match what these ranks send next.
+        # No RuntimeError: it is not of the backend, whatever its text has.
+        raise ValueError(f"{call} failed on " + "; ".join(f"rank {rank}: {store.get(f'rank {rank}')}" for rank in refused))
 
 
 @contextlib.contextmanager
@@ -120,6 +157,7 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
 
     Raises:
         PeerError: a rank died, or did not take part; the error names ``call``.
+        ValueError: a rank has left ``call`` with an error, in :func:`before_groups`. ``group`` is not usable any more.
     """
     is_watched = is_gloo(group, numbers.device)
     if is_watched:
@@ -130,7 +168,7 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
         # Over gloo, a rank that waits looks at times whether others have failed.
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_watched)
         if isinstance(work, dist.Work):
-            wait_for(work)
+            wait_for(work, functools.partial(_look_for_refusals, group, numbers.device, call))
         elif work is not None:  # Of a simulated group.
             work.wait()
 

@@ -79,6 +79,7 @@ _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str
 """Files of torch, of this package and of Python, and hooks on torch."""
 
 _WRAPPERS = ("wrapper", "decorate_context", "inner", "named")
+_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 _COMMUNICATING = tuple(f"{os.sep}torch{os.sep}{name}" for name in ("_ops.py", "distributed/distributed_c10d.py"))
 
 
@@ -285,12 +286,14 @@ def _call_of_torch(stack: Sequence[FrameType]) -> _CallOfTorch | None:
     The call has the name of the outermost function of torch or of this package, as ``barrier`` or ``full_tensor``.
     """
     frame = stack[0]
-    if not frame.f_code.co_filename.endswith(_COMMUNICATING):
+    name, given = frame.f_code.co_name, frame.f_locals.get("group")
+    # A redistribution calls the group itself, by functions of these names.
+    is_own = frame.f_code.co_filename.startswith(_INSIDE[1]) and name in _COLLECTIVES and isinstance(given, dist.ProcessGroup)
+    if not is_own and not frame.f_code.co_filename.endswith(_COMMUNICATING):
         return None
     if frame.f_code.co_filename.endswith("_ops.py") and "c10d" not in str(frame.f_locals.get("self")):
         return None
-    name = frame.f_code.co_name
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = given if is_own else None
     for outer in itertools.takewhile(lambda frame: frame.f_code.co_filename.startswith(_INSIDE), stack):
         if outer.f_code.co_filename.endswith(_COMMUNICATING[1]):
             group = group or outer.f_locals.get("group") or dist.group.WORLD

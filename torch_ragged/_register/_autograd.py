@@ -10,12 +10,12 @@ from torch.autograd import graph
 from torch.utils import checkpoint
 
 from torch_ragged._register._hook import PASSES, has, hook
-from torch_ragged._register._torch import REFUSED_VERSION, backward_error_handlers
+from torch_ragged._register._torch import REFUSED_VERSION, backward_error_handlers, backward_input_checks
 
 
 @hook(
     "autograd.graph._engine_run_backward",
-    "autograd's error of a parameter that fully_shard has resharded names no module",
+    "autograd's error of a parameter that fully_shard has resharded names no module; of a sharded parameter, it returns None",
     PASSES,
     lambda: torch.autograd._engine_run_backward is graph._engine_run_backward,  # type: ignore[attr-defined]
 )
@@ -24,11 +24,14 @@ def _install_backward_errors() -> None:
 
     @functools.wraps(original)
     def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        if inputs := args[4] if len(args) > 4 else kwargs.get("inputs", ()):
+            for check in backward_input_checks:
+                check(args[0], inputs)
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
             for handle in backward_error_handlers:
-                handle(error, args[4] if len(args) > 4 else kwargs.get("inputs", ()))
+                handle(error)
             raise
 
     graph._engine_run_backward = torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import _api as dtensor_api
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torch_ragged._register._hook import OPERATORS, Hook, extend_in_place, has, hooks
-from torch_ragged.tensor._placement_extension import extension_of
+from torch_ragged.tensor._placement_extension import extension_of, item_of_own_rank
 from torch_ragged.tensor._single_device import draw_new, handle_random_op, random_ops
 
 __all__ = ["check_before_init", "forget_tensors", "handle_random_ops"]
@@ -55,7 +55,7 @@ hooks.append(
         install=None,  # ``check_before_init`` installs it.
     )
 )
-_TRANSPOSE = torch.ops.aten.t_.default
+_TRANSPOSE, _ITEM = torch.ops.aten.t_.default, torch.ops.aten._local_scalar_dense.default
 _checked: list[Any] = []
 _original: list[Any] = []
 """torch's factory helper, while it is replaced."""
@@ -66,7 +66,8 @@ def handle_random_ops(mode: bool) -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     if mode and not _original:
         for op in random_ops():
-            handlers.setdefault(op, handle_random_op)  # item() may have that of spmd.parallelize.
+            if handlers.get(op) in (None, item_of_own_rank):  # item() may have that of spmd.parallelize.
+                handlers[op] = handle_random_op
         handlers[_TRANSPOSE] = _transpose_in_place
         skip = eval_frame._FrameAction.SKIP  # Between two graphs, Dynamo would compile it.
         eval_frame.set_code_exec_strategy(handle_random_op.__code__, eval_frame._FrameExecStrategy(skip, skip))
@@ -76,6 +77,7 @@ def handle_random_ops(mode: bool) -> None:
         for op in random_ops():
             if handlers.get(op) is handle_random_op:
                 del handlers[op]
+        handlers.setdefault(_ITEM, item_of_own_rank)
         del handlers[_TRANSPOSE]
         dtensor_api._dtensor_init_helper = _original.pop()
 

@@ -295,7 +295,7 @@ def _install_count_of_writes() -> None:
 
 @hook(
     "OpDispatcher._custom_op_handlers",
-    "handlers that read placements would mistake one for another",
+    "handlers that read placements would mistake one for another; item() of a pending result of ragged DTensors is an error",
     PROTOCOL,
     lambda: isinstance(getattr(DTensor._op_dispatcher, "_custom_op_handlers", None), dict),
 )

@@ -29,6 +29,7 @@ __all__ = [
     "GradientUse",
     "as_plain_tensors",
     "backward_error_handlers",
+    "backward_input_checks",
     "backward_id",
     "concatenate",
     "current_autograd_node",
@@ -93,11 +94,15 @@ with another version. (2.11 to 2.15)"""
 REFUSED_VERSION = 2**24
 """Tensors with this version or a later one must not be read in a backward. No program writes to a tensor so often."""
 
-backward_error_handlers: list[Callable[[RuntimeError, Sequence[Any]], None]] = getattr(
-    torch.autograd.graph, "_backward_error_handlers", []
+backward_error_handlers: list[Callable[[RuntimeError], None]] = getattr(torch.autograd.graph, "_backward_error_handlers", [])
+"""Each is called with a RuntimeError that a backward pass raises, and may raise one that says more. A stock torch has no such
+list: a hook calls them. (2.11 to 2.15)"""
+
+backward_input_checks: list[Callable[[Sequence[Any], Sequence[Any]], None]] = getattr(
+    torch.autograd.graph, "_backward_input_checks", []
 )
-"""Each is called with a RuntimeError that a backward pass raises and the inputs of ``torch.autograd.grad``, and may raise one
-that says more. A stock torch has no such list: a hook calls them. (2.11 to 2.15)"""
+"""Each is called before a backward pass, with its outputs and the inputs that ``torch.autograd.grad`` or ``backward(inputs=)``
+was given, and may raise an error. The same hook calls them. (2.11 to 2.15)"""
 
 
 class GradientUse(Enum):

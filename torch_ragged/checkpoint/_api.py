@@ -23,7 +23,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from torch_ragged._ranks.agreement import agree as agree_in
+from torch_ragged._ranks.agreement import before_groups
 from torch_ragged._ranks.comparison import compare_before_checkpoint
+from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.checkpoint._background import BackgroundSave, wait_for_save
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
@@ -146,11 +149,15 @@ def async_save(
         CheckpointError: the save could not be started, or ranks differ in a value that one rank writes for all. Every rank
             raises it.
     """
-    if dist.is_initialized() and process_group is None:
-        raise ValueError(
-            "async_save got no process_group. It needs a process group of its own, which training does not use: pass "
-            "process_group=dist.new_group(backend='gloo')"
-        )
+    with before_groups("async_save"):
+        if dist.is_initialized() and process_group is None:
+            raise ValueError(
+                "async_save got no process_group. It needs a process group of its own, which training does not use: pass "
+                "process_group=dist.new_group(backend='gloo')"
+            )
+    wait_for_save()  # It uses the group, too.
+    if process_group is not None:  # A rank without one is found here: no other rank can ask it in its group.
+        agree_in([process_group], device_of_messages(process_group), "async_save", "", None)
     tensors, writer = _prepare(path, state, process_group, kind)
     what = f"saving {writer.folder}"
     stager = DefaultStager(

@@ -134,7 +134,8 @@ def fully_shard(
             docs/meshes.md.
         check_replicas: whether the first forward of the root, and ``checkpoint.save``, raise on all ranks if replicas (HSDP)
             hold other values of these parameters, as after other seeds. False: they may differ, as in DiLoCo and torchft.
-            Buffers and ``ignored_params`` are not compared.
+            Buffers and ``ignored_params`` are not compared. A replica that a program changes after the first forward is found
+            at the next ``checkpoint.save``: a comparison in each step would read all shards.
 
     Returns:
         ``module``.

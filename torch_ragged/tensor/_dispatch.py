@@ -49,7 +49,7 @@ from torch_ragged.tensor._ops import (
     written_leaves,
 )
 from torch_ragged.tensor._ownership import row_major
-from torch_ragged.tensor._placement_extension import OpExtension
+from torch_ragged.tensor._placement_extension import OpExtension, note_pending
 from torch_ragged.tensor._random import before_draw, part_of
 from torch_ragged.tensor._single_device import draw_new
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
@@ -419,6 +419,9 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
     if any(has_interleaved(spec.placements) for spec in specs) and not all(is_row_major(a.tensor_meta) for a in moved):  # type: ignore
         raise NoLocalWay("a strided argument would be redistributed, and so become row-major")
     outputs = _output_specs(call, specs[0].mesh, sharding)
+    for output in outputs if isinstance(outputs, tuple) else (outputs,):
+        if output is not None and any(placement.is_partial() for placement in output.placements):
+            note_pending(output)
     if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):
         return OutputSharding(outputs)
     options: Any = {

@@ -45,7 +45,12 @@ __all__ = [
     "ask_extensions",
     "extension_of",
     "extension_of_op",
+    "item_of_own_rank",
+    "note_pending",
 ]
+
+_with_pending: set[int] = set()
+"""Hashes of the meshes on which ops returned pending results. A mesh itself would keep its groups alive."""
 
 
 class OpExtension:
@@ -229,11 +234,12 @@ def extension_of_op(op_info: OpInfo) -> Optional[PlacementExtension]:
 def ask_extensions(handlers: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """The dispatcher's handlers of ops, wrapped: if a placement brings its own operators, the extension runs instead.
 
-    Handlers that do not read placements stay as they are.
+    Handlers that do not read placements stay as they are. ``item()`` gets a handler.
     """
     aten = torch.ops.aten
     of_any_placement = {aten.is_same_size.default, aten.as_strided.default, aten.is_pinned.default}
-    return {op: handler if op in of_any_placement else _ask_extension(handler) for op, handler in handlers.items()}
+    wrapped = {op: handler if op in of_any_placement else _ask_extension(handler) for op, handler in handlers.items()}
+    return {**wrapped, aten._local_scalar_dense.default: item_of_own_rank}
 
 
 def _ask_extension(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,3 +252,31 @@ def _ask_extension(handler: Callable[..., Any]) -> Callable[..., Any]:
         return handler(op, args, kwargs)
 
     return handle
+
+
+def note_pending(spec: DTensorSpec) -> None:
+    """An op on such placements returns a result with this ``spec``, which is pending: see :func:`item_of_own_rank`."""
+    _with_pending.add(hash(spec.mesh))
+
+
+def item_of_own_rank(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``item()``, and so ``float()``, ``bool()`` and ``int()`` of a DTensor: torch reads the local tensor.
+
+    Of a pending result, that is the part of one rank. On a mesh where ops on such placements return pending results, it is an
+    error on all ranks. A reduction instead would wait for ever if one rank prints the number.
+
+    Raises:
+        RuntimeError: the tensor is such a result, or was computed from one.
+    """
+    tensor = args[0]
+    spec = tensor._spec
+    extension = extension_of(spec.placements)
+    if extension is not None:
+        return extension.op_extension(op).dispatch(op, args, kwargs)
+    pending = (spec.mesh.size(dim) > 1 for dim, placement in enumerate(spec.placements) if placement.is_partial())
+    if hash(spec.mesh) in _with_pending and any(pending):
+        raise RuntimeError(
+            f"item(), float(), int() or bool() of a DTensor that is pending a reduction ({spec.placements}): this rank has its "
+            "own part of the number only. Call .full_tensor().item() on all ranks"
+        )
+    return op(tensor._local_tensor) if spec.mesh.get_coordinate() is not None else None  # None: as torch, outside of the mesh.

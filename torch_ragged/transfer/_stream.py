@@ -74,9 +74,9 @@ def stream(
         iterates on another one, where they would wait for the consumer's own collectives, and ranks could deadlock.
 
     Raises:
-        ValueError: ``max_bytes`` is not a positive integer, or a tensor is on the meta device: on all ranks that iterate,
-            unless pairs are given. Or, when ranks iterate, they differ in the tensors of a mesh or in ``dtype``: on all ranks,
-            before these tensors are gathered.
+        ValueError: ``max_bytes`` is not a positive integer, or a tensor is on the meta device: on all ranks that iterate.
+            Or, when ranks iterate, they differ in the tensors of a mesh or in ``dtype``: on all ranks, before these tensors
+            are gathered.
         TypeError: ``dtype`` is not a floating-point dtype.
         PeerError: another rank died, or does not iterate.
 
@@ -93,8 +93,9 @@ def stream(
     tensors = ((name, value) for name, value in pairs if isinstance(value, torch.Tensor) and not is_extra_state(name))
     gather = _Gather(dtype, issuing)
     if (problem := _problem_of(given, max_bytes, dtype)) is not None:
-        if isinstance(given, Mapping):  # Other ranks, whose arguments may be right, look for this one when they iterate.
-            gather.compare(list(tensors), problem)
+        # Other ranks, whose arguments may be right, look for this one when they iterate: for all tensors, or for each pair.
+        for some in (list(tensors),) if isinstance(given, Mapping) else ([pair] for pair in tensors):
+            gather.compare(some, problem)  # Raises, if ranks share one of them.
         raise problem
     return _stream(tensors, max_bytes, gather, at_once=isinstance(given, Mapping))
 

@@ -184,6 +184,21 @@ class ReductionOrderTest(unittest.TestCase):
             for param, gradient in zip(model.parameters(), in_one_process(1), strict=True):
                 assert torch.equal(param.grad.full_tensor(), gradient)
 
+    @ranks(4)
+    def test_hooks_on_parameters_see_and_change_what_both_steps_have_reduced():
+        for options in ({"mesh": square(), "placements": HIERARCHICAL}, {"mesh": square()}):
+            model, seen = sharded(**options), []
+            for param in model.parameters():
+                param.register_hook(lambda gradient, seen=seen: (seen.append(gradient), 3 * gradient)[1])
+            for _ in range(2):  # The second one is added.
+                loss_of(model, dist.get_rank(), 1).backward()
+            expected = in_one_process(1)
+            assert len(seen) == 2 * len(expected), len(seen)
+            for param, gradient in zip(model.parameters(), expected, strict=True):
+                assert torch.equal(param.grad.full_tensor(), 6 * gradient)
+            of_first = [gradient.full_tensor() for gradient in seen[: len(expected)]]
+            assert all(any(torch.equal(each, gradient) for each in of_first) for gradient in expected)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -5,7 +5,7 @@ import unittest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import ranks
+from common import error_of, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -235,6 +235,34 @@ class KeptTensorTest(unittest.TestCase):
             assert text.startswith("backward needs first.weight and 6 more of the module blocks.0, which is resharded"), text
 
     @ranks(2)
+    def test_a_second_backward_of_what_a_checkpoint_around_the_root_has_kept_adds_its_gradients():
+        """The recomputation has assigned ``kept`` and ``aux`` again. FSDP2 loses them if the root is the only unit."""
+
+        def twice(model, x, second, params):
+            checkpoint(model, x, use_reentrant=False).square().mean().backward()
+            for param in params:
+                param.grad = None
+            second(model).backward()
+
+        def only_root():
+            model = fully_shard(Model(), reshard_after_forward=False)
+            model.set_reshard_after_backward(False)
+            return model
+
+        for second in (lambda model: model.blocks[0].kept.square().mean(), lambda model: model.blocks[1].aux.square().mean()):
+            plain = Model()
+            for rank in range(2):  # The gradients of the first backward are dropped, so that they cannot hide missing ones.
+                earlier = [param.grad for param in plain.parameters()]
+                plain.zero_grad()
+                twice(plain, torch.arange(3) + rank, second, list(plain.parameters()))
+                for param, before in zip(plain.parameters(), earlier, strict=True):
+                    param.grad = before if param.grad is None else param.grad if before is None else param.grad + before
+            for make in (only_root, lambda: shard(Model(), stays=True), lambda: shard(Model(), stays=True, inner=True)):
+                model = make()
+                twice(model, torch.arange(3) + dist.get_rank(), second, list(model.parameters()))
+                compare(model, plain, f"{make}")
+
+    @ranks(2)
     def test_a_gradient_of_a_gradient_through_units_of_a_plan_names_a_module():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         model = parallelize(Model(), Plan().unit(r"blocks\.\d+", "dp").own_rows("<in>", "dp"), mesh)
@@ -247,8 +275,23 @@ class KeptTensorTest(unittest.TestCase):
             return torch.autograd.grad(model(x)[0].sum(), list(model.blocks[1].first.parameters()))[0].sum()
 
         text = text_of(grad, shard(Model(), stays=False))
-        assert text.startswith("torch.autograd.grad got sharded parameters"), text
+        assert text.startswith("torch.autograd.grad or backward(inputs=) got sharded parameters"), text
         assert "blocks.1.first.weight, blocks.1.first.bias of the module blocks.1. Call backward()" in text, text
+        for stays in (False, True):  # autograd would return None, or the gradient of a penalty alone.
+            model = shard(Model(), stays)
+            params = list(model.blocks[1].first.parameters())
+            loss = model(torch.arange(3))[0].sum()
+            for form, call in {
+                "allow_unused": lambda: torch.autograd.grad(loss, params, allow_unused=True),
+                "backward": lambda: loss.backward(inputs=params),
+                "penalty": lambda: torch.autograd.grad(loss + params[0].square().sum().full_tensor(), params[0]),
+            }.items():
+                text = error_of(call)
+                assert "got sharded parameters, and forward has computed with unsharded ones: blocks.1.first" in text, form
+            loss.backward()  # The errors came before any gradient.
+            (alone,) = torch.autograd.grad(params[0].square().sum(), params[0])
+            assert torch.equal(alone.full_tensor(), 2 * params[0].full_tensor())
+            assert torch.autograd.grad(params[0].sum(), params, allow_unused=True)[1] is None  # It is unused.
         model = shard(Model(), stays=True)
         output = model(torch.arange(3))  # Those that stay unsharded are in the graph, and the gradient is that of this rank.
         weight, plain = model.blocks[1].first.weight, Model()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_ragged._ranks import peers, standstill
+from torch_ragged._ranks.store import SharedStore
 from torch_ragged.fsdp import NeighbourCopies, Offload, fully_shard, reshard_to, rows
 from torch_ragged.fsdp.elastic import _neighbour_copies
 from torch_ragged.optim import AdamW8bit
@@ -434,6 +435,18 @@ class NeighbourCopiesTest(unittest.TestCase):
         step(model, optimizer, 0)
         text = error_of(NeighbourCopies, model[0], None)
         assert "pass the root, the outermost fully_shard module, to NeighbourCopies" in text, text
+
+    @ranks(2)
+    def test_a_model_that_is_not_sharded_on_one_rank_is_an_error_on_all_ranks():
+        """That rank does not know which ranks to tell, and goes on with other work."""
+        model, optimizer = make(init_device_mesh("cpu", (2,)))
+        NeighbourCopies(model, optimizer)
+        text = error_of(NeighbourCopies, nn.Linear(4, 4) if dist.get_rank() else model, optimizer)
+        own = "ValueError: expected a module that torch_ragged.fsdp.fully_shard was called on"
+        assert text.startswith(own if dist.get_rank() else f"ValueError: NeighbourCopies failed on rank 1: {own}"), text
+        store = SharedStore("told")  # The rank that was wrong computes until the other one has raised.
+        store.set(f"rank {dist.get_rank()}", "")
+        assert store.wait(["rank 0"], 60)
 
     def test_delays_change_nothing(self):
         self.check_delays(range(2))

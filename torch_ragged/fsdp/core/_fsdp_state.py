@@ -518,17 +518,8 @@ class FSDPStateContext:
             if state.end_gathering():
                 state.reshard()
 
-    def before_call(self, state: FSDPState, needs_backward: bool) -> bool:
-        """Return whether backward may reach the call that begins, when all ranks that make it have come to it."""
-        gate = self._gate_for(state)
-        return needs_backward if gate is None else gate.before_call(state, needs_backward)
-
-    def after_call(self, state: FSDPState, needs_backward: bool, must_stay: bool) -> tuple[bool, bool]:
-        """Return whether backward may reach the call that ends, and whether it stays unsharded."""
-        gate = self._gate_for(state)
-        return (needs_backward, must_stay) if gate is None else gate.after_call(state, needs_backward, must_stay)
-
-    def _gate_for(self, state: FSDPState) -> Gate | None:
+    def gate_for(self, state: FSDPState) -> Gate | None:
+        """The gate of a call of ``state`` that begins or ends now."""
         # Calls in a backward, and those of an inner module by itself, are not compared: other ranks need not make them.
         return self.gate if (state.is_root or self.in_forward) and not self.in_backward else None
 
@@ -703,7 +694,7 @@ class FSDPStateContext:
 
     def drop_raised_backward(self) -> None:
         """If the last backward raised, drop its gradients: the next pass must not add to them."""
-        if self.current is not None and not self.current.is_running and self.drop_backward():
+        if self.current is not None and not self.in_backward and self.drop_backward():
             warnings.warn(
                 "a backward pass raised: its gradients, and those accumulated without gradient sync, are dropped", stacklevel=2
             )

@@ -95,7 +95,8 @@ class _Hooks:
         if device is not None and device.type not in ("cpu", "meta"):  # On the CPU they stay where they are, as with FSDP2.
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         has_grad = torch.is_grad_enabled()
-        call = state.enter_call(context, context.before_call(state, has_grad))
+        gate = None if context.gate is None else context.gate_for(state)
+        call = state.enter_call(context, has_grad if gate is None else gate.before_call(state, has_grad))
         # Post-backward runs when autograd has the gradients of all inputs. If no input has one, there is no node: then the end
         # of the pass runs it, in the order of modules.
         watched = [tensor for tensor in tensors_in((args, kwargs))[0] if tensor.requires_grad] if has_grad else ()
@@ -131,11 +132,11 @@ class _Hooks:
         if node is None:
             self._ended_at = next_sequence_number()
         must_stay |= node is not None and node._sequence_nr() < self._ended_at
-        if (
-            output is not None or not state.calls or not state.calls[-1].has_raised
-        ):  # Otherwise, other ranks do not wait for it.
-            # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does.
-            needs_backward, must_stay = context.after_call(state, needs_backward, must_stay)
+        gate = None if context.gate is None else context.gate_for(state)
+        # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does. They do not wait for a
+        # call that has raised.
+        if gate is not None and (output is not None or not state.calls or not state.calls[-1].has_raised):
+            needs_backward, must_stay = gate.after_call(state, needs_backward, must_stay)
         call = state.leave_call(module, needs_backward, must_stay, is_watched=bool(watched))
         # Hooks hold the context of this forward: the module may have another root when backward runs.
         for tensor in watched:

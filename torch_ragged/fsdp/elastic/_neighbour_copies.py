@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged import transfer
-from torch_ragged._ranks.agreement import agreement, reduce_min
+from torch_ragged._ranks.agreement import agreement, before_groups, reduce_min
 from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, is_gloo, timeout_of
 from torch_ragged._ranks.peers import fates_of
 from torch_ragged._ranks.standstill import announce
@@ -168,10 +168,11 @@ class NeighbourCopies:
         stateful: Sequence[Stateful] = (),
     ) -> None:
         self._model, self._optimizer, self._every = model, optimizer, every
-        states = checked_states(model, _CALL)
-        dp = _mesh_of(states)
-        if dp.mesh.ndim != 1 or dp.ranks < 2 or not dp.is_member:
-            raise ValueError(f"NeighbourCopies takes a 1-D mesh of at least 2 ranks, with this rank, got {dp.mesh}")
+        with before_groups(_CALL):
+            states = checked_states(model, _CALL)
+            dp = _mesh_of(states)
+            if dp.mesh.ndim != 1 or dp.ranks < 2 or not dp.is_member:
+                raise ValueError(f"NeighbourCopies takes a 1-D mesh of at least 2 ranks, with this rank, got {dp.mesh}")
         mesh_group = dp.shard_group
         assert mesh_group is not None
         self._device = device_of_messages(mesh_group)

@@ -21,7 +21,7 @@ __all__ = ["OptionalGate", "RootGate", "gate_of"]
 
 
 def gate_of(states: Sequence[FSDPState]) -> Gate | None:
-    """The gate of a root, in its first forward; None if this process is alone.
+    """The gate of a root, in its first forward; None if the mesh has one rank, or if ranks are simulated.
 
     Args:
         states: the states under the root; the root's is the first.
@@ -31,33 +31,30 @@ def gate_of(states: Sequence[FSDPState]) -> Gate | None:
     """
     log, roll_call = _call_log_of(states), roll_call_of(states[0].modules, states)
     note_root(states[0].modules)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    groups = [group for state in states for group in state.groups]
+    if torch.is_grad_enabled():
+        warn_of_unsharded(states[0].modules, groups)
+    if log is None:
         return None
-    return RootGate(states, log) if log is None or roll_call is None else OptionalGate(states, log, roll_call)
+    return RootGate(states, log) if roll_call is None else OptionalGate(states, log, roll_call)
 
 
 class RootGate:
-    """All ranks make the same calls, in the same order, and begin with equal replicas and no untrained parameter.
+    """All ranks make the same calls, in the same order, and begin with equal replicas.
 
     Args:
-        log: compares calls; None if the mesh has one rank, or if ranks are simulated.
+        log: compares calls.
     """
 
-    def __init__(self, states: Sequence[FSDPState], log: CallLog | None) -> None:
-        self._states, self.log = states, log
-        self._has_checked_replicas = self._has_warned = False
+    def __init__(self, states: Sequence[FSDPState], log: CallLog) -> None:
+        self._states, self.log, self._has_checked_replicas = states, log, False
         # Groups keep it: of the log, which does not hold the states.
-        self.before_collective: Callable[[], None] = _nothing if log is None else log.before_collective
+        self.before_collective: Callable[[], None] = log.before_collective
 
     def start(self) -> None:
-        if self.log is not None:
-            # Hooks run in the middle of backward, on all ranks or on none.
-            hooked = [group.fqn or "root" for state in self._states for group in state.groups if group.reduction.has_hooks]
-            self.log.start(f" with hooks on gradients of {', '.join(hooked)}" if hooked else "")
-        if not self._has_warned:
-            self._has_warned = True
-            if torch.is_grad_enabled():
-                warn_of_unsharded(self._states[0].modules, [group for state in self._states for group in state.groups])
+        # Hooks run in the middle of backward, on all ranks or on none.
+        hooked = [group.fqn or "root" for state in self._states for group in state.groups if group.reduction.has_hooks]
+        self.log.start(f" with hooks on gradients of {', '.join(hooked)}" if hooked else "")
 
     def before_call(self, state: FSDPState, needs_backward: bool) -> bool:
         if not self._has_checked_replicas:  # In the first forward, when the user has loaded parameters.
@@ -66,13 +63,12 @@ class RootGate:
             checked = [group for each in self._states if each.checks_replicas for group in each.groups]
             refuse_other_replicas(self._states[0].modules, checked)
             self._has_checked_replicas = True
-        if self.log is not None:
-            self.log.add(state.fqn)
+        self.log.add(state.fqn)
         return needs_backward
 
     def after_call(self, state: FSDPState, needs_backward: bool, must_stay: bool) -> tuple[bool, bool]:
         # The end of other calls issues no collective.
-        if self.log is not None and state.is_root:
+        if state.is_root:
             self.log.finish()
         return needs_backward, must_stay
 
@@ -126,16 +122,12 @@ class OptionalGate(RootGate):
                 other.enter_call(other.context, needs[0])
 
 
-def _nothing() -> None:
-    pass
-
-
 def _call_log_of(states: Sequence[FSDPState]) -> CallLog | None:
     """The log of the calls under a root; None if there is one rank, or if the ranks are simulated."""
-    group = next((group for state in states for group in state.groups), None)
-    runs_on_meta = group is not None and group.device.type == "meta" and not group.is_meta
+    groups = [group for state in states for group in state.groups]
+    group = max(groups, key=lambda group: group.dp.mesh.size(), default=None)
     # A report that runs on one rank alone must not wait for others.
-    if group is None or runs_on_meta or group.dp.mesh.size() == 1:
+    if group is None or group.plan.runs_on_meta or group.dp.mesh.size() == 1:
         return None
     shard_group = group.dp.shard_group or group.dp.replicate_group
     assert shard_group is not None

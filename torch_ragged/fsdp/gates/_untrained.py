@@ -15,17 +15,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Adafactor, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._ranks.comparison import first_difference
 from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged._register._torch import backward_error_handlers, backward_id, is_wrapper, process_groups
+from torch_ragged._register._torch import (
+    backward_error_handlers,
+    backward_id,
+    backward_input_checks,
+    is_wrapper,
+    process_groups,
+)
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
-from torch_ragged.fsdp.core._fsdp_param import group_by_param, local_of, owner_of
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam, group_by_param, local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
@@ -198,7 +205,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     _refuse_unsharded(optimizer, params)
     _refuse_promoted(optimizer, params)
-    _refuse_parts(optimizer, params)
     texts = []
     replaced = [replaced_params[param] for param in params if param in replaced_params]
     if names := _names((module(), name) for module, name, *_ in replaced):
@@ -271,15 +277,6 @@ def _refuse_promoted(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> No
         "used beside a parallelized model. Make them DTensors: set them in the model itself after parallelize, or call "
         "parallelize on their module, with Plan().default(Replicate())"
     )
-
-
-def _refuse_parts(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-    """An optimizer that reads numbers of whole parameters would read those of this rank's part, in silence."""
-    if type(optimizer) is Adafactor and any(owner_of(param) is not None for param in params):
-        raise RuntimeError(
-            "torch.optim.Adafactor reads norms of whole parameters by item(), which of sharded parameters gives those of one "
-            "rank's part: it would train other numbers on each number of ranks. Use another optimizer for them"
-        )
 
 
 def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:
@@ -364,11 +361,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _refuse_resharded(error: RuntimeError, inputs: Sequence[Any]) -> None:
+def _refuse_resharded(error: RuntimeError) -> None:
     """Raise an error that names the group, if ``error`` is of parameters that are resharded. (2.11 to 2.15)"""
     text, groups = str(error), sorted(all_groups, key=lambda group: group.fqn)
-    if "appears to not have been used in the graph" in text:
-        _refuse_sharded_inputs(error, inputs)
     if found := re.search(r"modified by an inplace operation.* is at version (\d+)", text, re.DOTALL):
         groups = [group for group in groups if group.guard.refuses(int(found[1]))]
     elif found := re.search(r"setStorage: .* storage offset (\d+),.* out of bounds for storage of size 0", text):
@@ -390,17 +385,32 @@ def _refuse_resharded(error: RuntimeError, inputs: Sequence[Any]) -> None:
         ) from error
 
 
-def _refuse_sharded_inputs(error: RuntimeError, inputs: Sequence[Any]) -> None:
-    """``inputs`` of ``torch.autograd.grad`` are sharded parameters: a forward computes with the unsharded ones."""
-    owners = [owner for each in inputs if (owner := owner_of(each)) is not None]
-    if owners:
-        names, group = _names(owner.registered_names[0] for owner in owners), group_by_param.get(id(owners[0]))
+def _refuse_sharded_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """``inputs`` of ``torch.autograd.grad`` or ``backward(inputs=)`` are sharded parameters: forward has used other ones.
+
+    With ``allow_unused=True``, autograd would return None, or the gradient of the uses of the sharded ones only.
+    """
+    owners = {id(owner.unsharded): owner for each in inputs if (owner := owner_of(each)) is not None}
+    if not owners:
+        return
+    used: list[FSDPParam] = []
+    seen: set[Any] = set()
+    nodes = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend([edge[0] for edge in node.next_functions])
+            if (owner := owners.get(id(getattr(node, "variable", None)))) is not None:  # Of a leaf.
+                used.append(owner)
+    if used:
+        names, group = _names(owner.registered_names[0] for owner in used), group_by_param.get(id(used[0]))
         raise RuntimeError(
-            f"torch.autograd.grad got sharded parameters, and forward has computed with unsharded ones: {_listed(names)} of "
-            f"the module {(group and group.fqn) or 'root'}. Call backward() and read .grad, which is reduced over ranks; or, "
-            "for the gradients of this rank alone, pass reshard_after_forward=False to fully_shard of this module, and take "
-            "its parameters after the forward"
-        ) from error
+            "torch.autograd.grad or backward(inputs=) got sharded parameters, and forward has computed with unsharded ones: "
+            f"{_listed(names)} of the module {(group and group.fqn) or 'root'}. Call backward() and read .grad, which is "
+            "reduced over ranks; or, for the gradients of this rank alone, pass reshard_after_forward=False to fully_shard of "
+            "this module, and give torch.autograd.grad its parameters after the forward"
+        )
 
 
 def _innermost_parameters(error: BaseException) -> list[torch.Tensor | None]:
@@ -413,3 +423,4 @@ def _innermost_parameters(error: BaseException) -> list[torch.Tensor | None]:
 
 
 backward_error_handlers.append(_refuse_resharded)
+backward_input_checks.append(_refuse_sharded_inputs)
