@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch_ragged.fsdp.memory._persistent_buffers import PERSISTENT
 
 from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, ZERO3, Float4Policy, Float8Policy, Offload, float8_weight
 from torch_ragged.fsdp._fsdp_module import part_of_collectives
@@ -21,6 +20,7 @@ from torch_ragged.fsdp.core.encodings._contiguous import ShardPart
 from torch_ragged.fsdp.core.encodings._tensor_types import TypePart
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
 from torch_ragged.fsdp.elastic._regroup import part_of_move
+from torch_ragged.fsdp.memory._persistent_buffers import PERSISTENT
 from torch_ragged.fsdp.offload._offloaded_optimizer import CUTS_STATES
 from torch_ragged.optim import muon_policy
 

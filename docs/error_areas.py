@@ -35,7 +35,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp",
             "fsdp._fully_shard",
             "fsdp.elastic._weights",
-            "fsdp.core.keepers._resident",
+            "fsdp.memory._resident",
             "fsdp.core._fsdp_param",
             "fsdp.codes._float8",
             "fsdp.core._fsdp_api",

@@ -101,9 +101,11 @@ class _Copying(ProcessGroupCollectives):
         work = super().all_gather(staged, shard.clone(), group)
         return _Then(work, lambda: output.copy_(staged))
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
         staged = buffer.clone()
-        return _Then(super().reduce_scatter(output, staged, reduction), lambda: staged)
+        return _Then(super().reduce_scatter(output, staged, reduction, group), lambda: staged)
 
 
 @dataclass

@@ -54,7 +54,7 @@ class NoCollectives:
     def all_gather(self, output, shard, group=None):
         return self.count("all_gather", output, shard)
 
-    def reduce_scatter(self, output, buffer, reduction):
+    def reduce_scatter(self, output, buffer, reduction, group=None):
         return self.count("reduce_scatter", output, buffer)
 
     def all_reduce(self, tensor, reduction, group=None):

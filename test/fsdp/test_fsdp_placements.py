@@ -227,9 +227,9 @@ class PlacementsTest(unittest.TestCase):
         )  # The optimizer's state is cut over all ranks.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step(model, 0, optimizer)
-        # Per group: one gather across nodes; two nodes' worth of slots within a node, in forward and in backward; and one
-        # reduce-scatter of the group's, which is two within and one across.
-        assert calls(model, lambda: step(model, 1, optimizer)) == (3 * (1 + 2 + 2), 3, 0)
+        # Per group: one gather across nodes; two nodes' worth of slots within a node, in forward and in backward; and two
+        # reduce-scatters within, one across.
+        assert calls(model, lambda: step(model, 1, optimizer)) == (3 * (1 + 2 + 2), 3 * (2 + 1), 0)
         model.set_requires_gradient_sync(False)
         assert calls(model, lambda: step(model)) == (3 * (1 + 2 + 2), 0, 0)
         assert calls(model, lambda: step(model)) == (3 * (2 + 2), 0, 0)
@@ -389,11 +389,11 @@ class PlacementsTest(unittest.TestCase):
         models = [build(torch_fully_shard, mesh), build(fully_shard, mesh)]
         ours = models[1]
         ours.set_separate_reduce_scatter_group()
-        groups = {group.process_groups.separate_group for group in groups_of(ours)}
+        groups = {each for group in groups_of(ours) for each in group.process_groups.separate_groups.values()}
         assert len(groups) == 1 and groups.pop() is not dist.group.WORLD  # One for all, not the all-gathers'.
         assert_same_training(models)
         ours.set_separate_reduce_scatter_group(False)
-        assert all(group.process_groups.separate_group is None for group in groups_of(ours))
+        assert not any(group.process_groups.separate_groups for group in groups_of(ours))
 
     @ranks(2)
     def test_unsharded_storage_stays_at_its_address_while_kept():

@@ -40,12 +40,12 @@ from torch_ragged.fsdp.codes._float8_weight import (
 )
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
-from torch_ragged.fsdp.core.keepers._resident import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
 from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import reshard_to
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
+from torch_ragged.fsdp.memory._resident import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
 from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer, offloaded
 from torch_ragged.fsdp.offload._policy import Offload
 from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report

@@ -505,8 +505,7 @@ class FSDPModule(TorchFSDPModule):
         groups = self._ragged_groups(recurse=False)
         _check_equal_shards(groups, "set_custom_reduce_scatter")
         for group in groups:
-            for reducer in group.process_groups.reducers:
-                reducer.custom_reduce_scatter = comm
+            group.process_groups.custom_reduce_scatter = comm
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Does nothing: every all-gather here is asynchronous, as in FSDP2 with ``async_op``."""
@@ -575,8 +574,7 @@ def part_of_collectives(call: str) -> FeaturePart:
 def _check_no_custom_collectives(groups: list[FSDPParamGroup]) -> None:
     for group in groups:
         collectives = group.process_groups
-        reduces = any(reducer.custom_reduce_scatter is not None for reducer in collectives.reducers)
-        if collectives.custom_all_gather is not None or reduces:
+        if collectives.custom_all_gather is not None or collectives.custom_reduce_scatter is not None:
             raise AssertionError("cannot choose memory or collectives of the process group when a custom collective is set")
 
 

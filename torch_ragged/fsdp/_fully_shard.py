@@ -42,7 +42,6 @@ from torch_ragged.fsdp.core._mesh import (
 )
 from torch_ragged.fsdp.core._state_dict import take_parts
 from torch_ragged.fsdp.core.keepers._neighbours import NeighboursPart
-from torch_ragged.fsdp.core.keepers._resident import BufferPlacements
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
 from torch_ragged.fsdp.elastic._weights import WeightsPart
 from torch_ragged.fsdp.gates._gate import gate_of
@@ -52,6 +51,7 @@ from torch_ragged.fsdp.gates._untrained import (
     sharded_originals,
     watch_optimizers,
 )
+from torch_ragged.fsdp.memory._resident import BufferPlacements
 from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy
 
 __all__ = ["fully_shard", "parts_of"]

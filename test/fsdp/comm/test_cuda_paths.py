@@ -123,6 +123,7 @@ def chosen(symmetric: bool) -> None:
     """The implementations are made and installed, with the allocators that their buffers need."""
     world = dist.group.WORLD
     device, process_groups = types.SimpleNamespace(type="cuda", index=0), mock.Mock(spec=ProcessGroupCollectives)
+    process_groups.levels = None
     process_groups.memory_pool.return_value = mock.sentinel.pool if symmetric else None
     traffic = _choice.Traffic(device, [process_groups], gathered_nbytes=2000, reduced_nbytes=4000)
     with (

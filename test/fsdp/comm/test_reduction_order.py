@@ -16,15 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, comm, fully_shard
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, finish
-from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
 from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.comm._unequal import UnequalCollectives
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._multicast import MulticastCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory
 from torch_ragged.fsdp.core._grad_reduction import GradReduction
-from torch_ragged.fsdp.tools._monitor import _WatchedCollectives
 
 WAITS = {"wait", "synchronize"}
 
@@ -99,12 +97,10 @@ def check_seeds(seeds):
 
 def carriers():
     """By class: how each carrier of a group's collectives is made on 4 ranks."""
-    world, nodes = dist.group.WORLD, square()
+    world = dist.group.WORLD
     groups = ProcessGroupCollectives(world)
-    levels = Levels(nodes.get_group(0), nodes.get_group(1))
     return {
         ProcessGroupCollectives: groups,
-        HierarchicalCollectives: HierarchicalCollectives(levels, world),
         UnequalCollectives: UnequalCollectives(world, None, [1, 1, 1, 1]),
         CopyEngineCollectives: CopyEngineCollectives(groups, world, HostPeerMemory(world, 2**20), HostPeerMemory(world, 2**20)),
     }
@@ -117,7 +113,7 @@ class ReductionOrderTest(unittest.TestCase):
             for _, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
                 if hasattr(kind, "reduce_scatter_traits") and kind.__module__ == info.name:
                     found.add(kind.__name__)
-        tried = {"ProcessGroupCollectives", "HierarchicalCollectives", "UnequalCollectives", "CopyEngineCollectives"}
+        tried = {"ProcessGroupCollectives", "UnequalCollectives", "CopyEngineCollectives"}
         # The protocol; two that wrap others; and one that needs a GPU, and waits for events of streams.
         others = {"Collectives", "NamedCollectives", "WrappedCollectives", MulticastCollectives.__name__}
         self.assertEqual(found - tried, others)
@@ -139,8 +135,6 @@ class ReductionOrderTest(unittest.TestCase):
                     for work in works:
                         work.wait()
                 assert set(found[issued:]) <= WAITS, (kind, found[issued:])
-                for work in works:
-                    finish(work)
 
     @ranks(4)
     def test_no_wait_of_a_reduction_issues_a_collective():
@@ -204,26 +198,6 @@ class ReductionOrderTest(unittest.TestCase):
                 assert torch.equal(param.grad.full_tensor(), 6 * gradient)
             of_first = [gradient.full_tensor() for gradient in seen[: len(expected)]]
             assert all(any(torch.equal(each, gradient) for each in of_first) for gradient in expected)
-
-    @ranks(4)
-    def test_a_monitor_leaves_the_second_step_where_it_is():
-        nodes, rows = square(), []
-
-        class Watch:
-            _collectives = rows
-            _clock = type("Clock", (), {"mark": staticmethod(lambda: len(rows))})
-            _count = staticmethod(lambda kind, nbytes: None)
-
-        inner = HierarchicalCollectives(Levels(nodes.get_group(0), nodes.get_group(1)), dist.group.WORLD)
-        output = torch.empty(4)
-        with delays(0, longest=0) as found:
-            work = _WatchedCollectives(inner, Watch, "unit").reduce_scatter(output, torch.arange(16.0), Reduction())
-            issued = len(found)
-            work.wait()
-            assert set(found[issued:]) <= WAITS
-            finish(work)
-        assert torch.equal(output, torch.arange(16.0).view(4, 4)[dist.get_rank()])
-        assert [row[0] for row in rows] == ["reduce_scatter"] * 2
 
 
 if __name__ == "__main__":

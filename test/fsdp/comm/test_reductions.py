@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged.fsdp import HIERARCHICAL, fully_shard
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, finish
-from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
 from torch_ragged.fsdp.comm._reduction import Reduction, Steps
 from torch_ragged.fsdp.comm._unequal import UnequalCollectives
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
@@ -51,14 +50,12 @@ class Factor(Reduction):
 
 def carriers():
     """By name, on 4 ranks: each carrier, and the sizes of the ranks' parts."""
-    world, nodes = dist.group.WORLD, init_device_mesh("cpu", (2, 2))
+    world = dist.group.WORLD
     groups = ProcessGroupCollectives(world)
     memories = HostPeerMemory(world, 2**12), HostPeerMemory(world, 2**12)
-    levels = Levels(nodes.get_group(0), nodes.get_group(1))
     return {
         "process group": (groups, [2] * 4),
         "wrapped": (WrappedCollectives(groups), [2] * 4),
-        "hierarchical": (HierarchicalCollectives(levels, world), [2] * 4),
         "weights": (UnequalCollectives(world, None, [1, 2, 4, 1]), [1, 2, 4, 1]),
         "copy engine": (CopyEngineCollectives(groups, world, *memories), [2] * 4),
     }
@@ -87,9 +84,7 @@ class ReductionsTest(unittest.TestCase):
                     ), error
                     assert not issued and torch.equal(buffer, of_rank(rank)) and output.unique().tolist() == [99.0]
                     continue
-                work = carrier.reduce_scatter(output, buffer, reduction)
-                work.wait()
-                finish(work)
+                carrier.reduce_scatter(output, buffer, reduction).wait()
                 assert torch.equal(output, want.split(sizes)[rank]), (name, reduction, output)
                 tensor = of_rank(rank)
                 carrier.all_reduce(tensor, reduction, dist.group.WORLD).wait()

@@ -1,4 +1,4 @@
-"""DBuffer, its memory and what keeps a part of it, in one process: views, padding, neighbours, resident parameters."""
+"""DBuffer, its memory and what keeps a part of it, in one process: views, padding, neighbours."""
 
 import itertools
 import math
@@ -12,11 +12,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged.fsdp import BufferLayout, TensorSpec
-from torch_ragged.fsdp.comm._collectives import done
 from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, allocate_storage, free_storage, in_buffer_form
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
-from torch_ragged.fsdp.core.keepers._resident import Resident
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
 
 CPU = torch.device("cpu")
@@ -32,11 +30,14 @@ class Copying:
     def __init__(self, whole=None):
         self.whole, self.calls = whole, []
 
-    def all_gather(self, output, source):
+    def all_gather(self, output, source, group=None):
         self.calls.append((output, source))
 
-    def reduce_scatter(self, output, source, reduction):
-        self.calls.append((output, source, reduction))
+    def reduce_scatter(self, output, source, reduction, group=None):
+        self.calls.append((output, source, reduction, group))
+
+    def all_reduce(self, output, reduction):
+        self.calls.append((output, reduction))
 
 
 class Operations(TorchDispatchMode):
@@ -163,7 +164,7 @@ class DBufferTest(unittest.TestCase):
             collectives, whole, shard = Copying(), buffer(Replicate(), rank, dtype), buffer(Shard(0), rank)
             shard.flat.copy_(torch.arange(10.0 * rank, 10 * rank + 10))
             whole.free()
-            whole.all_gather_from(shard, collectives)
+            shard.redistribute((Replicate(),), collectives, out=whole)
             ((output, source),) = collectives.calls
             self.assertIs(output, whole.flat)
             self.assertTrue(whole.is_allocated)
@@ -183,7 +184,6 @@ class Ranks:
 
     def all_gather(self, output, source, group=None):
         self.calls.append((group, output, source))
-        return done
 
 
 def numbers(rank):
@@ -221,54 +221,43 @@ class KeeperTest(unittest.TestCase):
             self.assertEqual((keeper.nbytes, keeper.holds_part), (0, False))
             self.assertEqual(self.noted(), [160 // size, -160 // size])
 
-    def test_resident_shards_of_all_nodes_are_gathered_in_place(self):
-        for rank, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
-            self.log.start()
-            across, within, collectives = Ranks(rank), Ranks(rank), Ranks(rank)
-            keeper = Resident(Levels(across, within), self.log)
-            self.assertEqual((keeper.keeps_buffer, keeper.nbytes), (False, 0))
-            shards, whole = SimpleNamespace(buffer=buffer(Shard(0), rank)), buffer(Replicate(), rank, dtype)
-            shards.buffer.flat.copy_(numbers(rank))
-            whole.free()
-            keeper.all_gather(shards, SimpleNamespace(buffer=whole), [1], collectives)
-            (first, kept, mine), *nodes = collectives.calls
-            self.assertIs(first, across)
-            self.assertEqual((kept.numel(), kept.dtype, keeper.nbytes), (20, dtype, 20 * dtype.itemsize))
-            self.assertEqual(mine.data_ptr(), kept.data_ptr() + rank // 2 * 10 * dtype.itemsize)
-            self.assertEqual(mine.tolist(), numbers(rank).tolist())
-            for node, (where, output, source) in enumerate(nodes):
-                self.assertIs(where, within)
-                self.assertEqual((output.numel(), source.numel()), (20, 10))
-                self.assertEqual(output.data_ptr(), whole.flat.data_ptr() + node * 20 * dtype.itemsize)
-                self.assertEqual(source.data_ptr(), kept.data_ptr() + node * 10 * dtype.itemsize)
-            self.assertEqual(len(nodes), 2)
-            for versions, calls in (([1], 2), ([2], 3), ([2], 2)):  # Across nodes only if the parameters have changed.
-                collectives.calls.clear()
-                keeper.all_gather(shards, SimpleNamespace(buffer=whole), versions, collectives)
-                self.assertEqual(len(collectives.calls), calls)
-            keeper.invalidate()
-            collectives.calls.clear()
-            keeper.all_gather(shards, SimpleNamespace(buffer=whole), [2], collectives)
-            self.assertEqual(len(collectives.calls), 3)
-            self.assertIs(collectives.calls[0][1], kept)
-            keeper.reset()
-            self.assertEqual(keeper.nbytes, 0)
-            self.assertEqual(self.noted(), [20 * dtype.itemsize, -20 * dtype.itemsize])
 
-    def test_a_resident_buffer_is_gathered_once_per_version(self):
-        calls = []
-        encoding = SimpleNamespace(all_gather=lambda *arguments: calls.append(arguments) or "work")
-        keeper = Resident(Levels(Ranks(0), None), self.log)
-        self.assertTrue(keeper.keeps_buffer)
-        self.assertEqual(keeper.all_gather("shards", encoding, [1], "collectives"), "work")
-        self.assertEqual(calls, [("shards", "collectives")])
-        self.assertIs(keeper.all_gather("shards", encoding, [1], "collectives"), done)
-        keeper.all_gather("shards", encoding, [2], "collectives")
-        keeper.invalidate()
-        keeper.all_gather("shards", encoding, [2], "collectives")
-        keeper.reset()
-        keeper.all_gather("shards", encoding, [2], "collectives")
-        self.assertEqual(len(calls), 4)
+class TwoDimensionsTest(unittest.TestCase):
+    def test_shards_over_nodes_are_reduced_within_each_node_and_then_across(self):
+        for rank in range(4):
+            levels, collectives, reduction = Levels(Ranks(rank), Ranks(rank)), Copying(), object()
+            whole, partial = buffer(Partial(), rank), buffer((Partial(), Shard(0)), rank, levels=levels)
+            self.assertEqual((partial.flat.numel(), partial.nbytes, partial.is_sharded), (20, 80, False))
+            self.assertEqual(partial.shard().data_ptr(), partial.flat.data_ptr() + rank // 2 * 40)
+            whole.redistribute(partial.placements, collectives, partial, reduction)
+            for node, (output, source, how, group) in enumerate(collectives.calls):
+                self.assertEqual((output.numel(), source.numel()), (10, 20))
+                self.assertEqual(output.data_ptr(), partial.flat.data_ptr() + node * 40)
+                self.assertEqual(source.data_ptr(), whole.flat.data_ptr() + node * 80)
+                self.assertTrue(how is reduction and group is levels.within)
+            self.assertEqual(len(collectives.calls), 2)
+            collectives.calls.clear()
+            shards = buffer((Shard(0), Shard(0)), rank, levels=levels)
+            partial.redistribute(shards.placements, collectives, shards, reduction)
+            ((output, source, how, group),) = collectives.calls
+            self.assertEqual((output.data_ptr(), output.numel()), (shards.flat.data_ptr(), 10))
+            self.assertEqual((source.data_ptr(), source.numel()), (partial.flat.data_ptr(), 20))
+            self.assertTrue(how is reduction and group is levels.across)
+
+    def test_shards_of_replicas_are_reduced_in_place(self):
+        for rank in range(4):
+            collectives, reduction = Copying(), object()
+            whole, shard = buffer(Partial(), rank), buffer((Partial(), Shard(0)), rank)
+            whole.redistribute(shard.placements, collectives, shard, reduction)
+            ((output, source, how, group),) = collectives.calls
+            self.assertEqual((output.data_ptr(), output.numel()), (shard.flat.data_ptr(), 10))
+            self.assertEqual((source.data_ptr(), source.numel()), (whole.flat.data_ptr(), 40))
+            self.assertTrue(how is reduction and group is None)
+            collectives.calls.clear()
+            shard.redistribute((Replicate(), Shard(0)), collectives, reduction=reduction)
+            ((output, how),) = collectives.calls
+            self.assertTrue(output is shard.flat and how is reduction)
+            self.assertEqual(shard.placements, (Replicate(), Shard(0)))
 
 
 class MemoryLogTest(unittest.TestCase):

@@ -247,7 +247,7 @@ class MemoryTest(OneRankTest):
     def test_a_new_model_has_memory_for_its_shards_only(self):
         for policy in (MixedPrecisionPolicy(), BFLOAT16, Float8Policy(tile=(1, 128))):
             model = self.sharded(nn.Linear(WIDTH, WIDTH), mp_policy=policy)
-            self.assertEqual(groups_of(model)[0].sharded.placement, Shard(0))
+            self.assertEqual(groups_of(model)[0].sharded.placements, (Shard(0),))
             for name, buffers in groups_of(model)[0].buffers().items():
                 self.assertEqual(any(buffer.is_allocated for buffer in buffers), name == "sharded", (policy, name))
 

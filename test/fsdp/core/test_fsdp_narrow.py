@@ -218,9 +218,9 @@ class NarrowTest(unittest.TestCase):
         acquired = []
         original = DBuffer.__init__
 
-        def noted(buffer, layout, placement, rank, dtype, *others, **options):
-            acquired.append((type(placement), dtype))
-            original(buffer, layout, placement, rank, dtype, *others, **options)
+        def noted(buffer, *arguments, **options):
+            original(buffer, *arguments, **options)
+            acquired.append((type(buffer.placements[-1]), buffer.flat.dtype))
 
         with mock.patch.object(DBuffer, "__init__", noted):
             model(torch.randn(2, DIM), ("norm", "linear", "extra")).sum().backward()

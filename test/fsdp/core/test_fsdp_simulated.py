@@ -163,14 +163,20 @@ class SimulatedTest(unittest.TestCase):
                 256,
                 {"all_gather": 1, "reduce_scatter": 1, "all_reduce_max": 1},
             ),
-            # One gather of 8 ranks' slots across 32 nodes; within a node one for each of these, twice.
-            ({"placements": HIERARCHICAL}, square, 256, {"all_gather": 1 + 2 * 32, "reduce_scatter": 1, "all_reduce_max": 1}),
+            # One gather of 8 ranks' slots across 32 nodes; within a node one for each of these, twice. Reductions: both once.
+            (
+                {"placements": HIERARCHICAL},
+                square,
+                256,
+                {"all_gather": 1 + 2 * 32, "reduce_scatter": 32 + 1, "all_reduce_max": 1},
+            ),
         ):
             with self.subTest(**knobs):
                 _, group, counted, _ = simulate(Llama70B(), mesh, **knobs)
                 self.assertEqual(group.layout.ranks, shards)
                 self.assertEqual(counted.calls, calls)
-                self.assertEqual(counted.bytes["reduce_scatter"], group.layout.numel * 2)
+                second = group.layout.numel // 8 if knobs.get("placements") is HIERARCHICAL else 0
+                self.assertEqual(counted.bytes["reduce_scatter"], (group.layout.numel + second) * 2)
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ from fsdp_common import batch, build, step_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from torch_ragged.fsdp import (
     HIERARCHICAL,
@@ -56,6 +56,9 @@ class Resident:
         grads = [grad.to_local().untyped_storage() for grad in grads if grad is not None]
         sizes = {s.data_ptr(): s.nbytes() for s in held + grads if s.nbytes()}
         beside = sum(group.kept_nbytes for group in groups_of(self.model).values())
+        # What stays gathered over nodes is a DBuffer, too.
+        kept = (Replicate(), Shard(0))
+        beside -= sum(buffer.nbytes for buffer in self.buffers if buffer.levels is not None and buffer.placements == kept)
         self.peak = max(self.peak, sum(sizes.values()) + beside)
         shards = [group.sharded.flat.data_ptr() for group in groups_of(self.model).values()]
         whole = [buffer.flat.untyped_storage().nbytes() for buffer in self.buffers if not buffer.is_sharded]

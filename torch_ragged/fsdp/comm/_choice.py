@@ -19,7 +19,6 @@ from torch_ragged._ranks.agreement import problems_of_ranks
 from torch_ragged._ranks.groups import backend_of, is_nccl
 from torch_ragged._register._torch import has_multicast
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives
-from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._multicast import MulticastCollectives, SymmetricSlabs
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory, PeerMemory, SymmetricPeerMemory, host_of
@@ -101,7 +100,7 @@ def choose(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementat
     # Making an implementation is collective. All ranks make it or none does: the name was agreed on, and problems are equal on
     # all ranks. So is what follows from placements, which fully_shard has compared.
     made, problem = _PROCESS_GROUPS, problems_of(group, device).get(wanted, "")
-    if not problem and any(isinstance(each, HierarchicalCollectives) for each in traffic.process_groups):
+    if not problem and any(each.levels is not None for each in traffic.process_groups):
         problem = "HIERARCHICAL has its own collectives, within and across nodes"
     if not problem:
         try:

@@ -22,6 +22,7 @@ from torch_ragged._ranks.groups import backend_of, group_of, is_gloo
 from torch_ragged._ranks.peers import Issued, issued_on, peers_named
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo
+from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.fsdp.comm._reduction import OPS, Reduction, ops_of
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
@@ -32,14 +33,12 @@ __all__ = [
     "ProcessGroupCollectives",
     "ReduceScatterTraits",
     "Then",
-    "TwoStepWork",
     "Work",
     "WrappedCollectives",
     "all_gather_single",
     "as_real",
     "divided",
     "done",
-    "finish",
     "is_debug",
     "wait_all",
 ]
@@ -67,7 +66,7 @@ class ReduceScatterTraits(NamedTuple):
 
     Attributes:
         adds_wide: whether the output may have a wider dtype than the input. The sum is then computed in the output's dtype. If
-            False, a group casts its gradients to the wider dtype before the reduce-scatter. False of a reduce-scatter in two
+            False, a group casts its gradients to the wider dtype before the reduce-scatter. False if shards are reduced in two
             steps.
         holds_second_buffer: whether a receive buffer is allocated until ``wait()``.
     """
@@ -91,10 +90,13 @@ class Collectives(Protocol):
             group: a process group of some of the ranks; None for all ranks that share the buffer.
         """
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
         """Reduce ``buffer`` (ranks * S elements) over ranks; ``output`` gets this rank's slice (S elements).
 
-        After ``wait()``, ``buffer`` may be written to. ``output`` is complete after :func:`finish`.
+        Args:
+            group: a process group of some of the ranks; None for all ranks that share the buffer.
         """
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
@@ -124,8 +126,10 @@ class WrappedCollectives:
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         return self.issue("all_gather", output, output, shard, group)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        return self.issue("reduce_scatter", buffer, output, buffer, reduction)
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
+        return self.issue("reduce_scatter", buffer, output, buffer, reduction, group)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
         return self.issue("all_reduce", tensor, tensor, reduction, group)
@@ -145,19 +149,25 @@ class ProcessGroupCollectives:
     With NCCL, a collective starts behind the work that the current stream holds when it is issued. It overlaps later work of
     this stream. ``wait()`` orders the current stream behind the collective and does not block the host.
 
+    Args:
+        group: the process group of the shards.
+        replicas: that of the replicas.
+        levels: the process groups of the two mesh dimensions, if shards lie over both. Each is reduced in a step of its own.
+
     Attributes:
-        reducers: the objects that reduce, in this order: only this one, unless it reduces in several steps.
+        levels: as above.
         custom_all_gather, custom_reduce_scatter: if set, they replace the process group's collectives. Their ``allocate`` is
             never called, because they work on the group's own buffers.
-        separate_group: if set, the process group for reductions. An all-gather and a reduce-scatter can then run at once.
+        separate_groups: by process group, the one for its reductions. An all-gather and a reduce-scatter can then run at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None = None) -> None:
-        self._group, self._replicas = group, replicas
-        self.reducers: Sequence[ProcessGroupCollectives] = (self,)
+    def __init__(
+        self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None = None, levels: Levels | None = None
+    ) -> None:
+        self._group, self._replicas, self.levels = group, replicas, levels
         self.custom_all_gather: CustomCollective | None = None
         self.custom_reduce_scatter: CustomCollective | None = None
-        self.separate_group: dist.ProcessGroup | None = None
+        self.separate_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         group, custom = group or self._group, self.custom_all_gather
@@ -177,8 +187,11 @@ class ProcessGroupCollectives:
             return _gloo.all_gather(output.chunk(group.size()), shard, group)
         return self._issue(all_gather_single, custom, output, shard, group=group)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        group, custom = self.separate_group or self._group, self.custom_reduce_scatter
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
+        group, custom = group or self._group, self.custom_reduce_scatter
+        group = self.separate_groups.get(group, group)
         if group is None or (group.size() == 1 and custom is None):
             torch.div(buffer, reduction.begin(output, buffer, 1, OPS)[1], out=output)
             return done
@@ -194,18 +207,18 @@ class ProcessGroupCollectives:
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         """Over gloo, a reduce-scatter is an all-to-all and a local sum: see ``_gloo.reduce_scatter``."""
-        group = self._group
-        is_own = all(reducer.custom_reduce_scatter is None for reducer in self.reducers)
+        group, is_own = self._group, self.custom_reduce_scatter is None
         is_exchange = is_own and group is not None and group.size() > 1 and is_gloo(group, device)
-        return ReduceScatterTraits(is_exchange and len(self.reducers) == 1, holds_second_buffer=is_exchange)
+        return ReduceScatterTraits(is_exchange and self.levels is None, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
         """If ``enable``, make a second process group of the same ranks for reductions. Otherwise, use the first one again."""
-        # Members make a group together. All ranks make these groups in the same order, because reducers have a fixed order.
-        for reducer in self.reducers:
-            if reducer._group is not None:
-                ranks = dist.get_process_group_ranks(reducer._group)
-                reducer.separate_group = group_of(ranks, "reduce_scatter", reducer._group) if enable else None
+        groups = (self._group,) if self.levels is None else (self.levels.within, self.levels.across)
+        self.separate_groups = {}
+        for group in groups if enable else ():
+            if group is not None:  # Members make a group together: all ranks make these groups in one order.
+                ranks = dist.get_process_group_ranks(group)
+                self.separate_groups[group] = group_of(ranks, "reduce_scatter", group)
 
     def memory_pool(self, device: torch.device, is_symmetric: bool) -> torch.cuda.MemPool | None:
         """A pool of the backend's own allocator, registered with the backend; None if there is no such allocator (gloo)."""
@@ -264,40 +277,6 @@ def wait_all(works: Sequence[Work]) -> Work:
 
 done = wait_all([])
 """The work of a collective that was not issued, or has finished."""
-
-
-class TwoStepWork:
-    """A reduce-scatter in two steps: the second one reads what the first one has reduced.
-
-    ::
-
-        issued by   reduce_scatter()        finish()
-        step        first, reads the input  second, writes the output
-        ranks       same order              same order; between the two, wait() at any moment
-
-    Args:
-        first: the first step, in flight.
-        second: issues the second step.
-    """
-
-    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
-        self.first, self.second = first, second
-
-    def wait(self) -> None:
-        """Wait for the first step."""
-        self.first.wait()
-
-    def finish(self) -> None:
-        """Issue the second step, and wait for it."""
-        # Not in wait(): a rank with a late gradient waits for its group's reduction before others, and another rank without
-        # this gradient does not. Their second steps would meet those of other groups, and swap gradients.
-        self.second().wait()
-
-
-def finish(work: Work) -> None:
-    """After ``wait()`` of a reduce-scatter: do its second step, if it has two. All ranks call this in the same order."""
-    if isinstance(work, (TwoStepWork, _NamedWork)):
-        work.finish()
 
 
 class Then:
@@ -416,9 +395,11 @@ class NamedCollectives:
         groups = [group or self._shards]
         return self._named("all-gather", groups, (shard, output), self.inner.all_gather, output, shard, group)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        groups, tensors = [self._shards], (buffer, output)
-        return self._named("reduce-scatter", groups, tensors, self.inner.reduce_scatter, output, buffer, reduction)
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
+        groups, tensors = [group or self._shards], (buffer, output)
+        return self._named("reduce-scatter", groups, tensors, self.inner.reduce_scatter, output, buffer, reduction, group)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
         groups = [group or self._replicas]
@@ -490,8 +471,3 @@ class _NamedWork(peers_named):
     def wait(self) -> None:
         with profiler_range(_WAITS[self._collective], self.fqn), self:
             self.work.wait()
-
-    def finish(self) -> None:
-        if isinstance(self.work, TwoStepWork):
-            with profiler_range("reduce_scatter_second_step", self.fqn), self:
-                self.work.finish()

@@ -15,7 +15,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import storage_ids
-from torch_ragged.fsdp.comm._collectives import Collectives, Work
+from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
+from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
@@ -215,15 +217,20 @@ class _BorrowedMemory(BufferMemory):
 
 
 class DBuffer:
-    """A group's tensors in one flat allocation, distributed over one mesh dimension.
+    """A group's tensors in one flat allocation, with a placement for each mesh dimension, as a DTensor.
 
-    ============  ==========================  =============================================
-    placement     ``flat`` on each rank       ``tensor(i)``
-    ============  ==========================  =============================================
-    Shard(0)      its shard, (S,)             1-D view of this rank's interval of tensor i
-    Replicate()   all shards, (ranks * S,)    view of tensor i with its shape
-    Partial()     all shards, not reduced     view of tensor i with its shape
-    ============  ==========================  =============================================
+    ======================  ============  ==================================  =============================
+    mesh dimensions         placements    ``flat`` on each rank               ``tensor(i)``
+    ======================  ============  ==================================  =============================
+    shards                  S             its shard, (S,)                     1-D view of its interval of i
+    shards                  R; P          all shards, (ranks * S,)            view of i with its shape
+    replicas, shards        R, S; P, S    its shard, (S,)                     1-D view of its interval of i
+    nodes, ranks of a node  S, S          its shard, (S,)                     1-D view of its interval of i
+    nodes, ranks of a node  R, S; P, S    a shard of each node, (nodes * S,)  none
+    ======================  ============  ==================================  =============================
+
+    S is ``Shard(0)``, R is ``Replicate()``, P is ``Partial()``, whose sum over the dimension is not computed yet. One placement
+    stands for all mesh dimensions: R and P are whole buffers there, too.
 
     Views stay at fixed offsets in the storage, which is allocated and freed as a whole. So a view is valid whenever the
     storage is allocated. Views have their own version counters: autograd does not see that the buffer is filled again.
@@ -233,13 +240,15 @@ class DBuffer:
 
     Args:
         layout: the offset of each tensor.
-        placement: ``Shard(0)``, ``Replicate()`` or ``Partial()``.
-        rank: this rank in the mesh dimension.
+        placements: a tuple as above, or one placement.
+        rank: this rank among the shards.
         is_pinned: whether the memory is page-locked memory of the CPU, for copies to a GPU.
         pool: makes the memory.
         log: records when memory is allocated and freed.
+        levels: the process groups of both mesh dimensions, if shards lie over both.
 
     Attributes:
+        placements: as above, always a tuple.
         memory: the memory, which has one length and one dtype.
         nbytes: bytes of the buffer when it is allocated.
     """
@@ -247,21 +256,29 @@ class DBuffer:
     def __init__(
         self,
         layout: BufferLayout,
-        placement: Placement,
+        placements: Placement | tuple[Placement, ...],
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
         is_pinned: bool = False,
         pool: MemoryPool = ALLOCATOR,
         log: MemoryLog | None = None,
+        levels: Levels | None = None,
     ) -> None:
-        if not isinstance(placement, (Shard, Replicate, Partial)):
-            raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
-        self.layout, self.placement, self.rank, self.is_pinned = layout, placement, rank, is_pinned
-        self.is_sharded = isinstance(placement, Shard)
-        start, stop = layout.shard_range(rank) if self.is_sharded else (0, layout.numel)
-        numel = stop - start
-        self.nbytes, self._log = numel * dtype.itemsize, log
+        self.placements = placements = placements if isinstance(placements, tuple) else (placements,)
+        for each in placements:
+            if not isinstance(each, (Shard, Replicate, Partial)):
+                raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {each}")
+        self.layout, self.rank, self.is_pinned, self.levels = layout, rank, is_pinned, levels
+        start, stop = layout.shard_range(rank)
+        numel, self._own = stop - start, 0  # Of the buffer, and where this rank's shard begins in it.
+        self.is_sharded = isinstance(placements[-1], Shard)
+        if not self.is_sharded:
+            numel, self._own = layout.numel, start
+        elif levels is not None and not isinstance(placements[0], Shard):
+            self.is_sharded, self._own = False, rank // levels.per_node * numel
+            numel *= levels.nodes
+        self.nbytes, self.log = numel * dtype.itemsize, log
         if log is not None and log.is_recording:  # Mostly not.
             log.note(self.nbytes)
         self.memory = pool.memory(numel, dtype, device, is_pinned)
@@ -290,13 +307,13 @@ class DBuffer:
         if self.is_allocated:
             return
         self.memory.allocate()
-        if self._log is not None and self._log.is_recording:
-            self._log.note(self.nbytes)
+        if self.log is not None and self.log.is_recording:
+            self.log.note(self.nbytes)
 
     def free(self) -> None:
         """Free the memory. Views stay, and are valid again after :meth:`allocate`."""
-        if self._log is not None and self._log.is_recording and self.is_allocated:
-            self._log.note(-self.nbytes)
+        if self.log is not None and self.log.is_recording and self.is_allocated:
+            self.log.note(-self.nbytes)
         self.memory.free()
 
     def tensor(self, index: int) -> torch.Tensor:
@@ -332,7 +349,7 @@ class DBuffer:
         if self.is_sharded:
             return self.flat
         start, stop = self.layout.shard_range(self.rank)
-        return self.flat[start:stop]
+        return self.flat[self._own : self._own + stop - start]
 
     def zero_padding(self) -> None:
         """Fill the padding with zeros, so that reductions do not read undefined values. One operation for all gaps."""
@@ -347,18 +364,52 @@ class DBuffer:
             flat = self.flat[:at].view(torch.uint8)
             torch._foreach_zero_(flat.split([size * self.flat.itemsize for size in sizes])[1::2])
 
-    def all_gather_from(self, sharded: DBuffer, collectives: Collectives) -> Work:
-        """Shard(0) -> Replicate(): one all-gather into this buffer.
+    def redistribute(
+        self,
+        placements: tuple[Placement, ...],
+        collectives: Collectives,
+        out: DBuffer | None = None,
+        reduction: Reduction = Reduction(),
+    ) -> Work:
+        """Issue the collective over the one mesh dimension in which ``placements`` differ from those of this buffer.
 
-        If dtypes and devices are equal, the all-gather reads the shard in its own buffer. Otherwise the shard is first cast, or
-        copied from the CPU, into its slice of this buffer, and all-gathered in place.
+        ======  ================  ========================================================================================
+        change  collective
+        ======  ================  ========================================================================================
+        S to R  all-gather        to ``out``, which is allocated if necessary. If its dtype or device is another one, this
+                                  rank's shard is first cast, or copied from the CPU, into its slice of ``out``
+        P to S  reduce-scatter    to ``out``
+        P to R  all-reduce        in place
+        ======  ================  ========================================================================================
+
+        Shards of one node are contiguous. So within nodes, there is one collective for each node's, in the order of nodes.
+
+        Args:
+            out: gets the result; None: this buffer.
+            reduction: how P is reduced.
         """
-        self.allocate()
-        # Cast into this rank's slice: the all-gather then needs no other buffer, and sends param_dtype.
-        source = sharded.flat
-        if (source.dtype, source.device) != (self.flat.dtype, self.flat.device):
-            source = scaled_copy_(self.shard(), source, non_blocking=True)
-        return collectives.all_gather(self.flat, source)
+        before, runs, group = self.placements, 1, None
+        if len(before) < len(placements):
+            before *= len(placements)
+        dim = next(dim for dim in reversed(range(len(before))) if before[dim] != placements[dim])
+        if out is None:
+            self.placements = placements
+            return collectives.all_reduce(self.flat, reduction)
+        levels = self.levels or out.levels
+        if levels is not None:
+            runs, group = (levels.nodes, levels.within) if dim else (1, levels.across)
+        source = self.flat
+        issue: Callable[..., Work] = collectives.all_gather
+        if isinstance(before[dim], Partial):
+            issue = functools.partial(collectives.reduce_scatter, reduction=reduction)
+        else:
+            out.allocate()
+            # Cast into this rank's slice: the all-gather then needs no other buffer, and sends the dtype of ``out``.
+            if (source.dtype, source.device) != (out.flat.dtype, out.flat.device):
+                source = scaled_copy_(out.shard(), source, non_blocking=True)
+        if runs == 1:
+            return issue(out.flat, source, group=group)
+        return wait_all([issue(*pair, group=group) for pair in zip(out.flat.chunk(runs), source.chunk(runs))])
 
 
 def in_buffer_form(tensor: torch.Tensor, layout: BufferLayout, index: int) -> torch.Tensor:

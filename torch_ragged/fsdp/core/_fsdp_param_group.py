@@ -214,7 +214,7 @@ class FSDPParamGroup:
             self.sharded,
             self.device,
             self.named,
-            self.dp.has_replicas,
+            self.dp,
             self.settings,
             self.memory.reduced,
         )

@@ -256,14 +256,14 @@ class GradBuffer:
         param.has_gradient = param.was_used = False
         param.pending = None
 
-    def copied(self) -> torch.Tensor:
+    def copied(self) -> DBuffer:
         """Between passes: a copy of the buffer in ``reduce_dtype``, with zeros where this rank has no gradient."""
         flat = torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device)
         copy = DBuffer(self._layout, Partial(), self._rank, self.reduce_dtype, self._device, pool=Borrowed(flat))
         for index in range(len(self._params)):
             if (view := self.accumulated(index)) is not None:
                 copy.tensor(index).copy_(view)
-        return flat
+        return copy
 
     def completed(self, widens: bool) -> DBuffer:
         """The buffer to reduce. A parameter without a gradient on this rank contributes zeros.

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import dtensor_like, dtensor_of, profiler_range
-from torch_ragged.fsdp.comm._collectives import NamedCollectives, Work, finish
+from torch_ragged.fsdp.comm._collectives import NamedCollectives, Work
 from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.tensor._api import spec_of
 
 __all__ = ["GradReduction", "GradientState", "GradientUser", "ReductionSettings"]
@@ -101,12 +102,12 @@ class GradReduction:
 
         GradBuffer
            | start(): one reduce-scatter; if it sends the narrow dtype, a second one for gradients in a wider dtype
-        output     DBuffer Shard(0), reduce_dtype
-           | finish(): the second step of the reduce-scatter, if it has two; an all-reduce of what is pending over the model's
-           | mesh dimensions, and one over replicas (HSDP)
-        reduced    DBuffer Shard(0), reduce_dtype      the sum of all reductions since ``.grad`` was set
+        output     DBuffer S, or (P, S), reduce_dtype
+           | finish(): over nodes, a reduce-scatter to (S, S); an all-reduce of what is pending over the model's mesh
+           | dimensions, and one over replicas (HSDP) to (R, S)
+        reduced    DBuffer S, reduce_dtype             the sum of all reductions since ``.grad`` was set
            | set_grads(): a cast, a copy to the CPU, or nothing
-        .grad      views of a DBuffer Shard(0)         DTensors placed as their parameters
+        .grad      views of a DBuffer S                DTensors placed as their parameters
 
     Args:
         params: the parameters of the group.
@@ -114,7 +115,7 @@ class GradReduction:
         sharded: the buffer of the shards. ``.grad`` gets its layout, dtype and device.
         device: of the computation.
         collectives: the collectives that reduce.
-        has_replicas: whether gradients are reduced over replicas, too.
+        dp: the mesh.
         settings: what the user has set.
         log: records when reduced shards are allocated and freed.
 
@@ -131,15 +132,14 @@ class GradReduction:
         sharded: DBuffer,
         device: torch.device,
         collectives: NamedCollectives,
-        has_replicas: bool,
+        dp: DataParallelMesh,
         settings: ReductionSettings,
         log: MemoryLog,
     ) -> None:
         self._params, self._buffer, self._sharded, self._device = params, buffer, sharded, device
-        self._collectives, self._has_replicas, self._settings, self._log = collectives, has_replicas, settings, log
+        self._collectives, self._dp, self._settings, self._log = collectives, dp, settings, log
         self._intervals = [sharded.interval(index) for index in range(len(params))]
         self._reduce_scatter: Work | None = None  # In flight.
-        self._waited: Work | None = None  # It was waited for; its second step was not issued.
         self._output: DBuffer | None = None  # The output of either, also after it has ended.
         self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
@@ -169,7 +169,7 @@ class GradReduction:
     @property
     def keeps_shards(self) -> bool:
         """Whether reduced shards wait for a later backward that reduces over replicas: see ``requires_all_reduce``."""
-        return self._has_replicas and not self._settings.requires_all_reduce
+        return self._dp.has_replicas and not self._settings.requires_all_reduce
 
     @property
     def was_reduced(self) -> bool:
@@ -187,18 +187,18 @@ class GradReduction:
         Args:
             is_one_pass: whether no rank holds gradients of an earlier pass. Equal on all ranks.
         """
-        buffer, like, reduction = self._buffer, self._sharded, self._settings.reduction
+        buffer, reduction = self._buffer, self._settings.reduction
         # Sums over passes are in reduce_dtype, and are sent in it. Gradients of one pass may be sent as they came: equal on all
         # ranks, as it follows from dtypes, layouts and carriers.
         is_narrow = is_one_pass and buffer.dtype != buffer.reduce_dtype
         sends_narrow = is_narrow and buffer.wide_gradients.allow_narrow(self._collectives, self._device)
         source = buffer.completed(widens=not sends_narrow)
         # A new one each time: it becomes ``.grad``, which the user may keep.
-        output = DBuffer(like.layout, Shard(0), like.rank, buffer.reduce_dtype, self._device, log=self._log)
+        output = self._shards(is_partial=True, log=self._log)
         if sends_narrow:
             work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, reduction)
         else:
-            work = self._collectives.reduce_scatter(output.flat, source.flat, reduction)
+            work = source.redistribute(output.placements, self._collectives, output, reduction)
         self._reduce_scatter, self._output, self._has_failed = work, output, False
         self._pending = buffer.popped_pending()
 
@@ -216,26 +216,45 @@ class GradReduction:
         finally:  # Also if the wait raises: the next backward pass must not add to these gradients.
             self._buffer.free()
         # Only now: an output without a complete sum must not reach ``.grad``.
-        self._waited, self._output = work, output
+        self._output = output
 
     def finish(self) -> None:
         """Wait for the reduce-scatter in flight, free its input, and issue what follows. All ranks call it in one order.
 
-        That is its second step, if it has two, and the all-reduce of the shard (HSDP).
+        That is the reduce-scatter over nodes (HIERARCHICAL), and the all-reduce of the shard (HSDP).
         """
         self.wait()
-        work, self._waited = self._waited, None
         output, self._output = self._output, None
-        if work is None or output is None:
+        if output is None:
             return
         try:
-            finish(work)
+            output = self._over_nodes(output)
         except BaseException:
             self._has_failed = True
             raise
         self._reduce_pending(output, self._pending)
         self._pending = {}
         self._add_output(output)
+
+    def _shards(self, is_partial: bool, log: MemoryLog | None = None) -> DBuffer:
+        """A new buffer of reduced shards: ``is_partial`` over the first of two mesh dimensions, or over none."""
+        like, placements = self._sharded, self._dp.placements
+        if is_partial and len(placements) > 1:
+            placements = Partial(), *placements[1:]
+        dtype = self._buffer.reduce_dtype
+        return DBuffer(like.layout, placements, like.rank, dtype, self._device, log=log, levels=self._dp.levels)
+
+    def _over_nodes(self, output: DBuffer) -> DBuffer:
+        """If shards lie over nodes, too, reduce the output of the reduce-scatter over them, and wait for it."""
+        if self._dp.levels is None:
+            return output
+        # Not in wait(): a rank with a late gradient waits for its group's reduction before others, and another rank without
+        # this gradient does not. Their second steps would meet those of other groups, and swap gradients.
+        shards, reduction = self._shards(is_partial=False, log=output.log), self._settings.reduction
+        with profiler_range("reduce_scatter_second_step", self._collectives.fqn):
+            output.redistribute(shards.placements, self._collectives, shards, reduction.rest()).wait()
+        output.free()
+        return shards
 
     def reduce_kept(self) -> None:
         """Issue the all-reduce of shards that wait for it, if no reduce-scatter comes before it. Equal on all ranks."""
@@ -251,7 +270,7 @@ class GradReduction:
             output.flat.add_(self._kept.flat)
             self._log.note(-self._kept.nbytes)
             self._kept = None
-        if not self._has_replicas:
+        if not self._dp.has_replicas:
             self._add_reduced(output)
         elif self.keeps_shards:
             # In the same pass on all ranks, since the setting is.
@@ -259,7 +278,8 @@ class GradReduction:
         else:
             with profiler_range("all_reduce", self._collectives.fqn):
                 # In flight while other groups compute. All ranks issue it in one order, see ModuleState.reduce_gradients.
-                self._all_reduce = (self._collectives.all_reduce(output.flat, self._settings.reduction), output)
+                work = output.redistribute(self._dp.placements, self._collectives, reduction=self._settings.reduction)
+                self._all_reduce = work, output
 
     def _reduce_pending(self, output: DBuffer, pending: dict[tuple[int, ...], list[int]]) -> None:
         """Add what is pending over mesh dimensions of the model: one all-reduce of all such shards in this group.
@@ -370,7 +390,7 @@ class GradReduction:
         in_flight = [self._reduce_scatter, None if self._all_reduce is None else self._all_reduce[0]]
         for shard in self.buffers():
             self._log.note(-shard.nbytes)
-        self._reduce_scatter = self._waited = self._output = self._all_reduce = self._reduced = self._kept = None
+        self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
         self._has_failed = self.is_set = False
         self._pending = {}
         self._buffer.drop()
@@ -454,19 +474,17 @@ class GradReduction:
         like = self._sharded
         if self._copy is None:
             # As start() and finish() do it, so that bits are those of the reduction that follows.
-            copy = DBuffer(like.layout, Shard(0), like.rank, self._buffer.reduce_dtype, self._device)
+            copy, reduction = self._shards(is_partial=True), self._settings.reduction
             if self._holds_unreduced:
-                source = self._buffer.copied()
-                work = self._collectives.reduce_scatter(copy.flat, source, self._settings.reduction)
-                work.wait()
-                finish(work)
+                self._buffer.copied().redistribute(copy.placements, self._collectives, copy, reduction).wait()
+                copy = self._over_nodes(copy)
                 self._reduce_pending(copy, self._buffer.pending())
             else:
                 copy.flat.zero_()
             if self._kept is not None:
                 copy.flat.add_(self._kept.flat)
-            if self._has_replicas:
-                self._collectives.all_reduce(copy.flat, self._settings.reduction).wait()
+            if self._dp.has_replicas:
+                copy.redistribute(self._dp.placements, self._collectives, reduction=reduction).wait()
             self._copy = copy
         begin, end = self._intervals[index]
         return self._gradient(self._params[index], self._copy.flat[begin:end].to(like.flat.device, dtype, copy=True))

@@ -211,9 +211,9 @@ class Kit:
     @classmethod
     def of(cls, plan: GroupPlan) -> Kit:
         """The kit of ``plan``, without a keeper."""
-        kit = cls(
-            plan, Shards(plan.layout, plan.dp.rank), ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
-        )
+        dp = plan.dp
+        collectives = ProcessGroupCollectives(dp.shard_group, dp.replicate_group, dp.levels)
+        kit = cls(plan, Shards(plan.layout, dp.rank), collectives)
         for part in plan.parts:
             part.equip(kit)
         return kit

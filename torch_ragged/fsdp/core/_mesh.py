@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.agreement import agree_on_group
@@ -124,6 +124,12 @@ class DataParallelMesh:
         self.key: tuple[int, ...] = groups if self.is_member else (hash(mesh),)
         names = () if spmd is None else (*dims.shard_names, *dims.replicate_names)
         self.spmd_dims = [dim for dim, name in enumerate((spmd and spmd.mesh_dim_names) or ()) if name in names]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of the shards, over (replicas, shards), (nodes, ranks of a node), or shards alone."""
+        replicas: tuple[Placement, ...] = (Replicate(),) if self.has_replicas else ()
+        return (*replicas, Shard(0)) if self.levels is None else (Shard(0), Shard(0))
 
     @staticmethod
     def of_info(info: Any) -> DataParallelMesh:

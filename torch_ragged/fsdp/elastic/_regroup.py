@@ -19,9 +19,9 @@ from torch_ragged.fsdp.core._kit import Draft, FeaturePart, GroupPlan, Need, Pla
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours, NeighboursPart
-from torch_ragged.fsdp.core.keepers._resident import ZERO2, Resident
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
 from torch_ragged.fsdp.elastic._weights import WeightsPart
+from torch_ragged.fsdp.memory._resident import ZERO2, Resident
 
 __all__ = [
     "Kept",
@@ -86,7 +86,7 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
             f"{group.names} has persistent buffers, as a captured model needs them: call set_persistent_buffers(False), or "
             f"set_keep_unsharded_storage(False), before {call}, and capture again after it"
         )
-    if process_groups.separate_group is not None:
+    if process_groups.separate_groups:
         raise ValueError(
             f"{group.names} has a second process group: call set_separate_reduce_scatter_group(False) before {call}"
         )

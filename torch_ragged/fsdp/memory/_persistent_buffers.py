@@ -10,7 +10,7 @@ from torch_ragged.fsdp.core._dbuffer import ALLOCATOR
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._kit import Need, PlainPart, Terms, check_pairs
-from torch_ragged.fsdp.core.keepers._resident import Resident
+from torch_ragged.fsdp.memory._resident import Resident
 from torch_ragged.fsdp.memory._slots import Slot, SlotRing
 
 __all__ = ["PERSISTENT", "SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp._groups import module_states, named_groups
-from torch_ragged.fsdp.comm._collectives import Collectives, TwoStepWork, Work, WrappedCollectives
+from torch_ragged.fsdp.comm._collectives import Collectives, Work, WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.tools._memory_report import transient_nbytes
 from torch_ragged.fsdp.tools._optimizer_memory import optimizers_of
@@ -286,9 +286,6 @@ class _WatchedCollectives(WrappedCollectives):
         watch._count(kind, largest.nbytes)
         issued = watch._clock.mark()  # Before the call, so that a synchronous collective has its time.
         work = super().issue(name, largest, *arguments)
-        if isinstance(work, TwoStepWork):
-            second, first = work.second, _WatchedWork(work.first, watch, kind, self._name, issued)
-            return TwoStepWork(first, lambda: _WatchedWork(second(), watch, kind, self._name, watch._clock.mark()))
         return _WatchedWork(work, watch, kind, self._name, issued)
 
 

@@ -63,9 +63,11 @@ class CopyEngineCollectives(WrappedCollectives):
             works.append(memory.exchange(*_gather(source[start:stop], parts, memory.rank), nbytes=stop - start))
         return wait_all(works)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        if self._process_groups.custom_reduce_scatter is not None:
-            return super().reduce_scatter(output, buffer, reduction)
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
+        if group not in (None, self._group) or self._process_groups.custom_reduce_scatter is not None:
+            return super().reduce_scatter(output, buffer, reduction, group)
         _, divisor = reduction.begin(output, buffer, self._group.size(), SUMS)
         return self._sum(as_real(output), as_real(buffer), divisor)
 

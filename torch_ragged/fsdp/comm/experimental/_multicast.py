@@ -78,10 +78,13 @@ class MulticastCollectives(WrappedCollectives):
             torch.ops.symm_mem.multimem_all_gather_out(part, self._group.group_name, gathered)
             return StreamWork(stream.record_event())
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
         handle = self._slabs.handle(buffer) if buffer.dtype in _TYPES else None
-        if handle is None or self._process_groups.custom_reduce_scatter is not None:
-            return super().reduce_scatter(output, buffer, reduction)
+        is_ours = group in (None, self._group) and self._process_groups.custom_reduce_scatter is None
+        if not is_ours or handle is None:
+            return super().reduce_scatter(output, buffer, reduction, group)
         _, divisor = reduction.begin(output, buffer, self._group.size(), SUMS)
         return self._load_sum(handle, output, divisor)
 

@@ -178,7 +178,7 @@ class Encoding:
 
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         """Allocate the buffers, and issue the all-gather."""
-        return self.buffer.all_gather_from(shards.buffer, collectives)
+        return shards.buffer.redistribute(self.buffer.placements, collectives, out=self.buffer)
 
     def decode(self, shards: Shards, keeps_buffer: bool) -> Sequence[torch.Tensor] | None:
         """After the all-gather: decode the gathered bytes. Plain parameters need no decoding.

@@ -10,12 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import flatten
-from torch_ragged.fsdp.comm._collectives import Collectives, Work, done, wait_all
-from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
-from torch_ragged.fsdp.core._dbuffer import MemoryLog
-from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms
+from torch_ragged.fsdp.comm._collectives import Collectives, Work, done
+from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
+from torch_ragged.fsdp.core._kit import FeaturePart, Need, Terms
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.keepers._keeper import Keeper
@@ -97,11 +96,6 @@ class BufferPlacements(FeaturePart):
         flat.levels = Levels(dp.mesh.get_group(0), dp.mesh.get_group(1))
         return flat
 
-    def equip(self, kit: Kit) -> None:
-        dp = kit.plan.dp
-        if self.is_hierarchical and dp.levels is not None and dp.shard_group is not None:
-            kit.collectives = HierarchicalCollectives(dp.levels, dp.shard_group)
-
     def keeper(self, dp: DataParallelMesh, encoding: Encoding, log: MemoryLog) -> Keeper | None:
         """None if nothing stays gathered, or if a tensor type has its own all-gather."""
         if not self.stay_gathered or dp.shard_group is None or encoding.makes_params:
@@ -128,7 +122,7 @@ class Resident(Keeper):
     def __init__(self, levels: Levels, log: MemoryLog) -> None:
         self.levels, self._log = levels, log
         self.keeps_buffer = levels.within is None
-        self._flat: torch.Tensor | None = None
+        self._kept: DBuffer | None = None
         self._versions: list[int] | None = None
 
     def twin(self, log: MemoryLog) -> Resident:
@@ -136,14 +130,14 @@ class Resident(Keeper):
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._flat is None else self._flat.nbytes
+        return 0 if self._kept is None else self._kept.nbytes
 
     def invalidate(self) -> None:
         self._versions = None
 
     def reset(self) -> None:
         self._log.note(-self.nbytes)
-        self._flat = self._versions = None
+        self._kept = self._versions = None
 
     def all_gather(self, shards: Shards, encoding: Encoding, versions: list[int], collectives: Collectives) -> Work:
         """Fill the gathered buffer. If the resident parameters have these ``versions``, all-gather within the node only."""
@@ -152,19 +146,17 @@ class Resident(Keeper):
         if self.keeps_buffer:
             return done if is_current else encoding.all_gather(shards, collectives)
         gathered, sharded = encoding.buffer, shards.buffer
-        gathered.allocate()
-        nodes, per_node, shard = self.levels.nodes, self.levels.per_node, sharded.layout.shard_numel
-        if self._flat is None or not is_current:
-            if self._flat is None:
-                with torch.inference_mode(False):  # Later forwards in other modes write to it, too.
-                    self._flat = gathered.flat.new_empty(nodes * shard)
-                self._log.note(self._flat.nbytes)
-            mine = self._flat.narrow(0, sharded.rank // per_node * shard, shard)
-            scaled_copy_(mine, sharded.flat, non_blocking=True)
+        if self._kept is None:
+            form = gathered.flat.dtype, gathered.flat.device
+            with torch.inference_mode(False):  # Later forwards in other modes write to it, too.
+                self._kept = DBuffer(
+                    gathered.layout, (Replicate(), Shard(0)), gathered.rank, *form, log=self._log, levels=self.levels
+                )
+            is_current = False
+        if not is_current:
             # Wait: the all-gather within the node reads the result.
-            collectives.all_gather(self._flat, mine, self.levels.across).wait()
-        parts = zip(gathered.flat.split(per_node * shard), self._flat.split(shard))
-        return wait_all([collectives.all_gather(node, part, self.levels.within) for node, part in parts])
+            sharded.redistribute(self._kept.placements, collectives, out=self._kept).wait()
+        return self._kept.redistribute((Replicate(), Replicate()), collectives, out=gathered)
 
 
 _S, _R, _P = Shard(0), Replicate(), Partial()
