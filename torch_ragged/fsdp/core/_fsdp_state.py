@@ -411,7 +411,8 @@ class FSDPState:
         self.comm.forget(oldest)
         for group in oldest:
             group.reduction.finish()
-            has_hooks = group.reduction.has_hooks
+            # A backward of several forwards may reduce the group again: then its hooks wait for the end.
+            has_hooks = group.reduction.has_hooks and self.context.forwards < 2
             if is_only_one and (has_hooks or group.gradient_user is not None):
                 # Hooks of the user run here, at one point of the order that all ranks share. They may communicate.
                 used = _used_anywhere([group]) if has_hooks and group.reduction.was_reduced else None
@@ -470,6 +471,7 @@ class FSDPStateContext:
         current: the backward pass that runs, or that has raised; None: the last one has ended.
         order: the calls of the root's current or last forward.
         last_order: the calls of the forward before it. Prefetching follows ``last_order``.
+        forwards: how many forwards with gradients have begun since the last pass. Equal on all ranks, as calls are.
         is_accumulating: whether the last pass has left its gradients unreduced, for a later one. Equal on all ranks.
         awaits_finalize: whether a backward pass has ended, and ``finalize_backward`` has not been called since then.
         handle: the handle of a ``finalize_backward`` that was not waited for yet.
@@ -482,6 +484,7 @@ class FSDPStateContext:
         self.order, self.last_order = ForwardOrder(), ForwardOrder()
         self.current: Pass | None = None
         self.is_accumulating = self.awaits_finalize = False
+        self.forwards = 0
         self.handle: object | None = None
         self._closed = ""
 
@@ -589,7 +592,7 @@ class FSDPStateContext:
     def _end_pass(self, is_accumulating: bool) -> None:
         if self.current is not None:
             self.current.end()
-        self.current, self.is_accumulating = None, is_accumulating
+        self.current, self.is_accumulating, self.forwards = None, is_accumulating, 0
 
     def start_reductions(self) -> Pass:
         """Reduce the gradients that no module's post-backward has reduced; return the pass, which has not ended yet."""

@@ -87,6 +87,8 @@ class _Hooks:
         # The last backward may have raised on this rank. Its gradients must not be added to those of this iteration.
         context.drop_raised_backward()
         if not in_backward:  # A forward inside backward belongs to the same iteration.
+            if state.is_root or not context.in_forward:
+                context.forwards += torch.is_grad_enabled()
             if state.is_root:
                 context.start_iteration()
             elif not context.in_forward:  # The user calls this module by itself.
