@@ -287,8 +287,10 @@ def _call_of_torch(stack: Sequence[FrameType]) -> _CallOfTorch | None:
     frame = stack[0]
     if not frame.f_code.co_filename.endswith(_COMMUNICATING):
         return None
-    if frame.f_code.co_filename.endswith("_ops.py") and "c10d" not in str(frame.f_locals.get("self")):
-        return None
+    if frame.f_code.co_filename.endswith("_ops.py"):
+        # An op that its constructor is making has no name yet: to ask for it raises RecursionError.
+        if frame.f_code.co_name == "__init__" or "c10d" not in str(frame.f_locals.get("self")):
+            return None
     name = frame.f_code.co_name
     group: dist.ProcessGroup | None = None
     for outer in itertools.takewhile(lambda frame: frame.f_code.co_filename.startswith(_INSIDE), stack):
