@@ -718,6 +718,47 @@ class ProgramTest(unittest.TestCase):
         assert report.reasons["1.norm"] == "the gradient of input 0 would be added up in another order", report
 
     @ranks(2)
+    def test_two_arguments_that_are_one_tensor_are_another_kind_of_call():
+        """Self-attention multiplies by all of its weight at once."""
+
+        class Attention(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(16, 8, dtype=torch.float64))
+
+            def forward(self, x, y):
+                first, second = (x @ self.weight.T).chunk(2, -1) if x is y else (x @ self.weight[:8].T, y @ self.weight[8:].T)
+                return first.sin() * (second if x is y else second * 2)
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in:x>", Shard(0), "a").shard("<in:y>", Shard(0), "a").default(Replicate())
+        torch.manual_seed(0)
+        single = nn.ModuleDict({"first": nn.Linear(8, 8), "attention": Attention()}).double()
+
+        class Calls(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.attention, self.calls = single["first"], single["attention"], 0
+
+            def forward(self, x, y):
+                self.calls += 1
+                h = self.first(x)
+                return self.attention(h, h if y is None else self.first(y))
+
+        eager, static = (parallelize(copy.deepcopy(Calls()), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        for step, is_one in enumerate((True, True, True, False, False, True, False, False)):
+            found = []
+            for model in (eager, static):
+                generator = torch.Generator().manual_seed(step)
+                x, y = (torch.randn(4, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+                model.zero_grad()
+                result = model(x, None if is_one else y)
+                result.square().mean().backward()
+                found.append([whole(result), *(whole(param.grad) for param in model.parameters())])
+            assert all(map(torch.equal, *found)), step
+        assert set(static.static_modules.report.modules) == {"first", "attention"}, static.static_modules.report
+
+    @ranks(2)
     def test_outputs_need_gradients_as_in_eager_mode():
         class Outputs(nn.Module):
             def __init__(self):
@@ -757,6 +798,22 @@ class ProgramTest(unittest.TestCase):
                 for name, grad in one[1].items():
                     assert grad is None or torch.equal(grad, other[1][name]), (kind, name)
             assert "first" in static.static_modules.report.modules, static.static_modules.report
+
+    @ranks(2)
+    def test_a_backward_that_raises_leaves_no_gradient_for_the_next_one():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in>", Replicate(), "a").default(Replicate())
+        model, x = parallelize(nn.Sequential(nn.Linear(8, 8)), plan, mesh, mode="static"), torch.ones(4, 8, requires_grad=True)
+        for _ in range(3):
+            model(x).sum().backward()
+        assert model.static_modules.report.modules == ("",), model.static_modules.report
+        handle = x.register_hook(lambda gradient: gradient.no_such_attribute)
+        assert "no_such_attribute" in error_of(model(x).sum().backward)
+        handle.remove()
+        for _ in range(3):
+            model.zero_grad()
+            model(x).sum().backward()
+            torch.testing.assert_close(whole(model[0].bias.grad), torch.full((8,), 4.0))
 
     @ranks(2)
     def test_an_interrupted_call_leaves_no_local_tensors_behind():
@@ -841,12 +898,97 @@ class OutputTest(unittest.TestCase):
                 if isinstance(hidden, DTensor)
                 else logits.square().sum() + hidden.square().sum()
             ),
+            lambda logits, hidden: logits.square().sum(),
         ):
             for each in (single, model):
                 each.zero_grad()
                 loss(*each(x)).backward()
             torch.testing.assert_close(model.first.weight.grad.full_tensor(), single.first.weight.grad)
-        assert "head" in str(model.static_modules.report), model.static_modules.report
+        report = model.static_modules.report
+        # The fourth loss adds a pending gradient and a whole one, which local tensors cannot.
+        assert not report.modules and "with a gradient under R, its backward redistributes" in str(report), report
+
+    @ranks(2)
+    def test_gradients_under_other_placements_have_the_bits_of_eager_mode_in_each_step():
+        """One that is pending a sum adds up rows first and ranks last, a whole one has added up ranks before."""
+
+        class Parts(nn.Module):
+            """With a boundary, a module that draws and two outputs."""
+
+            def __init__(self):
+                super().__init__()
+                self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 8)
+
+            def forward(self, x):
+                h = self.drop(torch.tanh(self.up(x)))
+                return self.down(h), h * 3
+
+        class Net(nn.Module):
+            def __init__(self, is_eager):
+                super().__init__()
+                self.first, self.parts, self.last, self.head = nn.Linear(8, 8), Parts(), nn.Linear(8, 8), nn.Linear(8, 16)
+                self.is_eager, self.calls = is_eager, 0
+
+            def forward(self, x):
+                self.calls += self.is_eager  # Then the modules in it are static, each by itself.
+                y, h = self.parts(self.first(x))
+                y = self.last(y)
+                return self.head(y), y, h
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        losses = {
+            "pending": lambda logits, y, h: (logits * 0.3).sin().mean(),
+            "whole": lambda logits, y, h: (y * 0.3).sin().mean(),
+            "other": lambda logits, y, h: (h * 0.3).sin().mean(),
+        }
+        order = ("whole", "whole", "whole", "pending", "whole", "other", "pending", "pending", "whole")
+        for is_eager, in_unit in ((True, False), (True, True), (False, False)):
+            torch.manual_seed(0)
+            single = Net(is_eager).double()
+            plan = Plan().shard(r"head\.(weight|bias)", Shard(0), "tp").default(Replicate())
+            plan.shard("parts.down.<in>", Shard(2), "tp").shard(r"parts\.down\.weight", Shard(1), "tp")
+            plan.shard("parts.down.<out>", Replicate(), "tp", grad=None if is_eager else Replicate())
+            if in_unit:
+                plan.shard("<in>", Shard(0), "dp").unit("parts", "dp")
+            eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+            for step, name in enumerate(order):
+                found = []
+                for model in (eager, static):
+                    torch.manual_seed(step)
+                    x = torch.randn(4, 6, 8, dtype=torch.float64)
+                    model.zero_grad()
+                    losses[name](*model(x)).backward()
+                    found.append({key: whole(p.grad) for key, p in model.named_parameters() if p.grad is not None})
+                assert found[0].keys() == found[1].keys()
+                for key, grad in found[0].items():
+                    assert torch.equal(grad, found[1][key]), (is_eager, in_unit, step, name, key)
+            report = static.static_modules.report
+            assert set(report.modules) == ({"first", "parts", "last", "head"} if is_eager else {""}), report
+
+    @ranks(2)
+    def test_a_retained_graph_and_a_later_one_whose_gradients_are_placed_otherwise_raise():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard(r"1\.(weight|bias)", Shard(0), "tp").default(Replicate())
+
+        class Net(nn.Sequential):
+            calls = 0
+
+            def forward(self, x):
+                self.calls += 1  # So each layer is static by itself.
+                hidden = self[0](x)
+                return self[1](hidden), hidden
+
+        model, x = parallelize(Net(nn.Linear(8, 8), nn.Linear(8, 4)), plan, mesh, mode="static"), torch.randn(4, 8)
+        for _ in range(3):
+            logits, hidden = model(x)
+            hidden.sum().backward(retain_graph=True)
+        before = logits.sum()
+        logits, hidden = model(x)
+        error = error_of((before + hidden.sum()).backward)
+        assert "two forwards bring gradients to a parameter of shape (8, 8)" in error, error
+        model.zero_grad()
+        model(x)[1].sum().backward()
+        torch.testing.assert_close(whole(model[0].bias.grad), torch.full((8,), 4.0))
 
     def static(self, model, prefix=""):
         enter_fake_group(self, 2)
