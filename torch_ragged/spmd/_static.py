@@ -473,6 +473,7 @@ class _Region(Shared):
         """See whether calls of this kind can be static, on copies of tensors. The module is as before afterwards."""
         owner, state = self._owner, kind.state
         kind.found, self.is_on_trial = None, True
+        refused: Optional[Refused] = None
         kind.given, kind.modes = functools.partial(_alike, [*map(_meta_of, leaves)], [*map(id, leaves)], tree), modes()
         _now.enter(self, None)  # Modules in it are called on trial, and must not watch or try themselves.
         try:
@@ -484,15 +485,16 @@ class _Region(Shared):
                 # Eager mode adds up all gradients of a tensor one by one; a static module adds up its own first.
                 if inside > 1 and kind.uses.get(index, 0) > inside:
                     raise Refused(self.name, f"the gradient of input {index} would be added up in another order")
-        except Refused as refused:
-            kind.found, kind.reason = None, refused.reason
-            if not self.is_static:  # Not only for calls of this kind.
-                owner.forbid(refused.module, refused.reason)
-            return
+        except Refused as error:
+            kind.found, kind.reason, refused = None, error.reason, error
         finally:
             state.facts.restore()
             self.is_on_trial = False
             _now.leave()
+        if refused is not None:
+            if not self.is_static:  # Not only for calls of this kind.
+                owner.forbid(refused.module, refused.reason)  # After restore(), which brings back hooks that are removed here.
+            return
         owner.now_static(self)
         for module in kind.found.islands:
             if module not in self._island_hooks:
@@ -770,8 +772,8 @@ class _FromLocal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, local, call, index, spec, *params):  # type: ignore[no-untyped-def]
-        ctx.call, ctx.index, ctx.mesh, ctx.witnesses = call, index, spec.mesh, 1 + len(params)
+    def forward(ctx, local, call, index, spec, *witnesses):  # type: ignore[no-untyped-def]
+        ctx.call, ctx.index, ctx.mesh, ctx.witnesses = call, index, spec.mesh, len(witnesses)
         call.nodes[index] = weakref.ref(ctx)
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
@@ -784,7 +786,7 @@ class _FromLocal(torch.autograd.Function):
         wanted = call.arrive(ctx.index, gradient.placements)
         if gradient.placements != wanted:
             gradient = move_dtensor(gradient, wanted)  # Perhaps to a sum that is pending, which DTensor's method refuses.
-        return gradient._local_tensor, None, None, *(None,) * ctx.witnesses
+        return gradient._local_tensor, None, None, None, *(None,) * ctx.witnesses
 
 
 class _ToIsland(torch.autograd.Function):
