@@ -201,6 +201,9 @@ class ProgramPart(Part):
     def act_add_(self, x: torch.Tensor) -> torch.Tensor:
         return (x * 1.0).add_(0.5).clamp_(-4, 4)
 
+    def act_write_size(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 1.0).mul_(1 / len(x)).add_(x.shape[1] / 8)
+
     def act_write_input(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(0.5) if not x.is_leaf else x * 0.5
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from common import enter_fake_group, error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -967,6 +967,43 @@ class OutputTest(unittest.TestCase):
                     assert torch.equal(grad, found[1][key]), (is_eager, in_unit, step, name, key)
             report = static.static_modules.report
             assert set(report.modules) == ({"first", "parts", "last", "head"} if is_eager else {""}), report
+
+    @ranks(2)
+    def test_gradients_with_which_eager_mode_redistributes_have_its_bits_and_the_module_is_eager_from_then_on():
+        """A whole output whose gradient is cut: the gradients of a layer's parameters are sums over cut rows, then."""
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last, self.calls = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), 0
+
+            def forward(self, x):
+                self.calls += 1
+                return self.last(self.first(x))
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        single, factor = Net().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+        for in_unit in (False, True):
+            plan = Plan().shard("<in>", Replicate(), "tp").default(Replicate())
+            if in_unit:
+                plan.unit("last", "dp")
+            eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+            for step, cut in enumerate((None, None, None, 1, None, 1, 0, None)):
+                found = []
+                for model in (eager, static):
+                    model.zero_grad()
+                    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                    x.requires_grad_()
+                    y = model(x)
+                    by = factor if cut is None else distribute_tensor(factor, mesh, [Replicate(), Shard(cut)])
+                    (y * by).sin().mean().backward()
+                    grads = {key: whole(p.grad) for key, p in model.named_parameters()}
+                    found.append({**grads, "x": x.grad})
+                for key, grad in found[0].items():
+                    assert torch.equal(grad, found[1][key]), (in_unit, step, cut, key)
+            told = static.static_modules.report.reasons["last"]
+            assert "with a gradient under RS(1), its backward redistributes" in told, (in_unit, told)
 
     @ranks(2)
     def test_a_retained_graph_and_a_later_one_whose_gradients_are_placed_otherwise_raise():

@@ -54,10 +54,12 @@ class LeavesOfCall:
 
     Attributes:
         specs: of the gradients of parameters, where this backward brings other ones than those of the leaves.
+        by_eager: gradients of parameters that eager mode has computed, in place of those on the leaves.
     """
 
     leaves: Sequence[Leaf] = ()
     specs: dict[torch.nn.Parameter, Any] = field(default_factory=dict)
+    by_eager: dict[torch.nn.Parameter, Any] | None = None
 
     def spec_of(self, leaf: Leaf) -> Any:
         return self.specs.get(leaf.param, leaf.spec)
@@ -234,7 +236,11 @@ class PendingGradients:
                     parts.setdefault(event, []).append((grad._local_tensor, grad._spec, None))
                 continue
             for each in event.leaves:
-                if each.local.grad is not None:
+                if event.by_eager is not None:
+                    grad, each.local.grad = event.by_eager.get(each.param), None
+                    if grad is not None:
+                        parts.setdefault(each.param, []).append((grad._local_tensor, grad._spec, None))
+                elif each.local.grad is not None:
                     spec = event.spec_of(each)
                     parts.setdefault(each.param, []).append((each.local.grad, spec, each if spec is each.spec else None))
                     each.local.grad = None
@@ -264,13 +270,14 @@ class PendingGradients:
         Raises:
             RuntimeError: they have brought gradients of other placements.
         """
-        if not any(isinstance(event, LeavesOfCall) and event.specs for event in this.events):
+        calls = [event for event in this.events if isinstance(event, LeavesOfCall)]
+        if not any(call.specs or call.by_eager for call in calls):
             return
         known: dict[int, Any] = {}
-        for event in this.events:
-            for leaf in event.leaves if isinstance(event, LeavesOfCall) else ():
-                spec = known.setdefault(id(leaf), event.spec_of(leaf))
-                if spec.placements != event.spec_of(leaf).placements:
+        for call in calls:
+            for leaf in call.leaves:
+                placed = call.spec_of(leaf).placements if call.by_eager is None else call
+                if placed != known.setdefault(id(leaf), placed):
                     raise RuntimeError(
                         f"two forwards bring gradients to a parameter of shape {tuple(leaf.param.shape)} of a static module in "
                         "one backward, the first after a backward with retain_graph=True, and their placements differ: call "

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_ragged._register._torch import GradientUse, backward_id, functorch_is_active, gradient_use
 from torch_ragged.spmd._boundary import Redistribution, Shared, as_dtensor, is_own_hook, local_moves
@@ -25,7 +26,16 @@ from torch_ragged.spmd._gradients import Leaf, LeavesOfCall, PendingGradients, h
 from torch_ragged.spmd._move import Move, Placed, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
 from torch_ragged.spmd._static_facts import Facts, NoFacts, modes
-from torch_ragged.spmd._static_trial import Found, Island, Refused, count_uses, edge_of, is_even_dtensor, try_module
+from torch_ragged.spmd._static_trial import (
+    Found,
+    Island,
+    Refused,
+    count_uses,
+    edge_of,
+    is_even_dtensor,
+    standing_in,
+    try_module,
+)
 
 __all__ = ["StaticModules", "StaticReport"]
 
@@ -234,12 +244,16 @@ class _StaticCall(LeavesOfCall):
     Attributes:
         found: what the trial with the placements found under which gradients have arrived, in this backward.
         nodes: by output, the node of autograd to which its gradient comes.
+        given: the arguments, until the call ends.
+        repeated: the gradients of inputs and parameters, if eager mode has computed them in this backward.
     """
 
     def __init__(self, region: _Region, kind: _Kind, found: Found) -> None:
         super().__init__()
         self.region, self.kind, self.first, self.found = region, kind, found, found
         self.nodes: dict[int, weakref.ref[Any]] = {}
+        self.given: Optional[tuple[list[Any], Any]] = None
+        self.repeated: Optional[dict[Any, Any]] = None
         self._arrived: dict[int, Placed] = {}
         self._backward = -1
 
@@ -250,10 +264,18 @@ class _StaticCall(LeavesOfCall):
         """The spec of the gradient of an input, by its position, or of a parameter, by its name; None: it has none."""
         return self.found.param_grads.get(key) if isinstance(key, str) else self.found.input_grads.get(key)
 
-    def arrive(self, index: int, placements: Placed) -> Placed:
-        """A gradient of an output has arrived. Returns the placements to which it must be brought."""
+    def arrive(self, index: int, placements: Placed, repeat: Callable[[], Any]) -> Optional[Placed]:
+        """A gradient of an output has arrived.
+
+        Args:
+            repeat: has eager mode compute the gradients; None: it cannot.
+
+        Returns:
+            the placements to which it must be brought; None: eager mode has used it.
+        """
         if self._backward != backward_id():
             self._backward, self._arrived, self.found, self.specs = backward_id(), {}, self.first, {}
+            self.repeated = self.by_eager = None
         if placements == self.found.output_grads.get(index):
             self._arrived[index] = placements
             return placements
@@ -266,11 +288,15 @@ class _StaticCall(LeavesOfCall):
             self.kind.reason = (
                 f"with a gradient under {told}, its backward redistributes, and static modules cannot: add a rule with grad="
             )
+            self.repeated = None if others or self._arrived else repeat()
+            if self.repeated is not None:
+                self.by_eager = self.region.by_parameter(self.repeated)
+                return None
             placements = self.first.output_grads[index]
             found = self.region.found_under(self, {**others, **self._arrived, index: placements})
         assert found is not None  # It was so for another output, or is the first one.
         self._arrived[index], self.found = placements, found
-        self.specs = {} if found is self.first else self.region.specs_of(found)
+        self.specs = {} if found is self.first else self.region.by_parameter(found.param_grads)
         return placements
 
 
@@ -366,6 +392,8 @@ class _Region(Shared):
         assert kind is not None
         call = _StaticCall(self, kind, found)
         self._running[-1] = ("static", call)
+        if found.can_repeat and torch.is_grad_enabled():
+            call.given = leaves[:], tree
         _now.enter(self, call)
         made: dict[int, torch.Tensor] = {}  # The code may ask whether two arguments are the same object.
         for index, leaf in enumerate(leaves):
@@ -413,6 +441,7 @@ class _Region(Shared):
                     if backward_id() < 0:
                         of.pending.add(watched)
             return None
+        given, of.given = of.given, None  # From here on, autograd keeps them, as long as it keeps what it needs itself.
         for index, (leaf, spec) in enumerate(zip(leaves, of.found.outputs)):
             if spec is None:
                 continue
@@ -420,7 +449,7 @@ class _Region(Shared):
                 leaves[index] = DTensor(leaf, spec, requires_grad=False)  # type: ignore[call-arg]
                 continue
             known = [each.param for each in of.leaves[:1]]
-            leaves[index] = _FromLocal.apply(leaf, of, index, spec, witness, *known)
+            leaves[index] = _FromLocal.apply(leaf, of, index, spec, given, witness, *known)
         return pytree.tree_unflatten(leaves, tree)
 
     def _kind_of(self, leaves: Sequence[Any], tree: Any) -> Optional[_Kind]:
@@ -495,6 +524,7 @@ class _Region(Shared):
             if not self.is_static:  # Not only for calls of this kind.
                 owner.forbid(refused.module, refused.reason)  # After restore(), which brings back hooks that are removed here.
             return
+        assert kind.found is not None
         owner.now_static(self)
         for module in kind.found.islands:
             if module not in self._island_hooks:
@@ -531,11 +561,41 @@ class _Region(Shared):
                         _now.leave()
         return kind.others[key]
 
-    def specs_of(self, found: Found) -> dict[Any, Any]:
-        """The specs of the gradients of parameters that ``found`` knows."""
-        return {
-            each.registered[each.key]: found.param_grads[each.name] for each in self._params if each.name in found.param_grads
-        }
+    def by_parameter(self, named: dict[Any, Any]) -> dict[Any, Any]:
+        """What ``named`` says of names of parameters, by parameter."""
+        return {each.registered[each.key]: named[each.name] for each in self._params if each.name in named}
+
+    def repeat(
+        self, call: _StaticCall, given: Any, saved: Sequence[Any], index: int, gradient: Any
+    ) -> Optional[dict[Any, Any]]:
+        """In backward: run the module again in eager mode, and backward from one output.
+
+        Returns:
+            the gradients of inputs and parameters, as ``grad_spec`` names them. None: module or modes are not those of forward.
+        """
+        with torch.enable_grad(), _disable_current_modes():
+            if _now.region is not None or modes() != call.kind.modes or not call.kind.state.facts.hold():
+                return None
+            tensors, (arguments, tree) = iter(saved), given
+            pairs = [each.made(next(tensors)) if isinstance(each, _Saved) else (None, each) for each in arguments]
+            inputs = {i: leaf for i, (leaf, _) in enumerate(pairs) if leaf is not None and leaf.requires_grad}
+            params = {each.name: each.registered[each.key] for each in self._params}
+            copies = {id(param): _copy_of(param) for param in params.values()}  # Tied parameters stay tied.
+            params = {name: copies[id(param)] for name, param in params.items()}
+            args, kwargs = pytree.tree_unflatten([used for _, used in pairs], tree)
+            self.is_on_trial = True
+            _now.enter(self, None)
+            try:
+                with standing_in(self.module, params):
+                    output = pytree.tree_leaves(self.module.forward(*args, **kwargs))[index]
+                leaves: dict[Any, Any] = {**inputs, **{name: param for name, param in params.items() if param.requires_grad}}
+                distinct = list({id(leaf): leaf for leaf in leaves.values()}.values())
+                grads = torch.autograd.grad(output, distinct, gradient, allow_unused=True)
+            finally:
+                self.is_on_trial = False
+                _now.leave()
+        of = dict(zip(map(id, distinct), grads))
+        return {key: of[id(leaf)] for key, leaf in leaves.items()}
 
     def _run_trial(self, kind: _Kind, leaves: Sequence[Any], tree: Any, arrivals: Any, only: bool = False) -> Found:
         owner = self._owner
@@ -693,6 +753,33 @@ def _note_arrival(kind: _Kind, call: _Call, index: int, gradient: Any) -> None:
         kind.arrivals[index] = gradient.placements
 
 
+@dataclass
+class _Saved:
+    """What an argument is, whose local tensor autograd keeps."""
+
+    spec: Any
+    requires_grad: bool
+    is_leaf: bool
+
+    @staticmethod
+    def of(leaf: torch.Tensor) -> _Saved:
+        return _Saved(leaf._spec if isinstance(leaf, DTensor) else None, leaf.requires_grad, leaf.is_leaf)
+
+    def made(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What gets the gradient of the argument, and the argument: the code may ask whether it is a leaf of autograd."""
+        tensor: Any = local.detach()
+        tensor = tensor if self.spec is None else DTensor(tensor, self.spec, requires_grad=False)  # type: ignore[call-arg]
+        tensor.requires_grad_(self.requires_grad)
+        return tensor, tensor if self.is_leaf else tensor.view_as(tensor)
+
+
+def _copy_of(param: Any) -> Any:
+    if not isinstance(param, DTensor):
+        return param.detach().requires_grad_(param.requires_grad)
+    copy: Any = DTensor(param._local_tensor.detach(), param._spec, requires_grad=False)  # type: ignore[call-arg]
+    return copy.requires_grad_(param.requires_grad)
+
+
 def _meta_of(leaf: Any) -> Any:
     """What a trial needs of an argument, without its memory. Values that are no tensors are facts: they stay."""
     if not isinstance(leaf, torch.Tensor):
@@ -758,6 +845,8 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if ctx.call.repeated is not None:  # Instead of the local gradient, which is none.
+            return ctx.call.repeated.get(ctx.key), None, None
         spec = ctx.call.grad_spec(ctx.key)
         if spec is not None:
             return DTensor(gradient, spec, requires_grad=False), None, None
@@ -772,9 +861,15 @@ class _FromLocal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, local, call, index, spec, *witnesses):  # type: ignore[no-untyped-def]
+    def forward(ctx, local, call, index, spec, given, *witnesses):  # type: ignore[no-untyped-def]
         ctx.call, ctx.index, ctx.mesh, ctx.witnesses = call, index, spec.mesh, len(witnesses)
         call.nodes[index] = weakref.ref(ctx)
+        ctx.given = None
+        if given is not None:
+            leaves, tree = given
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            ctx.save_for_backward(*[leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in tensors])
+            ctx.given = [_Saved.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
     @staticmethod
@@ -783,10 +878,16 @@ class _FromLocal(torch.autograd.Function):
         call = ctx.call
         call.region.gradients.collect(call)
         gradient = as_dtensor(gradient, ctx.mesh)  # Behind a backward hook, that of an unused output is plain zeros.
-        wanted = call.arrive(ctx.index, gradient.placements)
-        if gradient.placements != wanted:
-            gradient = move_dtensor(gradient, wanted)  # Perhaps to a sum that is pending, which DTensor's method refuses.
-        return gradient._local_tensor, None, None, None, *(None,) * ctx.witnesses
+
+        def repeat() -> Any:
+            return ctx.given and call.region.repeat(call, ctx.given, ctx.saved_tensors, ctx.index, gradient)
+
+        wanted = call.arrive(ctx.index, gradient.placements, repeat)
+        local = None
+        if wanted is not None:
+            # Perhaps to a sum that is pending, which DTensor's method refuses.
+            local = (gradient if gradient.placements == wanted else move_dtensor(gradient, wanted))._local_tensor
+        return local, None, None, None, None, *(None,) * ctx.witnesses
 
 
 class _ToIsland(torch.autograd.Function):

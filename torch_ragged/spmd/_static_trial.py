@@ -29,7 +29,7 @@ from torch_ragged.tensor._api import ragged_extension
 from torch_ragged.tensor._random import scope
 from torch_ragged.tensor.placement_types import has_ragged
 
-__all__ = ["Found", "Island", "Refused", "count_uses", "edge_of", "is_even_dtensor", "try_module"]
+__all__ = ["Found", "Island", "Refused", "count_uses", "edge_of", "is_even_dtensor", "standing_in", "try_module"]
 
 _UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
 _AGAIN = "activation checkpointing in it runs code again in backward"
@@ -78,6 +78,8 @@ class Found:
         uses: how often each input is used, in the module.
         shares: of replicated parameters that an op takes as pending a sum, such as the bias of a row-parallel layer: the
             sizes of the mesh dimensions of the sum.
+        can_repeat: whether backward can run it again in eager mode: it sends, draws and writes nothing, and autograd keeps its
+            inputs anyway.
     """
 
     outputs: list[Any]
@@ -89,6 +91,7 @@ class Found:
     draws: dict[str, str] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)
     shares: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    can_repeat: bool = False
 
     def has_the_forward_of(self, other: Found) -> bool:
         """Whether the graph of a call of ``other`` brings the gradients that this trial has."""
@@ -138,7 +141,14 @@ def try_module(
     is_compared, scope.is_compared = scope.is_compared, True  # Draws on trial send nothing, either.
     try:
         # Of an activation checkpoint around the module: it must not count what is saved here.
-        with _disable_current_modes(), saved_tensors_hooks(lambda x: x, lambda x: x):
+        saved: set[int] = set()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, DTensor):
+                saved.add(_address(tensor))
+            return tensor
+
+        with _disable_current_modes(), saved_tensors_hooks(pack, lambda x: x):
             given = _Given(args, params, buffers, reference.ledger)
             found = _run_reference(module, reference, given, tree, arrivals, mesh, only)
             for device, state in states.items():
@@ -154,6 +164,10 @@ def try_module(
     for key in {**eager, **static}:
         if key not in eager or key not in static or eager[key] != static[key]:
             raise Refused(name, f"on local tensors, {_what(key)} is computed in another way")
+    is_silent = not (found.islands or any(move.is_needed for move in found.moves.values()))
+    is_silent = is_silent and not any(kind == "written" for kind, _ in static)
+    is_silent = is_silent and all(isinstance(param, DTensor) for param in params.values())
+    found.can_repeat = is_silent and all(_address(leaf) in saved for leaf in local.args if _is_tensor(leaf))
     return found
 
 
@@ -395,7 +409,7 @@ def _needs_grad(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _standing_in(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def standing_in(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """While the module runs, attributes of the instances hide its registered parameters and buffers."""
     places = []
     for key, tensor in tensors.items():
@@ -446,7 +460,7 @@ def _run_reference(
     ledger = reference.ledger
     args, kwargs = pytree.tree_unflatten(given.args, tree)
     reference.leaves = {id(tensor) for _, tensor in given.leaves()}
-    with reference.watching(), _standing_in(module, {**given.params, **given.buffers}), _carrying(ledger):
+    with reference.watching(), standing_in(module, {**given.params, **given.buffers}), _carrying(ledger):
         try:
             output = module.forward(*args, **kwargs)
             outputs = pytree.tree_leaves(output)
@@ -783,7 +797,7 @@ def _run_locally(
 ) -> None:
     where = "forward"
     try:
-        with _Local(ledger), _standing_in(module, given.buffers), _carrying(ledger):
+        with _Local(ledger), standing_in(module, given.buffers), _carrying(ledger):
             outputs = pytree.tree_leaves(run_local(found, given.args, given.params))
             if len(outputs) != len(found.outputs) or any(isinstance(leaf, DTensor) for leaf in outputs):
                 raise Refused(name, "on local tensors, it has other outputs")
