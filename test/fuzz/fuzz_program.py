@@ -18,7 +18,7 @@ __all__ = ["own_part", "random_case", "size_of"]
 
 RANKS = (1, 2, 2, 2, 2, 3, 4)
 STEPS = 5
-HOOKS = ("forward", "forward", "pre", "backward", "backward pre", "keeping")
+HOOKS = ("forward", "pre", "pre", "pre", "backward", "backward pre", "keeping")
 
 
 def size_of(seed: int) -> int:
@@ -44,6 +44,8 @@ def random_case(seed: int) -> dict[str, Any]:
         # A write to what a checkpoint keeps is an error of autograd.
         acts = [act for act in ACTS if act != "write_input" or not any(each["checkpoint"] for _, each in parts_of(model))]
         part["acts"] = rng.sample(acts, rng.choice((0, 1, 1, 2, 3)))
+        if "sizes" not in part["acts"] and rng.random() < 0.15:  # More often: it is static where larger modules are not.
+            part["acts"].append("sizes")
         part["by name"], part["limit"] = rng.random() < 0.2, count
     case["optimizer"] = rng.choice(("sgd", "adamw"))
     case["before"] = rng.choice((None, None, None, "leaf", "module")) if model["input"] == "floats" else None
@@ -129,6 +131,8 @@ class _Script:
             lambda: ("rate", part, rng.choice((0.0, 0.3))),
             lambda: ("mode", "", rng.random() < 0.5),
             lambda: ("mode", rng.choice(self.modules), rng.random() < 0.5),
+            lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
+            lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
             lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
             lambda: ("unhook",),
             lambda: ("param hook", rng.choice(self.hooks_on_parameters or (None,)), rng.choice(self.params)),

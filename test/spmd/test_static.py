@@ -966,7 +966,8 @@ class OutputTest(unittest.TestCase):
                 for key, grad in found[0].items():
                     assert torch.equal(grad, found[1][key]), (is_eager, in_unit, step, name, key)
             report = static.static_modules.report
-            assert set(report.modules) == ({"first", "parts", "last", "head"} if is_eager else {""}), report
+            # On trial, the model does not know yet with which placements gradients reach outputs without one.
+            assert {"first", "parts", "last", "head"} == set(report.modules), report
 
     @ranks(2)
     def test_gradients_with_which_eager_mode_redistributes_have_its_bits_and_the_module_is_eager_from_then_on():

@@ -204,6 +204,7 @@ class _Kind:
     Attributes:
         state: the facts of these calls.
         arrivals: the placements of the gradients that reached outputs.
+        needing: how many outputs need gradients.
         uses: how often each input was used, in the whole model.
         found: what the trial found; None before it, or if it refused.
         reason: why calls of this kind are eager, for good.
@@ -216,6 +217,7 @@ class _Kind:
 
     state: _State
     arrivals: dict[int, Placed] = field(default_factory=dict)
+    needing: int = 0
     uses: dict[int, int] = field(default_factory=dict)
     found: Optional[Found] = None
     reason: Optional[str] = None
@@ -346,9 +348,12 @@ class _Region(Shared):
         return {name: reason for each in found for name, reason in each.draws.items()}
 
     def other_facts(self) -> Optional[str]:
-        """Why no call is static, if each has other facts than those before it."""
-        if self.is_static or len(self._states) < 3:
+        """Why no call is static, if all kinds of calls are eager, or if each has other facts than those before it."""
+        if self.is_static:
             return None
+        reasons = [kind.reason for state in self._states for kind in state.kinds.values() if kind.reason is not None]
+        if reasons or len(self._states) < 3:
+            return reasons[0] if reasons else None
         return f"each call finds another value of {self._states[1].facts.changed()}"
 
     def wake(self) -> None:
@@ -434,10 +439,11 @@ class _Region(Shared):
             return None
         leaves, tree = pytree.tree_flatten(output)
         if how == "watched":
-            watched = _Call()
+            watched, of.needing = _Call(), 0
             for index, leaf in enumerate(leaves):
                 if isinstance(leaf, DTensor) and leaf.requires_grad and not leaf.is_leaf:
                     leaf.register_hook(functools.partial(_note_arrival, of, watched, index))
+                    of.needing += 1
                     if backward_id() < 0:
                         of.pending.add(watched)
             return None
@@ -521,7 +527,8 @@ class _Region(Shared):
             self.is_on_trial = False
             _now.leave()
         if refused is not None:
-            if not self.is_static:  # Not only for calls of this kind.
+            # Not only for calls of this kind. But the trial may have guessed with which placements a gradient arrives.
+            if not self.is_static and not 0 < len(kind.arrivals) < kind.needing:
                 owner.forbid(refused.module, refused.reason)  # After restore(), which brings back hooks that are removed here.
             return
         assert kind.found is not None
