@@ -94,7 +94,13 @@ class _Script:
         self.is_calm = rng.random() < 0.15  # Nothing changes: static for sure.
 
     def write(self) -> list[dict[str, Any]]:
-        return [self._step(number) for number in range(STEPS)]
+        steps = [self._step(number) for number in range(STEPS)]
+        if not self.is_calm and self.rng.random() < 0.4:  # Early, so that calls with the hook could be static.
+            steps[self.rng.choice((0, 1))]["events"].append(self._hook())
+        return steps
+
+    def _hook(self) -> tuple[Any, ...]:
+        return "hook", self.rng.choice(HOOKS), self.rng.choice(["", *self.modules])
 
     def _step(self, number: int) -> dict[str, Any]:
         rng, case = self.rng, self.case
@@ -131,9 +137,7 @@ class _Script:
             lambda: ("rate", part, rng.choice((0.0, 0.3))),
             lambda: ("mode", "", rng.random() < 0.5),
             lambda: ("mode", rng.choice(self.modules), rng.random() < 0.5),
-            lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
-            lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
-            lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
+            self._hook,
             lambda: ("unhook",),
             lambda: ("param hook", rng.choice(self.hooks_on_parameters or (None,)), rng.choice(self.params)),
             lambda: ("freeze", rng.choice(["", *self.modules, *self.params])),

@@ -762,6 +762,35 @@ class ProgramTest(unittest.TestCase):
         assert set(static.static_modules.report.modules) == {"first", "attention"}, static.static_modules.report
 
     @ranks(2)
+    def test_a_module_to_whose_output_the_code_around_it_writes_is_eager():
+        """The output of a layer with a bias is a view. A write to a view changes how its gradient flows, and is reduced."""
+
+        class Writes(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.last, self.calls = nn.Linear(8, 8), nn.Linear(8, 4), 0
+
+            def forward(self, x):
+                self.calls += 1
+                return self.last(self.layer(x).mul_(0.5).add_(1.0))
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard("<in>", Replicate(), "tp").shard(r"last\.(weight|bias)", Shard(0), "tp").default(Replicate())
+        torch.manual_seed(0)
+        single = Writes().double()
+        eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        for step in range(4):
+            grads = []
+            for model in (eager, static):
+                model.zero_grad()
+                x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                model(x).sin().mean().backward()
+                grads.append([whole(param.grad) for param in model.parameters()])
+            assert all(map(torch.equal, *grads)), step
+        report = static.static_modules.report
+        assert report.modules == ("last",) and "to which the code around it writes" in report.reasons["layer"], report
+
+    @ranks(2)
     def test_outputs_need_gradients_as_in_eager_mode():
         class Outputs(nn.Module):
             def __init__(self):

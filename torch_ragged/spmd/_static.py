@@ -92,7 +92,7 @@ class StaticModules:
             self.forbid(name, reason)
         for name, region in self._regions.items():
             region.around = [other for outer, other in self._regions.items() if _is_in(name, outer)]
-        self._watched: list[tuple[_Kind, int, Any]] = []
+        self._watched: list[tuple[_Kind, Optional[int], Any]] = []
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
         for region in self._regions.values():
@@ -113,6 +113,10 @@ class StaticModules:
         else:
             kind.is_watched = True
 
+    def watch_view(self, kind: _Kind, output: torch.Tensor) -> None:
+        """When this forward ends, note whether an output that is a view was written to: then autograd has left its node."""
+        self._watched.append((kind, None, edge_of(output)))
+
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         watched, self._watched = self._watched, []
         if not watched:
@@ -130,7 +134,11 @@ class StaticModules:
         params = self.gradients.edges()
         uses = count_uses(ends, {**edges, **{edge: edge for each in params.values() for edge in each}})
         for position, (kind, index, edge) in enumerate(watched):
-            kind.uses[index] = max(uses[position] + used.count(edge), kind.uses.get(index, 0))
+            count = uses[position] + used.count(edge)
+            if index is None:
+                kind.is_written |= not count
+                continue
+            kind.uses[index] = max(count, kind.uses.get(index, 0))
             kind.is_watched = True
         for param, each in params.items():
             if sum(uses[edge] for edge in each) > 1 and self.gradients.share(param):
@@ -209,6 +217,7 @@ class _Kind:
         found: what the trial found; None before it, or if it refused.
         reason: why calls of this kind are eager, for good.
         is_watched: whether there was one, in eager mode.
+        is_written: whether nothing used an output that is a view, or the code around the module has written to it.
         pending: those in eager mode whose backward may still come. It may compute a checkpoint again, which must be eager, too.
         others: by the placements of the gradients that have arrived, what a trial with them found; None: it refused.
         given: makes arguments of a trial.
@@ -222,6 +231,7 @@ class _Kind:
     found: Optional[Found] = None
     reason: Optional[str] = None
     is_watched: bool = False
+    is_written: bool = False
     pending: weakref.WeakSet[_Call] = field(default_factory=weakref.WeakSet)
     others: dict[Any, Optional[Found]] = field(default_factory=dict)
     given: Callable[[], tuple[list[Any], Any]] = lambda: ([], None)
@@ -444,6 +454,8 @@ class _Region(Shared):
                 if isinstance(leaf, DTensor) and leaf.requires_grad and not leaf.is_leaf:
                     leaf.register_hook(functools.partial(_note_arrival, of, watched, index))
                     of.needing += 1
+                    if leaf._is_view() and backward_id() < 0:
+                        self._owner.watch_view(of, leaf)
                     if backward_id() < 0:
                         of.pending.add(watched)
             return None
@@ -512,6 +524,8 @@ class _Region(Shared):
         kind.given, kind.modes = functools.partial(_alike, [*map(_meta_of, leaves)], [*map(id, leaves)], tree), modes()
         _now.enter(self, None)  # Modules in it are called on trial, and must not watch or try themselves.
         try:
+            if kind.is_written:  # Outputs of a static module are no views, whose gradients take another way.
+                raise Refused(self.name, "an output of it is a view, which nothing uses or to which the code around it writes")
             kind.found = self._run_trial(kind, leaves, tree, kind.arrivals)
             changed = state.facts.changed()
             if changed is not None:
