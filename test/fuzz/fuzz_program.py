@@ -18,7 +18,7 @@ __all__ = ["own_part", "random_case", "size_of"]
 
 RANKS = (1, 2, 2, 2, 2, 3, 4)
 STEPS = 5
-HOOKS = ("forward", "forward", "pre", "backward", "backward pre", "keeping")
+HOOKS = ("forward", "pre", "pre", "pre", "backward", "backward pre", "keeping")
 
 
 def size_of(seed: int) -> int:
@@ -44,6 +44,8 @@ def random_case(seed: int) -> dict[str, Any]:
         # A write to what a checkpoint keeps is an error of autograd.
         acts = [act for act in ACTS if act != "write_input" or not any(each["checkpoint"] for _, each in parts_of(model))]
         part["acts"] = rng.sample(acts, rng.choice((0, 1, 1, 2, 3)))
+        if "sizes" not in part["acts"] and rng.random() < 0.15:  # More often: it is static where larger modules are not.
+            part["acts"].append("sizes")
         part["by name"], part["limit"] = rng.random() < 0.2, count
     case["optimizer"] = rng.choice(("sgd", "adamw"))
     case["before"] = rng.choice((None, None, None, "leaf", "module")) if model["input"] == "floats" else None
@@ -92,7 +94,13 @@ class _Script:
         self.is_calm = rng.random() < 0.15  # Nothing changes: static for sure.
 
     def write(self) -> list[dict[str, Any]]:
-        return [self._step(number) for number in range(STEPS)]
+        steps = [self._step(number) for number in range(STEPS)]
+        if not self.is_calm and self.rng.random() < 0.4:  # Early, so that calls with the hook could be static.
+            steps[self.rng.choice((0, 1))]["events"].append(self._hook())
+        return steps
+
+    def _hook(self) -> tuple[Any, ...]:
+        return "hook", self.rng.choice(HOOKS), self.rng.choice(["", *self.modules])
 
     def _step(self, number: int) -> dict[str, Any]:
         rng, case = self.rng, self.case
@@ -129,7 +137,7 @@ class _Script:
             lambda: ("rate", part, rng.choice((0.0, 0.3))),
             lambda: ("mode", "", rng.random() < 0.5),
             lambda: ("mode", rng.choice(self.modules), rng.random() < 0.5),
-            lambda: ("hook", rng.choice(HOOKS), rng.choice(["", *self.modules])),
+            self._hook,
             lambda: ("unhook",),
             lambda: ("param hook", rng.choice(self.hooks_on_parameters or (None,)), rng.choice(self.params)),
             lambda: ("freeze", rng.choice(["", *self.modules, *self.params])),

@@ -67,6 +67,17 @@ def _closure() -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float]
     return use, change
 
 
+class Sizes(nn.Module):
+    """So small that it is static by itself: it writes what depends on global sizes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).mul_(1 / len(x)).add_(x.shape[1] / 8)
+
+
 class ProgramPart(Part):
     """A part that acts on its input before it runs. An act maps a tensor (rows, length, width) to one of the same shape."""
 
@@ -83,6 +94,8 @@ class ProgramPart(Part):
         names = part["acts"]
         if "gate" in names:
             self.gate_of_act = nn.Parameter(torch.zeros(width))
+        if "sizes" in names:
+            self.sizes = Sizes(width)
         if "batch_norm" in names:
             self.statistics = nn.BatchNorm1d(width)
         if "group_norm" in names:
@@ -262,6 +275,9 @@ class ProgramPart(Part):
 
     def act_borrowed(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.inner.weight, self.inner.bias) / 2
+
+    def act_sizes(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.sizes(x) / 2
 
     def act_written_buffer(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:

@@ -117,6 +117,7 @@ class Play:
     def __init__(self, case: dict[str, Any], mode: str | None) -> None:
         self.case, self.mode, self.shown = case, mode, Trace()
         self.handles: list[Any] = []
+        self.has_parameter_hooks = False
         models.reset()
         torch.manual_seed(case["seed"])
         make = lambda: models.build_program(case["model"])  # noqa: E731
@@ -294,7 +295,7 @@ class Play:
     def do_hook(self, kind: str, module: str) -> None:
         add: dict[str, Callable[[nn.Module], Any]] = {
             "forward": lambda m: m.register_forward_hook(lambda module, args, out: pytree.tree_map(_halved, out)),
-            "pre": lambda m: m.register_forward_pre_hook(lambda module, args: pytree.tree_map(_halved, args)),
+            "pre": lambda m: m.register_forward_pre_hook(_keep_input),
             "backward": lambda m: m.register_full_backward_hook(lambda module, g_in, g_out: pytree.tree_map(_halved, g_in)),
             "backward pre": lambda m: m.register_full_backward_pre_hook(lambda module, g: pytree.tree_map(_halved, g)),
             "keeping": lambda m: m.register_forward_hook(_keep),
@@ -306,6 +307,7 @@ class Play:
             self.handles.pop().remove()
 
     def do_param_hook(self, kind: str | None, name: str) -> None:
+        self.has_parameter_hooks = True
         param = self.model.get_parameter(name)
         if param.requires_grad and kind == "tensor":
             self.handles.append(param.register_hook(lambda grad: grad * 2))
@@ -330,7 +332,8 @@ class Play:
             name: value.detach().clone() * factor if value.is_floating_point() else value.clone()
             for name, value in self.model.state_dict().items()
         }
-        assign = assign and not self.case["model"]["tied"]  # It unties parameters, and under a plan tied ones stay tied.
+        # It unties parameters, and under a plan tied ones stay tied. In units, parameters keep their hooks, too.
+        assign = assign and not self.case["model"]["tied"] and not self.has_parameter_hooks
         self.model.load_state_dict(state, assign=assign)
         for name, param in self.model.named_parameters():
             param.requires_grad_(trains[name])
@@ -361,11 +364,17 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _halved(value: Any) -> Any:
-    return value * 0.5 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    """What a hook makes of a tensor: the mean is that of all ranks' parts."""
+    return value * 0.5 + value.mean() / 8 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _keep(module: nn.Module, args: Any, output: Any) -> None:
     module.seen = _tensors(output)[0]
+
+
+def _keep_input(module: nn.Module, args: Any) -> Any:
+    module.seen = _tensors(args)[0]
+    return pytree.tree_map(_halved, args)
 
 
 def _double(param: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ __all__ = ["Workers"]
 
 _START = 600.0  # Seconds in which processes import torch and connect.
 _PATIENCE = 10.0  # Seconds for the other ranks after one of them has failed.
+_PRELOADED = ["torch_ragged", "torch_ragged.spmd", "torch.distributed.checkpoint", "torch._inductor.lowering"]  # By DebugMode.
 _BATCHES = 3  # Of one process: torch's caches have meshes, whose process groups keep their threads and connections.
 
 
@@ -90,7 +91,10 @@ class Workers:
 
     def _start(self, size: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = mp.get_context("spawn")
+        # Processes are copies of one that has imported torch: an import takes as long as three cases.
+        context = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        if sys.platform == "linux":
+            context.set_forkserver_preload(_PRELOADED)  # What does not import is left to the copies.
         while len(self._workers) < size:
             ours, theirs = context.Pipe()
             handle, stacks = tempfile.mkstemp(prefix="fuzz-stacks-")

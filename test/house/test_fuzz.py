@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 import fuzz_case  # noqa: E402
 from fuzz_workers import Workers  # noqa: E402
 
-PROGRAMS = {1: [127, 139, 149, 162, 176, 203, 206, 281, 296, 303, 309], 2: [101, 109, 110, 114, 117]}
+PROGRAMS = {1: [104, 113, 123, 127, 139, 160, 162, 164, 165, 178, 183, 190], 2: [101, 105, 108, 109, 110]}
 """Of each size: seeds of programs that are quick, and not refused."""
 
 
@@ -53,7 +53,7 @@ class FuzzTest(unittest.TestCase):
                 self.assertEqual([seed for seed, status, _ in answers if status == "ok"], seeds, answers[-1])
 
     def test_faults_in_guards_and_gradients_of_static_modules_are_found(self):
-        for fault in ("facts", "kinds", "leaves"):
+        for fault in ("facts", "kinds", "leaves", "hooks"):
             for answers in run_ranks(1, fuzz_case.run_seeds, "program", PROGRAMS[1], fault):
                 self.assertEqual(answers[-1][1], "failed", fault)
         for answers in run_ranks(2, fuzz_case.run_seeds, "program", PROGRAMS[2], "reduction"):

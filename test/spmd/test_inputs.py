@@ -1,5 +1,6 @@
 """What ranks pass to a plan: the whole batch, or rows of their own. Other inputs, and generators that come apart, raise."""
 
+import copy
 import tempfile
 import unittest
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ragged import checkpoint
 from torch_ragged._ranks import comparison
@@ -134,6 +135,36 @@ class FormsTest(unittest.TestCase):
         prompt = parallelize(prompt, Plan().own_rows("<in>", "dp").default(Replicate()), mesh)
         model(prompt(rows)).sum().backward()
         assert prompt.weight.grad.placements == (Replicate(),)
+
+    @ranks(2)
+    def test_a_penalty_on_the_gradient_of_own_rows_raises_and_that_of_a_dtensor_is_one_devices():
+        for shape in ((2, 1), (1, 2)):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+            single = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+            plan = Plan().own_rows("<in>", "dp").shard(r"0\.(weight|bias)", Shard(0), "tp")
+            plan.shard(r"2\.weight", Shard(1), "tp").default(Replicate())
+            model = parallelize(copy.deepcopy(single), plan, mesh)
+            x = torch.randn(4, 4, dtype=torch.float64)
+            part = x.chunk(shape[0])[mesh.get_local_rank("dp")]
+
+            def step(model, x):
+                loss = model(x).square().sum()
+                (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
+                (loss + gradient.square().sum()).backward()
+
+            error = error_of(step, model, part.clone().requires_grad_())
+            assert "create_graph=True asks for the gradient of <in:input>, of which each rank passes its own part" in error, (
+                error
+            )
+            step(single, x.clone().requires_grad_())
+            step(model, DTensor.from_local(part, mesh, [Shard(0), Replicate()]).requires_grad_())
+            whole = Plan().shard("<in>", Replicate(), "tp").shard(r"0\.(weight|bias)", Shard(0), "tp").default(Replicate())
+            other = parallelize(copy.deepcopy(single), whole, mesh)
+            other.zero_grad()
+            step(other, x.clone().requires_grad_())
+            for each in (model, other):
+                for ours, expected in zip(each.parameters(), single.parameters(), strict=True):
+                    torch.testing.assert_close(ours.grad.full_tensor(), expected.grad, rtol=1e-10, atol=1e-12)
 
     @ranks(2)
     def test_unequal_numbers_of_own_rows_raise_with_both_numbers_in_each_call():

@@ -341,6 +341,11 @@ class AddedTest(unittest.TestCase):
             with torch.no_grad():
                 said = on_both(functools.partial(model, src_key_padding_mask=torch.arange(5).expand(4, -1) > 3), batch)
             assert all("enable_nested_tensor=False" in each for each in said), said
+        for mode in ("eager", "static"):  # Layers with hooks call other ops.
+            model = parallelize(copy.deepcopy(encoder), Plan().default(Replicate()), mesh_of(), mode=mode)
+            with torch.inference_mode():
+                said = error_of(functools.partial(model, src_key_padding_mask=torch.arange(5).expand(4, -1) > 3), batch)
+            assert "enable_nested_tensor=False" in said, (mode, said)
 
     @ranks(2)
     def test_a_model_with_units_is_not_copied_and_the_error_says_what_to_do():

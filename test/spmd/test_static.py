@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from common import enter_fake_group, error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -705,17 +705,90 @@ class ProgramTest(unittest.TestCase):
         plan = Plan().shard("<in>", Shard(0), "a").default(Replicate())
         single = nn.Sequential(nn.Linear(3, 8), Residual(), Residual(), nn.RMSNorm(8)).double()
         eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        with mock.patch.object(_static, "try_module", wraps=_static.try_module) as trials:
+            for step in range(6):
+                grads = []
+                for model in (eager, static):
+                    model.zero_grad()
+                    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                    model(x).square().mean().backward()
+                    grads.append([whole(param.grad) for param in model.parameters()])
+                assert all(map(torch.equal, *grads)), step
+        tried = [call.args[1] for call in trials.call_args_list]
+        assert len(tried) == len(set(tried)), tried  # What has refused is not tried again.
+        report = static.static_modules.report
+        assert {"0", "1.main", "2.main", "3"} == set(report.modules), report
+        assert report.reasons["1.norm"] == "the gradient of input 0 would be added up in another order", report
+
+    @ranks(2)
+    def test_two_arguments_that_are_one_tensor_are_another_kind_of_call():
+        """Self-attention multiplies by all of its weight at once."""
+
+        class Attention(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(16, 8, dtype=torch.float64))
+
+            def forward(self, x, y):
+                first, second = (x @ self.weight.T).chunk(2, -1) if x is y else (x @ self.weight[:8].T, y @ self.weight[8:].T)
+                return first.sin() * (second if x is y else second * 2)
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in:x>", Shard(0), "a").shard("<in:y>", Shard(0), "a").default(Replicate())
+        torch.manual_seed(0)
+        single = nn.ModuleDict({"first": nn.Linear(8, 8), "attention": Attention()}).double()
+
+        class Calls(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.attention, self.calls = single["first"], single["attention"], 0
+
+            def forward(self, x, y):
+                self.calls += 1
+                h = self.first(x)
+                return self.attention(h, h if y is None else self.first(y))
+
+        eager, static = (parallelize(copy.deepcopy(Calls()), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        for step, is_one in enumerate((True, True, True, False, False, True, False, False)):
+            found = []
+            for model in (eager, static):
+                generator = torch.Generator().manual_seed(step)
+                x, y = (torch.randn(4, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+                model.zero_grad()
+                result = model(x, None if is_one else y)
+                result.square().mean().backward()
+                found.append([whole(result), *(whole(param.grad) for param in model.parameters())])
+            assert all(map(torch.equal, *found)), step
+        assert set(static.static_modules.report.modules) == {"first", "attention"}, static.static_modules.report
+
+    @ranks(2)
+    def test_a_module_to_whose_output_the_code_around_it_writes_is_eager():
+        """The output of a layer with a bias is a view. A write to a view changes how its gradient flows, and is reduced."""
+
+        class Writes(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.last, self.calls = nn.Linear(8, 8), nn.Linear(8, 4), 0
+
+            def forward(self, x):
+                self.calls += 1
+                return self.last(self.layer(x).mul_(0.5).add_(1.0))
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard("<in>", Replicate(), "tp").shard(r"last\.(weight|bias)", Shard(0), "tp").default(Replicate())
+        torch.manual_seed(0)
+        single = Writes().double()
+        eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
         for step in range(4):
             grads = []
             for model in (eager, static):
                 model.zero_grad()
-                x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-                model(x).square().mean().backward()
+                x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                model(x).sin().mean().backward()
                 grads.append([whole(param.grad) for param in model.parameters()])
             assert all(map(torch.equal, *grads)), step
         report = static.static_modules.report
-        assert {"0", "1.main", "2.main", "3"} == set(report.modules), report
-        assert report.reasons["1.norm"] == "the gradient of input 0 would be added up in another order", report
+        assert report.modules == ("last",) and "to which the code around it writes" in report.reasons["layer"], report
 
     @ranks(2)
     def test_outputs_need_gradients_as_in_eager_mode():
@@ -757,6 +830,22 @@ class ProgramTest(unittest.TestCase):
                 for name, grad in one[1].items():
                     assert grad is None or torch.equal(grad, other[1][name]), (kind, name)
             assert "first" in static.static_modules.report.modules, static.static_modules.report
+
+    @ranks(2)
+    def test_a_backward_that_raises_leaves_no_gradient_for_the_next_one():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in>", Replicate(), "a").default(Replicate())
+        model, x = parallelize(nn.Sequential(nn.Linear(8, 8)), plan, mesh, mode="static"), torch.ones(4, 8, requires_grad=True)
+        for _ in range(3):
+            model(x).sum().backward()
+        assert model.static_modules.report.modules == ("",), model.static_modules.report
+        handle = x.register_hook(lambda gradient: gradient.no_such_attribute)
+        assert "no_such_attribute" in error_of(model(x).sum().backward)
+        handle.remove()
+        for _ in range(3):
+            model.zero_grad()
+            model(x).sum().backward()
+            torch.testing.assert_close(whole(model[0].bias.grad), torch.full((8,), 4.0))
 
     @ranks(2)
     def test_an_interrupted_call_leaves_no_local_tensors_behind():
@@ -841,12 +930,135 @@ class OutputTest(unittest.TestCase):
                 if isinstance(hidden, DTensor)
                 else logits.square().sum() + hidden.square().sum()
             ),
+            lambda logits, hidden: logits.square().sum(),
         ):
             for each in (single, model):
                 each.zero_grad()
                 loss(*each(x)).backward()
             torch.testing.assert_close(model.first.weight.grad.full_tensor(), single.first.weight.grad)
-        assert "head" in str(model.static_modules.report), model.static_modules.report
+        report = model.static_modules.report
+        # The fourth loss adds a pending gradient and a whole one, which local tensors cannot.
+        assert not report.modules and "with a gradient under R, its backward redistributes" in str(report), report
+
+    @ranks(2)
+    def test_gradients_under_other_placements_have_the_bits_of_eager_mode_in_each_step():
+        """One that is pending a sum adds up rows first and ranks last, a whole one has added up ranks before."""
+
+        class Parts(nn.Module):
+            """With a boundary, a module that draws and two outputs."""
+
+            def __init__(self):
+                super().__init__()
+                self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 8)
+
+            def forward(self, x):
+                h = self.drop(torch.tanh(self.up(x)))
+                return self.down(h), h * 3
+
+        class Net(nn.Module):
+            def __init__(self, is_eager):
+                super().__init__()
+                self.first, self.parts, self.last, self.head = nn.Linear(8, 8), Parts(), nn.Linear(8, 8), nn.Linear(8, 16)
+                self.is_eager, self.calls = is_eager, 0
+
+            def forward(self, x):
+                self.calls += self.is_eager  # Then the modules in it are static, each by itself.
+                y, h = self.parts(self.first(x))
+                y = self.last(y)
+                return self.head(y), y, h
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        losses = {
+            "pending": lambda logits, y, h: (logits * 0.3).sin().mean(),
+            "whole": lambda logits, y, h: (y * 0.3).sin().mean(),
+            "other": lambda logits, y, h: (h * 0.3).sin().mean(),
+        }
+        order = ("whole", "whole", "whole", "pending", "whole", "other", "pending", "pending", "whole")
+        for is_eager, in_unit in ((True, False), (True, True), (False, False)):
+            torch.manual_seed(0)
+            single = Net(is_eager).double()
+            plan = Plan().shard(r"head\.(weight|bias)", Shard(0), "tp").default(Replicate())
+            plan.shard("parts.down.<in>", Shard(2), "tp").shard(r"parts\.down\.weight", Shard(1), "tp")
+            plan.shard("parts.down.<out>", Replicate(), "tp", grad=None if is_eager else Replicate())
+            if in_unit:
+                plan.shard("<in>", Shard(0), "dp").unit("parts", "dp")
+            eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+            for step, name in enumerate(order):
+                found = []
+                for model in (eager, static):
+                    torch.manual_seed(step)
+                    x = torch.randn(4, 6, 8, dtype=torch.float64)
+                    model.zero_grad()
+                    losses[name](*model(x)).backward()
+                    found.append({key: whole(p.grad) for key, p in model.named_parameters() if p.grad is not None})
+                assert found[0].keys() == found[1].keys()
+                for key, grad in found[0].items():
+                    assert torch.equal(grad, found[1][key]), (is_eager, in_unit, step, name, key)
+            report = static.static_modules.report
+            # On trial, the model does not know yet with which placements gradients reach outputs without one.
+            assert {"first", "parts", "last", "head"} == set(report.modules), report
+
+    @ranks(2)
+    def test_gradients_with_which_eager_mode_redistributes_have_its_bits_and_the_module_is_eager_from_then_on():
+        """A whole output whose gradient is cut: the gradients of a layer's parameters are sums over cut rows, then."""
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last, self.calls = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), 0
+
+            def forward(self, x):
+                self.calls += 1
+                return self.last(self.first(x))
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        single, factor = Net().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+        for in_unit in (False, True):
+            plan = Plan().shard("<in>", Replicate(), "tp").default(Replicate())
+            if in_unit:
+                plan.unit("last", "dp")
+            eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+            for step, cut in enumerate((None, None, None, 1, None, 1, 0, None)):
+                found = []
+                for model in (eager, static):
+                    model.zero_grad()
+                    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                    x.requires_grad_()
+                    y = model(x)
+                    by = factor if cut is None else distribute_tensor(factor, mesh, [Replicate(), Shard(cut)])
+                    (y * by).sin().mean().backward()
+                    grads = {key: whole(p.grad) for key, p in model.named_parameters()}
+                    found.append({**grads, "x": x.grad})
+                for key, grad in found[0].items():
+                    assert torch.equal(grad, found[1][key]), (in_unit, step, cut, key)
+            told = static.static_modules.report.reasons["last"]
+            assert "with a gradient under RS(1), its backward redistributes" in told, (in_unit, told)
+
+    @ranks(2)
+    def test_a_retained_graph_and_a_later_one_whose_gradients_are_placed_otherwise_raise():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard(r"1\.(weight|bias)", Shard(0), "tp").default(Replicate())
+
+        class Net(nn.Sequential):
+            calls = 0
+
+            def forward(self, x):
+                self.calls += 1  # So each layer is static by itself.
+                hidden = self[0](x)
+                return self[1](hidden), hidden
+
+        model, x = parallelize(Net(nn.Linear(8, 8), nn.Linear(8, 4)), plan, mesh, mode="static"), torch.randn(4, 8)
+        for _ in range(3):
+            logits, hidden = model(x)
+            hidden.sum().backward(retain_graph=True)
+        before = logits.sum()
+        logits, hidden = model(x)
+        error = error_of((before + hidden.sum()).backward)
+        assert "two forwards bring gradients to a parameter of shape (8, 8)" in error, error
+        model.zero_grad()
+        model(x)[1].sum().backward()
+        torch.testing.assert_close(whole(model[0].bias.grad), torch.full((8,), 4.0))
 
     def static(self, model, prefix=""):
         enter_fake_group(self, 2)

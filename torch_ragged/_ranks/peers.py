@@ -291,8 +291,10 @@ def _call_of_torch(stack: Sequence[FrameType]) -> _CallOfTorch | None:
     is_own = frame.f_code.co_filename.startswith(_INSIDE[1]) and name in _COLLECTIVES and isinstance(given, dist.ProcessGroup)
     if not is_own and not frame.f_code.co_filename.endswith(_COMMUNICATING):
         return None
-    if frame.f_code.co_filename.endswith("_ops.py") and "c10d" not in str(frame.f_locals.get("self")):
-        return None
+    if frame.f_code.co_filename.endswith("_ops.py"):
+        # An op that its constructor is making has no name yet: to ask for it raises RecursionError.
+        if frame.f_code.co_name == "__init__" or "c10d" not in str(frame.f_locals.get("self")):
+            return None
     group: dist.ProcessGroup | None = given if is_own else None
     for outer in itertools.takewhile(lambda frame: frame.f_code.co_filename.startswith(_INSIDE), stack):
         if outer.f_code.co_filename.endswith(_COMMUNICATING[1]):

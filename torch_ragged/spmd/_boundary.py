@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, TypeVar
@@ -202,9 +203,9 @@ def _with_entry(value: Any, key: Any, entry: Any) -> Any:
 
 
 class _LocalMoves:
-    """While a static module runs: the moves of local tensors of the boundaries in it."""
+    """While a static module runs: the moves of local tensors of the boundaries in it, as they are in forward or in backward."""
 
-    of: Optional[Mapping[Redistribution, Move]] = None
+    of: Optional[Callable[[Redistribution], Move]] = None
 
 
 local_moves = _LocalMoves()
@@ -228,11 +229,28 @@ class _Annotate:
         if not isinstance(tensor, DTensor):
             if tensor.grad_fn is not None and any(isinstance(each, Shard) for each in placements):
                 _check_own_rows(tensor, self.boundary.path)
-            return as_dtensor(tensor, self._mesh, placements)
+            made = as_dtensor(tensor, self._mesh, placements)
+            if made.requires_grad and not all(each.is_replicate() for each in made.placements):
+                made.register_hook(functools.partial(_refuse_graph, self.boundary.path, made.placements))
+            return made
         wanted = [new or old for new, old in zip(placements, tensor.placements)]
         if wanted == list(tensor.placements):
             return tensor
         return DTensor.from_local(tensor.to_local(), self._mesh, wanted, run_check=False)
+
+
+def _refuse_graph(path: str, placements: Placed, gradient: Any) -> None:
+    """A gradient with a graph is to be used: a plain part of one would be taken for the same whole tensor on all ranks.
+
+    Raises:
+        RuntimeError: backward makes a graph.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"create_graph=True asks for the gradient of {path}, of which each rank passes its own part: a plain part of it "
+            f"cannot be used as one device's gradient. Make the input a DTensor: DTensor.from_local(x, mesh, {placements})."
+            "requires_grad_(); its gradients are DTensors, too"
+        )
 
 
 def _check_own_rows(tensor: torch.Tensor, path: str) -> None:
@@ -275,7 +293,7 @@ class Redistribution:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if local_moves.of is not None and not isinstance(tensor, DTensor):
-            return local_moves.of[self](tensor)
+            return local_moves.of(self)(tensor, functools.partial(local_moves.of, self))
         boundary = self._of_ndim[tensor.ndim]
         source = as_dtensor(tensor, self._mesh, boundary.src)
         given = source.placements
@@ -287,6 +305,8 @@ class Redistribution:
         wanted = _filled(boundary.placements, given)
         before = None if boundary.grad_src is None else _filled(boundary.grad_src, wanted)
         after = None if boundary.grad_dst is None else _filled(boundary.grad_dst, clean(given))
+        if after is None and source is not tensor and source.requires_grad:
+            after = clean(given)  # What from_local does in backward has no graph, so a second backward would miss it.
         result = move_dtensor(source, wanted, before, after)
         if self.observe is not None:
             self.observe(given, wanted, result)

@@ -25,7 +25,7 @@ from torch_ragged.spmd._move import make_dtensor
 from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._redistribute import mesh_group
 
-__all__ = ["Leaf", "PendingGradients", "has_hooks", "witness"]
+__all__ = ["Leaf", "LeavesOfCall", "PendingGradients", "has_hooks", "witness"]
 
 _BUCKET = 64 * 2**20
 """Bytes of one all-reduce, at most: larger ones are no faster, and need as much memory again."""
@@ -48,6 +48,23 @@ class Leaf:
     pending: tuple[int, ...] | None
 
 
+@dataclass(eq=False)
+class LeavesOfCall:
+    """The leaves that a call of a static module uses.
+
+    Attributes:
+        specs: of the gradients of parameters, where this backward brings other ones than those of the leaves.
+        by_eager: gradients of parameters that eager mode has computed, in place of those on the leaves.
+    """
+
+    leaves: Sequence[Leaf] = ()
+    specs: dict[torch.nn.Parameter, Any] = field(default_factory=dict)
+    by_eager: dict[torch.nn.Parameter, Any] | None = None
+
+    def spec_of(self, leaf: Leaf) -> Any:
+        return self.specs.get(leaf.param, leaf.spec)
+
+
 _Arrived = tuple[torch.nn.Parameter, torch.Tensor, Any, tuple[Placement, ...], Optional[tuple[int, ...]]]
 """A gradient of one backward: the parameter, the local tensor, its spec, and what :func:`_goal` and :func:`_pending` say."""
 
@@ -57,7 +74,7 @@ class _Pass:
     """What one backward has to reduce.
 
     Attributes:
-        events: in the order of backward, parameters whose gradients have arrived in ``.grad``, and leaves of static modules.
+        events: in the order of backward, parameters whose gradients have arrived in ``.grad``, and calls of static modules.
         diverted: gradients that did not go to ``.grad``.
     """
 
@@ -139,13 +156,13 @@ class PendingGradients:
             if param.requires_grad
         }
 
-    def collect(self, leaves: Sequence[Leaf]) -> None:
-        """When this backward has ended, add the gradients of ``leaves`` to those of their parameters.
+    def collect(self, call: LeavesOfCall) -> None:
+        """When this backward has ended, add the gradients of the leaves of ``call`` to those of their parameters.
 
         Raises:
             RuntimeError: a parameter has got a hook since forward, which would not be called.
         """
-        for each in leaves:
+        for each in call.leaves:
             if has_hooks(each.param):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(each.param.shape)} in a static module got a hook between forward and "
@@ -153,15 +170,15 @@ class PendingGradients:
                 )
         if _is_partial():
             self.backwards += 1
-            for each in leaves:
+            for each in call.leaves:
                 if _use_of(each.param) is not GradientUse.NONE:
                     raise RuntimeError(
                         "torch.autograd.grad and backward(inputs=) do not find a parameter of shape "
                         f"{tuple(each.param.shape)} in a static module: call backward(), or parallelize with mode='eager'"
                     )
         events = self._begin().events
-        if not any(leaves is each for each in events):
-            events.append(leaves)
+        if not any(call is each for each in events):
+            events.append(call)
 
     def _divert(self, param: torch.nn.Parameter, gradient: Any) -> torch.Tensor | None:
         """Before autograd adds to ``.grad``: a sum of a reduced and a pending gradient would be reduced at once, by itself.
@@ -187,8 +204,11 @@ class PendingGradients:
 
     def begin_forward(self, *_: Any) -> None:
         """Forget what a backward that raised has left. Recomputation in a backward forgets nothing."""
-        if backward_id() < 0:
+        if backward_id() < 0 and self._passes:
             self._passes.clear()
+            for leaves in self._leaves.values():
+                for leaf in leaves.values():
+                    leaf.local.grad = None
 
     def _begin(self) -> _Pass:
         # By its number: a reentrant checkpoint runs a backward inside of a backward.
@@ -203,6 +223,7 @@ class PendingGradients:
             self._begin().events.append(param)
 
     def _reduce(self, task: int) -> None:
+        self._check_specs(self._passes.get(task, _Pass()))
         this = self._passes.pop(task, _Pass())
         self.backwards += 1
         parts: dict[torch.nn.Parameter, list[tuple[torch.Tensor, Any, Leaf | None]]] = {}
@@ -214,9 +235,14 @@ class PendingGradients:
                         event.grad = None
                     parts.setdefault(event, []).append((grad._local_tensor, grad._spec, None))
                 continue
-            for each in event:
-                if each.local.grad is not None:
-                    parts.setdefault(each.param, []).append((each.local.grad, each.spec, each))
+            for each in event.leaves:
+                if event.by_eager is not None:
+                    grad, each.local.grad = event.by_eager.get(each.param), None
+                    if grad is not None:
+                        parts.setdefault(each.param, []).append((grad._local_tensor, grad._spec, None))
+                elif each.local.grad is not None:
+                    spec = event.spec_of(each)
+                    parts.setdefault(each.param, []).append((each.local.grad, spec, each if spec is each.spec else None))
                     each.local.grad = None
         arrived: list[_Arrived] = []
         for param, given in parts.items():
@@ -236,6 +262,27 @@ class PendingGradients:
                 param.grad = grad
             else:
                 param.grad += grad
+
+    @staticmethod
+    def _check_specs(this: _Pass) -> None:
+        """Before anything is sent: autograd has added what several calls have brought to a leaf.
+
+        Raises:
+            RuntimeError: they have brought gradients of other placements.
+        """
+        calls = [event for event in this.events if isinstance(event, LeavesOfCall)]
+        if not any(call.specs or call.by_eager for call in calls):
+            return
+        known: dict[int, Any] = {}
+        for call in calls:
+            for leaf in call.leaves:
+                placed = call.spec_of(leaf).placements if call.by_eager is None else call
+                if placed != known.setdefault(id(leaf), placed):
+                    raise RuntimeError(
+                        f"two forwards bring gradients to a parameter of shape {tuple(leaf.param.shape)} of a static module in "
+                        "one backward, the first after a backward with retain_graph=True, and their placements differ: call "
+                        "backward() for each forward, or parallelize with mode='eager'"
+                    )
 
     def _reduced(self, arrived: Sequence[_Arrived]) -> list[tuple[torch.nn.Parameter, DTensor]]:
         """The gradients with the placements that the plan says."""

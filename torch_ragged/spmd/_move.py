@@ -43,8 +43,9 @@ class Move:
         self._is_same = src == dst, grad_src == grad_dst
         self._named = _named(mesh, src, dst), _named(mesh, grad_src, grad_dst)
 
-    def __call__(self, local: torch.Tensor) -> torch.Tensor:
-        return _MoveLocal.apply(local, self) if self.is_needed else local
+    def __call__(self, local: torch.Tensor, in_backward: Callable[[], Move]) -> torch.Tensor:
+        """Move a local tensor. ``in_backward`` returns the move of its gradient, when that has arrived."""
+        return _MoveLocal.apply(local, self, in_backward) if self.is_needed else local
 
     def run(self, local: torch.Tensor, *, is_gradient: bool) -> torch.Tensor:
         """Move a local tensor whose shards are even, or its gradient. The collectives of ``redistribute_local``."""
@@ -97,15 +98,15 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 class _MoveLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, local, move):  # type: ignore[no-untyped-def]
-        ctx.move = move
+    def forward(ctx, local, move, in_backward):  # type: ignore[no-untyped-def]
+        ctx.in_backward = in_backward
         moved = move.run(local, is_gradient=False)
         return local.view_as(local) if moved is local else moved
 
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return ctx.move.run(gradient, is_gradient=True), None
+        return ctx.in_backward().run(gradient, is_gradient=True), None, None
 
 
 def _only_reduction(mesh: DeviceMesh, src: Placed, dst: Placed) -> AllReduce | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -18,14 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_ragged._register._torch import backward_id, functorch_is_active
+from torch_ragged._register._torch import GradientUse, backward_id, functorch_is_active, gradient_use
 from torch_ragged.spmd._boundary import Redistribution, Shared, as_dtensor, is_own_hook, local_moves
-from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks, witness
-from torch_ragged.spmd._move import Placed, clean, differentiable_once, make_dtensor, move_dtensor
+from torch_ragged.spmd._gradients import Leaf, LeavesOfCall, PendingGradients, has_hooks, witness
+from torch_ragged.spmd._move import Move, Placed, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
 from torch_ragged.spmd._static_facts import Facts, NoFacts, modes
-from torch_ragged.spmd._static_trial import Found, Island, Refused, count_uses, edge_of, is_even_dtensor, try_module
+from torch_ragged.spmd._static_trial import (
+    Found,
+    Island,
+    Refused,
+    count_uses,
+    edge_of,
+    is_even_dtensor,
+    standing_in,
+    try_module,
+)
 
 __all__ = ["StaticModules", "StaticReport"]
 
@@ -82,7 +92,7 @@ class StaticModules:
             self.forbid(name, reason)
         for name, region in self._regions.items():
             region.around = [other for outer, other in self._regions.items() if _is_in(name, outer)]
-        self._watched: list[tuple[_Kind, int, Any]] = []
+        self._watched: list[tuple[_Kind, Optional[int], Any]] = []
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
         for region in self._regions.values():
@@ -103,6 +113,10 @@ class StaticModules:
         else:
             kind.is_watched = True
 
+    def watch_view(self, kind: _Kind, output: torch.Tensor) -> None:
+        """When this forward ends, note whether an output that is a view was written to: then autograd has left its node."""
+        self._watched.append((kind, None, edge_of(output)))
+
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         watched, self._watched = self._watched, []
         if not watched:
@@ -120,7 +134,11 @@ class StaticModules:
         params = self.gradients.edges()
         uses = count_uses(ends, {**edges, **{edge: edge for each in params.values() for edge in each}})
         for position, (kind, index, edge) in enumerate(watched):
-            kind.uses[index] = max(uses[position] + used.count(edge), kind.uses.get(index, 0))
+            count = uses[position] + used.count(edge)
+            if index is None:
+                kind.is_written |= not count
+                continue
+            kind.uses[index] = max(count, kind.uses.get(index, 0))
             kind.is_watched = True
         for param, each in params.items():
             if sum(uses[edge] for edge in each) > 1 and self.gradients.share(param):
@@ -161,17 +179,17 @@ class _Now:
 
     Attributes:
         region: the static module that runs, or is on trial: modules in it do nothing of their own, also those of other models.
-        found: what its trial found.
+        call: its call on local tensors.
     """
 
     region: Optional[_Region] = None
-    found: Optional[Found] = None
+    call: Optional[_StaticCall] = None
 
-    def enter(self, region: _Region, found: Optional[Found]) -> None:
-        self.region, self.found, local_moves.of = region, found, None if found is None else found.moves
+    def enter(self, region: _Region, call: Optional[_StaticCall]) -> None:
+        self.region, self.call, local_moves.of = region, call, None if call is None else call.move
 
     def leave(self) -> None:
-        self.region, self.found, local_moves.of = None, None, None
+        self.region, self.call, local_moves.of = None, None, None
 
     def begin_forward(self) -> None:
         """A call that was interrupted from the keyboard has left local tensors behind."""
@@ -192,31 +210,32 @@ class _Kind:
     """Calls of a module with the same facts.
 
     Attributes:
+        state: the facts of these calls.
         arrivals: the placements of the gradients that reached outputs.
+        needing: how many outputs need gradients.
         uses: how often each input was used, in the whole model.
         found: what the trial found; None before it, or if it refused.
         reason: why calls of this kind are eager, for good.
         is_watched: whether there was one, in eager mode.
+        is_written: whether nothing used an output that is a view, or the code around the module has written to it.
         pending: those in eager mode whose backward may still come. It may compute a checkpoint again, which must be eager, too.
-        is_stale: whether a gradient has arrived under other placements than those of the trial.
-        changes: how often that was so.
+        others: by the placements of the gradients that have arrived, what a trial with them found; None: it refused.
+        given: makes arguments of a trial.
+        modes: those of torch, in forward.
     """
 
+    state: _State
     arrivals: dict[int, Placed] = field(default_factory=dict)
+    needing: int = 0
     uses: dict[int, int] = field(default_factory=dict)
     found: Optional[Found] = None
     reason: Optional[str] = None
     is_watched: bool = False
+    is_written: bool = False
     pending: weakref.WeakSet[_Call] = field(default_factory=weakref.WeakSet)
-    is_stale: bool = False
-    changes: int = 0
-
-    def arrive(self, index: int, placements: Placed) -> None:
-        self.arrivals[index] = placements
-        self.is_stale = True
-        self.changes += 1
-        if self.changes > 3:
-            self.reason = "gradients of its outputs arrive under other placements from step to step: add a rule with grad="
+    others: dict[Any, Optional[Found]] = field(default_factory=dict)
+    given: Callable[[], tuple[list[Any], Any]] = lambda: ([], None)
+    modes: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -226,6 +245,75 @@ class _State:
     facts: Facts
     reason: Optional[str]
     kinds: dict[Any, _Kind] = field(default_factory=dict)
+
+
+class _StaticCall(LeavesOfCall):
+    """A call on local tensors, as long as its graph of autograd lives.
+
+    Local ops compute the same gradients whatever the placements of those that arrive are, if no op of eager mode redistributes.
+    Only what is made of local gradients where they leave the module differs. So it is looked up then.
+
+    Attributes:
+        found: what the trial with the placements found under which gradients have arrived, in this backward.
+        nodes: by output, the node of autograd to which its gradient comes.
+        given: the arguments, until the call ends.
+        repeated: the gradients of inputs and parameters, if eager mode has computed them in this backward.
+    """
+
+    def __init__(self, region: _Region, kind: _Kind, found: Found) -> None:
+        super().__init__()
+        self.region, self.kind, self.first, self.found = region, kind, found, found
+        self.nodes: dict[int, weakref.ref[Any]] = {}
+        self.given: Optional[tuple[list[Any], Any]] = None
+        self.repeated: Optional[dict[Any, Any]] = None
+        self._arrived: dict[int, Placed] = {}
+        self._backward = -1
+
+    def move(self, change: Redistribution) -> Move:
+        return self.found.moves[change]
+
+    def grad_spec(self, key: Any) -> Any:
+        """The spec of the gradient of an input, by its position, or of a parameter, by its name; None: it has none."""
+        return self.found.param_grads.get(key) if isinstance(key, str) else self.found.input_grads.get(key)
+
+    def arrive(self, index: int, placements: Placed, repeat: Callable[[], Any]) -> Optional[Placed]:
+        """A gradient of an output has arrived.
+
+        Args:
+            repeat: has eager mode compute the gradients; None: it cannot.
+
+        Returns:
+            the placements to which it must be brought; None: eager mode has used it.
+        """
+        if self._backward != backward_id():
+            self._backward, self._arrived, self.found, self.specs = backward_id(), {}, self.first, {}
+            self.repeated = self.by_eager = None
+        if placements == self.found.output_grads.get(index):
+            self._arrived[index] = placements
+            return placements
+        # Of other outputs that this backward will reach, those of the trial are the best guess.
+        others = {i: self.first.output_grads[i] for i, node in self.nodes.items() if i != index and _will_run(node())}
+        found = self.region.found_under(self, {**others, **self._arrived, index: placements})
+        if found is None:
+            # The last choice. Its values are right, but in this step sums may be in another order than in eager mode.
+            told = "".join(map(str, placements))
+            self.kind.reason = (
+                f"with a gradient under {told}, its backward redistributes, and static modules cannot: add a rule with grad="
+            )
+            self.repeated = None if others or self._arrived else repeat()
+            if self.repeated is not None:
+                self.by_eager = self.region.by_parameter(self.repeated)
+                return None
+            placements = self.first.output_grads[index]
+            found = self.region.found_under(self, {**others, **self._arrived, index: placements})
+        assert found is not None  # It was so for another output, or is the first one.
+        self._arrived[index], self.found = placements, found
+        self.specs = {} if found is self.first else self.region.by_parameter(found.param_grads)
+        return placements
+
+
+def _will_run(node: Any) -> bool:
+    return node is not None and gradient_use(node) is not GradientUse.NONE
 
 
 class _Region(Shared):
@@ -241,8 +329,6 @@ class _Region(Shared):
         self.reason: Optional[str] = None
         """Why the module is eager for good; an empty text: because of a module in it; None: it is not."""
         self.is_on_trial = False
-        self.leaves: list[Leaf] = []
-        """Of the call that runs."""
         self.around: list[_Region] = []
         """This region and those that it is in."""
         self._used_before = -1
@@ -250,7 +336,7 @@ class _Region(Shared):
         self._leaves: list[Leaf] = []
         self._owner = owner
         self._states: list[_State] = []
-        self._running: list[tuple[str, Optional[_Kind]]] = []
+        self._running: list[tuple[str, Any]] = []
         self._params = [
             _LocalParam(vars(each), each._parameters, key, f"{prefix}.{key}" if prefix else key)
             for prefix, each in module.named_modules()
@@ -272,9 +358,12 @@ class _Region(Shared):
         return {name: reason for each in found for name, reason in each.draws.items()}
 
     def other_facts(self) -> Optional[str]:
-        """Why no call is static, if each has other facts than those before it."""
-        if self.is_static or len(self._states) < 3:
+        """Why no call is static, if all kinds of calls are eager, or if each has other facts than those before it."""
+        if self.is_static:
             return None
+        reasons = [kind.reason for state in self._states for kind in state.kinds.values() if kind.reason is not None]
+        if reasons or len(self._states) < 3:
+            return reasons[0] if reasons else None
         return f"each call finds another value of {self._states[1].facts.changed()}"
 
     def wake(self) -> None:
@@ -304,9 +393,9 @@ class _Region(Shared):
         if _now.region is not None or module is not self.module or functorch_is_active():
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        state, kind = self._kind_of(leaves, tree)
+        kind = self._kind_of(leaves, tree)
         self._running.append(("eager", None))
-        found = None if state is None or kind is None else self._found_for(state, kind, leaves, tree)
+        found = None if kind is None else self._found_for(kind, leaves, tree)
         # Before one backward, parameters may be used several times. Only the first use is by leaves. Its gradient arrives last,
         # and is added to the sum of the others, as in eager mode.
         backward, is_first = self.gradients.backwards, self._used_before != self.gradients.backwards
@@ -315,91 +404,106 @@ class _Region(Shared):
                 region._used_before = backward
         if found is None:
             return None
-        self._running[-1] = ("static", kind)
-        _now.enter(self, found)
+        assert kind is not None
+        call = _StaticCall(self, kind, found)
+        self._running[-1] = ("static", call)
+        if found.can_repeat and torch.is_grad_enabled():
+            call.given = leaves[:], tree
+        _now.enter(self, call)
+        made: dict[int, torch.Tensor] = {}  # The code may ask whether two arguments are the same object.
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, DTensor):
-                spec = found.input_grads.get(index)
-                leaves[index] = _ToLocal.apply(leaf, spec or leaf._spec, None if spec else clean(leaf.placements))
-        self._bind(found, is_first)
+                if id(leaf) not in made:
+                    made[id(leaf)] = _ToLocal.apply(leaf, call, index)
+                leaves[index] = made[id(leaf)]
+        self._bind(call, is_first)
         return pytree.tree_unflatten(leaves, tree)
 
-    def _found_for(self, state: _State, kind: _Kind, leaves: Sequence[Any], tree: Any) -> Optional[Found]:
+    def _found_for(self, kind: _Kind, leaves: Sequence[Any], tree: Any) -> Optional[Found]:
         """What a trial of this kind of calls found, perhaps now; None: this call is eager."""
-        if kind.reason is not None and backward_id() < 0:
+        if kind.reason is not None and kind.found is not None and backward_id() < 0:
             kind.found = None  # Not before: a checkpoint whose forward was static is computed again as it was.
+            if not self.is_static:
+                self._owner.forbid(self.name, kind.reason)
         if kind.reason is not None and kind.found is None:
             return None
         # Time: the first call of a kind is watched, and a later one is tried, when the gradients of the first have arrived.
-        if kind.found is None or kind.is_stale:
+        if kind.found is None:
             # A call that activation checkpointing runs again is as the first one was.
-            if kind.found is None and (backward_id() >= 0 or not kind.is_watched or kind.pending):
+            if backward_id() >= 0 or not kind.is_watched or kind.pending:
                 self._running[-1] = ("watched", kind)
                 if backward_id() < 0:
                     self._owner.watch_uses(kind, leaves)
                 return None
-            if backward_id() < 0:
-                self._try(state, kind, leaves, tree)
+            self._try(kind, leaves, tree)
         return kind.found
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._running or _now.region not in (None, self) or module is not self.module:
             return None
-        state, kind = self._running.pop()
-        if state == "static":
+        how, of = self._running.pop()
+        if how == "static":
             _now.leave()
             self.unbind()
-        if output is None or kind is None:  # It raised, or it ran in eager mode.
+        if output is None or of is None:  # It raised, or it ran in eager mode.
             return None
         leaves, tree = pytree.tree_flatten(output)
-        if state == "watched":
-            call = _Call()
+        if how == "watched":
+            watched, of.needing = _Call(), 0
             for index, leaf in enumerate(leaves):
                 if isinstance(leaf, DTensor) and leaf.requires_grad and not leaf.is_leaf:
-                    leaf.register_hook(functools.partial(_note_arrival, kind, call, index))
+                    leaf.register_hook(functools.partial(_note_arrival, of, watched, index))
+                    of.needing += 1
+                    if leaf._is_view() and backward_id() < 0:
+                        self._owner.watch_view(of, leaf)
                     if backward_id() < 0:
-                        kind.pending.add(call)
+                        of.pending.add(watched)
             return None
-        assert kind.found is not None
-        for index, (leaf, spec) in enumerate(zip(leaves, kind.found.outputs)):
+        given, of.given = of.given, None  # From here on, autograd keeps them, as long as it keeps what it needs itself.
+        for index, (leaf, spec) in enumerate(zip(leaves, of.found.outputs)):
             if spec is None:
                 continue
             if not leaf.requires_grad:
                 leaves[index] = DTensor(leaf, spec, requires_grad=False)  # type: ignore[call-arg]
                 continue
-            known = [each.param for each in self.leaves[:1]]
-            leaves[index] = _FromLocal.apply(leaf, self, kind, index, spec, witness, *known)
+            known = [each.param for each in of.leaves[:1]]
+            leaves[index] = _FromLocal.apply(leaf, of, index, spec, given, witness, *known)
         return pytree.tree_unflatten(leaves, tree)
 
-    def _kind_of(self, leaves: Sequence[Any], tree: Any) -> tuple[Optional[_State], Optional[_Kind]]:
+    def _kind_of(self, leaves: Sequence[Any], tree: Any) -> Optional[_Kind]:
         """The kind of a call; None: it cannot be static."""
         key = [tree, modes()]
         for leaf in leaves:
             if isinstance(leaf, DTensor):
                 mesh = self._owner.mesh
                 if (leaf.device_mesh is not mesh and leaf.device_mesh != mesh) or not is_even_dtensor(leaf):
-                    return None, None
+                    return None
                 key += (leaf.placements, leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
             elif isinstance(leaf, torch.Tensor):
+                if leaf.layout is not torch.strided or leaf.is_nested:  # It has no shape and strides of its own.
+                    return None
                 key += (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, type(leaf))
             elif leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)):
                 key += (type(leaf), leaf)
             else:  # An object may keep tensors, such as a cache of keys: they are DTensors.
-                return None, None
+                return None
+        tensors = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if len(set(tensors)) < len(tensors):
+            key += map(tensors.index, tensors)
         whole = tuple(key)
         state = next((each for each in self._states if each.facts.hold()), None)
         if state is None:
             state = self._new_state()
             if state is None:
-                return None, None
+                return None
         if state.reason is not None:
-            return None, None
+            return None
         kind = state.kinds.get(whole)
         if kind is None:
             if len(state.kinds) >= _KINDS:
-                return None, None
-            kind = state.kinds[whole] = _Kind()
-        return state, kind
+                return None
+            kind = state.kinds[whole] = _Kind(state)
+        return kind
 
     def _new_state(self) -> Optional[_State]:
         if len(self._states) >= _KINDS:
@@ -412,15 +516,17 @@ class _Region(Shared):
         self._states.insert(0, state)
         return state
 
-    def _try(self, state: _State, kind: _Kind, leaves: Sequence[Any], tree: Any) -> None:
+    def _try(self, kind: _Kind, leaves: Sequence[Any], tree: Any) -> None:
         """See whether calls of this kind can be static, on copies of tensors. The module is as before afterwards."""
-        owner = self._owner
-        kind.found, kind.is_stale, self.is_on_trial = None, False, True
+        owner, state = self._owner, kind.state
+        kind.found, self.is_on_trial = None, True
+        refused: Optional[Refused] = None
+        kind.given, kind.modes = functools.partial(_alike, [*map(_meta_of, leaves)], [*map(id, leaves)], tree), modes()
         _now.enter(self, None)  # Modules in it are called on trial, and must not watch or try themselves.
         try:
-            kind.found = try_module(
-                self.module, self.name, leaves, tree, kind.arrivals, owner.changes, owner.mesh, self._run_on_trial(tree)
-            )
+            if kind.is_written:  # Outputs of a static module are no views, whose gradients take another way.
+                raise Refused(self.name, "an output of it is a view, which nothing uses or to which the code around it writes")
+            kind.found = self._run_trial(kind, leaves, tree, kind.arrivals)
             changed = state.facts.changed()
             if changed is not None:
                 raise Refused(self.name, f"its forward changes {changed}")
@@ -428,15 +534,18 @@ class _Region(Shared):
                 # Eager mode adds up all gradients of a tensor one by one; a static module adds up its own first.
                 if inside > 1 and kind.uses.get(index, 0) > inside:
                     raise Refused(self.name, f"the gradient of input {index} would be added up in another order")
-        except Refused as refused:
-            kind.found, kind.reason = None, refused.reason
-            if not self.is_static:  # Not only for calls of this kind.
-                owner.forbid(refused.module, refused.reason)
-            return
+        except Refused as error:
+            kind.found, kind.reason, refused = None, error.reason, error
         finally:
             state.facts.restore()
             self.is_on_trial = False
             _now.leave()
+        if refused is not None:
+            # Not only for calls of this kind. But the trial may have guessed with which placements a gradient arrives.
+            if not self.is_static and not 0 < len(kind.arrivals) < kind.needing:
+                owner.forbid(refused.module, refused.reason)  # After restore(), which brings back hooks that are removed here.
+            return
+        assert kind.found is not None
         owner.now_static(self)
         for module in kind.found.islands:
             if module not in self._island_hooks:
@@ -446,9 +555,77 @@ class _Region(Shared):
                 ]
         state.facts = Facts(self.module)  # Hooks of this object have changed, and nothing else.
 
-    def _run_on_trial(self, tree: Any) -> Any:
+    def found_under(self, call: _StaticCall, arrived: dict[int, Placed]) -> Optional[Found]:
+        """In backward: what holds for a call if gradients have arrived under these placements; None: they cannot be used.
+
+        A trial finds it, once per placements, as the one before the call, but with zeros: its values do not count.
+        """
+        if all(call.first.output_grads[index] == placements for index, placements in arrived.items()):
+            return call.first
+        kind, key = call.kind, frozenset(arrived.items())
+        if key not in kind.others:
+            kind.others[key] = None
+            with torch.enable_grad():
+                # Module and modes must be those of forward. A graph of a call that is interrupted has nothing to try.
+                if _now.region is None and modes() == kind.modes and kind.state.facts.hold():
+                    self.is_on_trial = True
+                    _now.enter(self, None)
+                    try:
+                        found = self._run_trial(kind, *kind.given(), arrived, only=True)
+                        if kind.state.facts.changed() is None and found.has_the_forward_of(call.first):
+                            kind.others[key] = found
+                    except Refused:
+                        pass
+                    finally:
+                        kind.state.facts.restore()
+                        self.is_on_trial = False
+                        _now.leave()
+        return kind.others[key]
+
+    def by_parameter(self, named: dict[Any, Any]) -> dict[Any, Any]:
+        """What ``named`` says of names of parameters, by parameter."""
+        return {each.registered[each.key]: named[each.name] for each in self._params if each.name in named}
+
+    def repeat(
+        self, call: _StaticCall, given: Any, saved: Sequence[Any], index: int, gradient: Any
+    ) -> Optional[dict[Any, Any]]:
+        """In backward: run the module again in eager mode, and backward from one output.
+
+        Returns:
+            the gradients of inputs and parameters, as ``grad_spec`` names them. None: module or modes are not those of forward.
+        """
+        with torch.enable_grad(), _disable_current_modes():
+            if _now.region is not None or modes() != call.kind.modes or not call.kind.state.facts.hold():
+                return None
+            tensors, (arguments, tree) = iter(saved), given
+            pairs = [each.made(next(tensors)) if isinstance(each, _Saved) else (None, each) for each in arguments]
+            inputs = {i: leaf for i, (leaf, _) in enumerate(pairs) if leaf is not None and leaf.requires_grad}
+            params = {each.name: each.registered[each.key] for each in self._params}
+            copies = {id(param): _copy_of(param) for param in params.values()}  # Tied parameters stay tied.
+            params = {name: copies[id(param)] for name, param in params.items()}
+            args, kwargs = pytree.tree_unflatten([used for _, used in pairs], tree)
+            self.is_on_trial = True
+            _now.enter(self, None)
+            try:
+                with standing_in(self.module, params):
+                    output = pytree.tree_leaves(self.module.forward(*args, **kwargs))[index]
+                leaves: dict[Any, Any] = {**inputs, **{name: param for name, param in params.items() if param.requires_grad}}
+                distinct = list({id(leaf): leaf for leaf in leaves.values()}.values())
+                grads = torch.autograd.grad(output, distinct, gradient, allow_unused=True)
+            finally:
+                self.is_on_trial = False
+                _now.leave()
+        of = dict(zip(map(id, distinct), grads))
+        return {key: of[id(leaf)] for key, leaf in leaves.items()}
+
+    def _run_trial(self, kind: _Kind, leaves: Sequence[Any], tree: Any, arrivals: Any, only: bool = False) -> Found:
+        owner = self._owner
+        run = self._run_on_trial(kind, tree)
+        return try_module(self.module, self.name, leaves, tree, arrivals, owner.changes, owner.mesh, run, only)
+
+    def _run_on_trial(self, kind: _Kind, tree: Any) -> Any:
         def run(found: Found, leaves: Sequence[Any], params: dict[str, Any]) -> Any:
-            _now.enter(self, found)
+            _now.enter(self, _StaticCall(self, kind, found))
             hooks = []
             for each in self._params:
                 local = params[each.name]
@@ -469,20 +646,21 @@ class _Region(Shared):
 
     # -- parameters and buffers
 
-    def _bind(self, found: Found, by_leaves: bool) -> None:
+    def _bind(self, call: _StaticCall, by_leaves: bool) -> None:
         """While the module runs, attributes of the instances are local tensors."""
+        found = call.found
         for each in self._params:
             param: Any = each.registered[each.key]
             spec = found.param_grads.get(each.name)
             if not by_leaves and spec is not None and param.requires_grad:
-                each.attributes[each.key] = _pending_if(_ToLocal.apply(param, spec, None), found.shares.get(each.name))
+                each.attributes[each.key] = _pending_if(_ToLocal.apply(param, call, each.name), found.shares.get(each.name))
                 continue
             is_known = param is each.of and spec is each.spec and param._local_tensor.data_ptr() == each.address
             is_known = is_known and param.requires_grad == each.requires_grad and not (each.leaf and has_hooks(param))
-            local = each.local if is_known else self._local_of(each, param, spec)
+            local = each.local if is_known else self._local_of(each, param, call, spec)
             if local is not None:
                 each.attributes[each.key] = _pending_if(local, found.shares.get(each.name))
-        self.leaves = self._leaves if by_leaves else []
+        call.leaves = self._leaves if by_leaves else []
         for owner, key in self._buffers:
             buffer = owner._buffers.get(key)
             if isinstance(buffer, DTensor):
@@ -494,7 +672,7 @@ class _Region(Shared):
         for owner, key in self._buffers:
             vars(owner).pop(key, None)
 
-    def _local_of(self, each: _LocalParam, param: Any, spec: Any) -> Optional[torch.Tensor]:
+    def _local_of(self, each: _LocalParam, param: Any, call: _StaticCall, spec: Any) -> Optional[torch.Tensor]:
         """What a parameter's attribute is while the module runs; kept until the parameter or its memory is another one."""
         each.of, each.spec = None, spec
         if not isinstance(param, DTensor):
@@ -503,7 +681,7 @@ class _Region(Shared):
             each.leaf = self.gradients.leaf_of(param, spec.placements)  # type: ignore[arg-type]
             if each.leaf is None:  # A unit's: gathered anew for each forward. Or one with hooks: autograd goes to it.
                 self._leaves = [leaf for leaf in self._leaves if leaf.param is not param]
-                return _ToLocal.apply(param, spec, None)
+                return _ToLocal.apply(param, call, each.name)
             each.local = each.leaf.local
         else:
             each.local, each.leaf = param._local_tensor.detach(), None
@@ -521,27 +699,27 @@ class _Region(Shared):
     # -- modules in it that draw
 
     def _to_island(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        island = self._island(module)
+        call, island = _now.call, self._island(module)
         if island is None:
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         for index, spec in enumerate(island.inputs):
             if spec is not None:
-                leaves[index] = _OfIsland.apply(leaves[index], spec, island.input_grads.get(index, clean(spec.placements)))
+                leaves[index] = _ToIsland.apply(leaves[index], call, module, index, spec)
         return pytree.tree_unflatten(leaves, tree)
 
     def _from_island(self, module: nn.Module, args: Any, output: Any) -> Any:
-        island = self._island(module)
+        call, island = _now.call, self._island(module)
         if island is None:
             return None
         leaves, tree = pytree.tree_flatten(output)
         for index, spec in enumerate(island.outputs):
             if spec is not None:
-                leaves[index] = _ToLocal.apply(leaves[index], spec, island.output_grads.get(index, clean(spec.placements)))
+                leaves[index] = _FromIsland.apply(leaves[index], call, module, index, spec)
         return pytree.tree_unflatten(leaves, tree)
 
     def _island(self, module: nn.Module) -> Optional[Island]:
-        return None if _now.found is None else _now.found.islands.get(module)
+        return None if _now.call is None else _now.call.found.islands.get(module)
 
 
 @dataclass
@@ -596,6 +774,67 @@ def _note_arrival(kind: _Kind, call: _Call, index: int, gradient: Any) -> None:
         kind.arrivals[index] = gradient.placements
 
 
+@dataclass
+class _Saved:
+    """What an argument is, whose local tensor autograd keeps."""
+
+    spec: Any
+    requires_grad: bool
+    is_leaf: bool
+
+    @staticmethod
+    def of(leaf: torch.Tensor) -> _Saved:
+        return _Saved(leaf._spec if isinstance(leaf, DTensor) else None, leaf.requires_grad, leaf.is_leaf)
+
+    def made(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What gets the gradient of the argument, and the argument: the code may ask whether it is a leaf of autograd."""
+        tensor: Any = local.detach()
+        tensor = tensor if self.spec is None else DTensor(tensor, self.spec, requires_grad=False)  # type: ignore[call-arg]
+        tensor.requires_grad_(self.requires_grad)
+        return tensor, tensor if self.is_leaf else tensor.view_as(tensor)
+
+
+def _copy_of(param: Any) -> Any:
+    if not isinstance(param, DTensor):
+        return param.detach().requires_grad_(param.requires_grad)
+    copy: Any = DTensor(param._local_tensor.detach(), param._spec, requires_grad=False)  # type: ignore[call-arg]
+    return copy.requires_grad_(param.requires_grad)
+
+
+def _meta_of(leaf: Any) -> Any:
+    """What a trial needs of an argument, without its memory. Values that are no tensors are facts: they stay."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    spec = leaf._spec if isinstance(leaf, DTensor) else None
+    layout = (tuple(local.shape), local.stride())
+    return _Meta(layout, {"dtype": local.dtype, "device": local.device}, spec, leaf.requires_grad, leaf.is_leaf)
+
+
+@dataclass
+class _Meta:
+    layout: tuple[Any, ...]
+    options: dict[str, Any]
+    spec: Any
+    requires_grad: bool
+    is_leaf: bool
+
+    def zeros(self) -> torch.Tensor:
+        zeros: Any = torch.empty_strided(*self.layout, **self.options).zero_()
+        zeros = zeros if self.spec is None else DTensor(zeros, self.spec, requires_grad=False)  # type: ignore[call-arg]
+        zeros.requires_grad_(self.requires_grad)
+        return zeros if self.is_leaf else zeros.view_as(zeros)  # type: ignore[no-any-return]
+
+
+def _alike(metas: Sequence[Any], ids: Sequence[int], tree: Any) -> tuple[list[Any], Any]:
+    """Arguments as those of a call, of zeros. What was one tensor is one."""
+    made: dict[int, Any] = {}
+    for meta, key in zip(metas, ids):
+        if key not in made:
+            made[key] = meta.zeros() if isinstance(meta, _Meta) else meta
+    return [made[key] for key in ids], tree
+
+
 def _pending_if(local: torch.Tensor, shares: Any) -> torch.Tensor:
     return _ToPending.apply(local, shares) if shares else local
 
@@ -616,59 +855,91 @@ class _ToPending(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """A DTensor's local tensor. Its gradient has ``spec``, or the shape of ``spec`` and placements ``grads``."""
+    """The local tensor of a DTensor that enters a region. ``key``: the position of an input, or the name of a parameter."""
 
     @staticmethod
-    def forward(ctx, tensor, spec, grads):  # type: ignore[no-untyped-def]
-        ctx.spec, ctx.grads = spec, grads
+    def forward(ctx, tensor, call, key):  # type: ignore[no-untyped-def]
+        ctx.spec, ctx.call, ctx.key = tensor._spec, call, key
         local = tensor._local_tensor
         return local.view_as(local)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        if ctx.grads is None:
-            return DTensor(gradient, ctx.spec, requires_grad=False), None, None
-        return make_dtensor(gradient.contiguous(), ctx.spec.mesh, ctx.grads, ctx.spec.shape), None, None
+        if ctx.call.repeated is not None:  # Instead of the local gradient, which is none.
+            return ctx.call.repeated.get(ctx.key), None, None
+        spec = ctx.call.grad_spec(ctx.key)
+        if spec is not None:
+            return DTensor(gradient, spec, requires_grad=False), None, None
+        return make_dtensor(gradient.contiguous(), ctx.spec.mesh, clean(ctx.spec.placements), ctx.spec.shape), None, None
 
 
 class _FromLocal(torch.autograd.Function):
-    """A DTensor on an output of a region. Its gradient is brought to the placements of the trial.
+    """A DTensor on an output of a region.
 
     Gradients of parameters accumulate on leaves of their own. One parameter is an input here, so that a backward for parameters
     alone passes here and raises. All of them would cost a tenth of a small step.
     """
 
     @staticmethod
-    def forward(ctx, local, region, kind, index, spec, *params):  # type: ignore[no-untyped-def]
-        ctx.gradients, ctx.leaves = region.gradients, region.leaves  # Of this call: the next one may be of another kind.
-        ctx.kind, ctx.index, ctx.mesh, ctx.params = kind, index, spec.mesh, len(params)
-        ctx.grads = kind.found.output_grads.get(index)
+    def forward(ctx, local, call, index, spec, given, *witnesses):  # type: ignore[no-untyped-def]
+        ctx.call, ctx.index, ctx.mesh, ctx.witnesses = call, index, spec.mesh, len(witnesses)
+        call.nodes[index] = weakref.ref(ctx)
+        ctx.given = None
+        if given is not None:
+            leaves, tree = given
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            ctx.save_for_backward(*[leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in tensors])
+            ctx.given = [_Saved.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        ctx.gradients.collect(ctx.leaves)
+        call = ctx.call
+        call.region.gradients.collect(call)
         gradient = as_dtensor(gradient, ctx.mesh)  # Behind a backward hook, that of an unused output is plain zeros.
-        if gradient.placements != ctx.grads:
-            # The value is right; another order of sums than in eager mode, in this step alone.
-            ctx.kind.arrive(ctx.index, gradient.placements)
-            gradient = move_dtensor(gradient, ctx.grads)  # Perhaps to a sum that is pending, which DTensor's method refuses.
-        return gradient._local_tensor, None, None, None, None, *(None,) * ctx.params
+
+        def repeat() -> Any:
+            return ctx.given and call.region.repeat(call, ctx.given, ctx.saved_tensors, ctx.index, gradient)
+
+        wanted = call.arrive(ctx.index, gradient.placements, repeat)
+        local = None
+        if wanted is not None:
+            # Perhaps to a sum that is pending, which DTensor's method refuses.
+            local = (gradient if gradient.placements == wanted else move_dtensor(gradient, wanted))._local_tensor
+        return local, None, None, None, None, *(None,) * ctx.witnesses
 
 
-class _OfIsland(torch.autograd.Function):
+class _ToIsland(torch.autograd.Function):
     """A DTensor on a local tensor in a region, for a module that draws."""
 
     @staticmethod
-    def forward(ctx, local, spec, grads):  # type: ignore[no-untyped-def]
-        ctx.grads = grads
+    def forward(ctx, local, call, module, index, spec):  # type: ignore[no-untyped-def]
+        ctx.call, ctx.module, ctx.index, ctx.placements = call, module, index, clean(spec.placements)
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        if gradient.placements != ctx.grads:
-            gradient = move_dtensor(gradient, ctx.grads)
-        return gradient._local_tensor, None, None
+        wanted = ctx.call.found.islands[ctx.module].input_grads.get(ctx.index, ctx.placements)
+        if gradient.placements != wanted:
+            gradient = move_dtensor(gradient, wanted)
+        return gradient._local_tensor, None, None, None, None
+
+
+class _FromIsland(torch.autograd.Function):
+    """The local tensor of what a module that draws returns."""
+
+    @staticmethod
+    def forward(ctx, tensor, call, module, index, spec):  # type: ignore[no-untyped-def]
+        ctx.call, ctx.module, ctx.index, ctx.spec = call, module, index, spec
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        spec = ctx.spec
+        placements = ctx.call.found.islands[ctx.module].output_grads.get(ctx.index, clean(spec.placements))
+        return make_dtensor(gradient.contiguous(), spec.mesh, placements, spec.shape), None, None, None, None

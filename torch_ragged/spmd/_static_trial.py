@@ -29,7 +29,7 @@ from torch_ragged.tensor._api import ragged_extension
 from torch_ragged.tensor._random import scope
 from torch_ragged.tensor.placement_types import has_ragged
 
-__all__ = ["Found", "Island", "Refused", "count_uses", "edge_of", "is_even_dtensor", "try_module"]
+__all__ = ["Found", "Island", "Refused", "count_uses", "edge_of", "is_even_dtensor", "standing_in", "try_module"]
 
 _UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
 _AGAIN = "activation checkpointing in it runs code again in backward"
@@ -78,6 +78,8 @@ class Found:
         uses: how often each input is used, in the module.
         shares: of replicated parameters that an op takes as pending a sum, such as the bias of a row-parallel layer: the
             sizes of the mesh dimensions of the sum.
+        can_repeat: whether backward can run it again in eager mode: it sends, draws and writes nothing, and autograd keeps its
+            inputs anyway.
     """
 
     outputs: list[Any]
@@ -89,6 +91,19 @@ class Found:
     draws: dict[str, str] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)
     shares: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    can_repeat: bool = False
+
+    def has_the_forward_of(self, other: Found) -> bool:
+        """Whether the graph of a call of ``other`` brings the gradients that this trial has."""
+        return (
+            self.outputs == other.outputs
+            and self.shares == other.shares
+            and self.islands.keys() == other.islands.keys()
+            and self.param_grads.keys() <= other.param_grads.keys()
+            and self.moves.keys() == other.moves.keys()
+            # A move that changed nothing has left no node in the graph.
+            and all(other.moves[change].is_needed or not move.is_needed for change, move in self.moves.items())
+        )
 
 
 def try_module(
@@ -100,6 +115,7 @@ def try_module(
     changes: Sequence[Redistribution],
     mesh: DeviceMesh,
     run_local: Callable[[Found, Sequence[Any], dict[str, torch.Tensor]], Any],
+    only: bool = False,
 ) -> Found:
     """Run ``module`` forward and backward on DTensors and on local tensors, and compare what is computed: not values, but ops.
 
@@ -111,6 +127,7 @@ def try_module(
         args: pytree leaves of the arguments, by ``tree``.
         arrivals: the placements of the gradients that reach outputs, as far as they are known.
         run_local: runs the module on local leaves and parameters, as a static module.
+        only: outputs that are not in ``arrivals`` have no gradient.
 
     Raises:
         Refused: they differ, or something happens that local tensors cannot do.
@@ -124,14 +141,21 @@ def try_module(
     is_compared, scope.is_compared = scope.is_compared, True  # Draws on trial send nothing, either.
     try:
         # Of an activation checkpoint around the module: it must not count what is saved here.
-        with _disable_current_modes(), saved_tensors_hooks(lambda x: x, lambda x: x):
+        saved: set[int] = set()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, DTensor):
+                saved.add(_address(tensor))
+            return tensor
+
+        with _disable_current_modes(), saved_tensors_hooks(pack, lambda x: x):
             given = _Given(args, params, buffers, reference.ledger)
-            found = _run_reference(module, reference, given, tree, arrivals, mesh)
+            found = _run_reference(module, reference, given, tree, arrivals, mesh, only)
             for device, state in states.items():
                 write_state(device, state)
             ledger = Ledger(name)
             local = _Given(args, params, buffers, ledger, found)
-            _run_locally(name, module, ledger, local, found, run_local)
+            _run_locally(name, module, ledger, local, found, run_local, only)
     finally:
         scope.is_compared = is_compared
         for device, state in states.items():
@@ -140,6 +164,10 @@ def try_module(
     for key in {**eager, **static}:
         if key not in eager or key not in static or eager[key] != static[key]:
             raise Refused(name, f"on local tensors, {_what(key)} is computed in another way")
+    is_silent = not (found.islands or any(move.is_needed for move in found.moves.values()))
+    is_silent = is_silent and not any(kind == "written" for kind, _ in static)
+    is_silent = is_silent and all(isinstance(param, DTensor) for param in params.values())
+    found.can_repeat = is_silent and all(_address(leaf) in saved for leaf in local.args if _is_tensor(leaf))
     return found
 
 
@@ -173,9 +201,15 @@ class Ledger:
     def __init__(self, name: str) -> None:
         self.expressions: dict[Any, Any] = {}
         self.name = name
+        self._around = current_autograd_node()  # A trial may run when a gradient has arrived.
         self._of: dict[int, int] = {}
         self._own: set[int] = set()
         self._kept: list[Any] = []  # So that no storage is freed, and no address used again.
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether a backward of the trial itself runs this code."""
+        return current_autograd_node() not in (None, self._around)
 
     def begin(self, tensor: torch.Tensor, *expression: Any, is_copy: bool = False) -> None:
         """Give a tensor that enters the run an expression. Ops may write to a copy."""
@@ -209,7 +243,7 @@ class Ledger:
         Raises:
             Refused: it communicates, reads a value, or writes to a tensor that the run has not made.
         """
-        if torch.is_grad_enabled() and current_autograd_node() is not None:
+        if torch.is_grad_enabled() and self.is_backward:
             raise Refused(self.name, _AGAIN)
         named = {each.name: each for each in func._schema.arguments}
         filled = {**dict(zip(named, args)), **kwargs}  # A default may be passed or left out.
@@ -375,7 +409,7 @@ def _needs_grad(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _standing_in(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def standing_in(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """While the module runs, attributes of the instances hide its registered parameters and buffers."""
     places = []
     for key, tensor in tensors.items():
@@ -415,12 +449,18 @@ def _carrying(ledger: Ledger) -> Iterator[None]:
 
 
 def _run_reference(
-    module: nn.Module, reference: _Reference, given: _Given, tree: Any, arrivals: dict[int, Placed], mesh: DeviceMesh
+    module: nn.Module,
+    reference: _Reference,
+    given: _Given,
+    tree: Any,
+    arrivals: dict[int, Placed],
+    mesh: DeviceMesh,
+    only: bool,
 ) -> Found:
     ledger = reference.ledger
     args, kwargs = pytree.tree_unflatten(given.args, tree)
     reference.leaves = {id(tensor) for _, tensor in given.leaves()}
-    with reference.watching(), _standing_in(module, {**given.params, **given.buffers}), _carrying(ledger):
+    with reference.watching(), standing_in(module, {**given.params, **given.buffers}), _carrying(ledger):
         try:
             output = module.forward(*args, **kwargs)
             outputs = pytree.tree_leaves(output)
@@ -429,7 +469,7 @@ def _run_reference(
             given.check_outputs(reference.name, outputs)
             for index, leaf in enumerate(outputs):
                 ledger.note(("out", index), leaf)
-            needing = {index: leaf for index, leaf in enumerate(outputs) if _needs_grad(leaf)}
+            needing = {i: leaf for i, leaf in enumerate(outputs) if _needs_grad(leaf) and (i in arrivals or not only)}
             found.output_grads = {i: arrivals.get(i, clean(leaf.placements)) for i, leaf in needing.items()}
             for index, leaf in needing.items():
                 _check_gradient(reference.name, leaf.placements, found.output_grads[index])
@@ -480,7 +520,10 @@ def count_uses(outputs: Iterable[torch.Tensor], edges: dict[Any, tuple[Any, int]
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(waiting)
     while waiting:
-        for node, index in waiting.pop().next_functions:
+        this = waiting.pop()
+        # What leaves a static module names a parameter, to which it brings no gradient.
+        functions = this.next_functions[: len(this.next_functions) - getattr(this, "witnesses", 0)]
+        for node, index in functions:
             if (node, index) in ends:
                 ends[node, index] += 1
             if node is not None and node not in seen:
@@ -654,7 +697,7 @@ class _Reference(DebugMode):
             self._draws.setdefault(self._stack[-1], f"{func} draws random numbers: those of one device need its placements")
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, DTensor) for leaf in leaves):
-            is_backward = current_autograd_node() is not None
+            is_backward = self.ledger.is_backward
             if is_backward and torch.is_grad_enabled():
                 self._refuse(self.name, _AGAIN)
             # What forward takes from elsewhere. In backward, saved tensors are other objects, and without gradients, views of
@@ -683,7 +726,7 @@ class _Reference(DebugMode):
         if self._is_sharing or tuple(src) == tuple(dst):
             return contextlib.nullcontext()
         told = f"{_tell(src)}->{_tell(dst)}"
-        if current_autograd_node() is None:
+        if not self.ledger.is_backward:
             self._refuse(self._stack[-1], f"{self._op} redistributes {told}: add a rule that does it at a module's boundary")
         name = self._module_of_backward()
         self._refuse(name, f"in backward, {self._op} redistributes {told}: add a rule with grad= or grad_dst=")
@@ -750,18 +793,18 @@ class _Local(TorchDispatchMode):
 
 
 def _run_locally(
-    name: str, module: nn.Module, ledger: Ledger, given: _Given, found: Found, run_local: Callable[..., Any]
+    name: str, module: nn.Module, ledger: Ledger, given: _Given, found: Found, run_local: Callable[..., Any], only: bool
 ) -> None:
     where = "forward"
     try:
-        with _Local(ledger), _standing_in(module, given.buffers), _carrying(ledger):
+        with _Local(ledger), standing_in(module, given.buffers), _carrying(ledger):
             outputs = pytree.tree_leaves(run_local(found, given.args, given.params))
             if len(outputs) != len(found.outputs) or any(isinstance(leaf, DTensor) for leaf in outputs):
                 raise Refused(name, "on local tensors, it has other outputs")
             for index, leaf in enumerate(outputs):
                 ledger.note(("out", index), leaf)
             where = "backward"
-            needing = {index: leaf for index, leaf in enumerate(outputs) if _needs_grad(leaf)}
+            needing = {i: leaf for i, leaf in enumerate(outputs) if _needs_grad(leaf) and (i in found.output_grads or not only)}
             if set(needing) != set(found.output_grads):
                 raise Refused(name, "on local tensors, other outputs have gradients")
             leaves = given.leaves()

@@ -111,6 +111,7 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         _aten._pack_padded_sequence.default: _packed,
         _aten._nested_tensor_from_mask_left_aligned.default: _nested,
         _aten._transformer_encoder_layer_fwd.default: _encoder_layer,
+        _aten._native_multi_head_attention.default: _encoder_layer,  # If the layer has hooks, such as those of static mode.
         _aten.native_group_norm_backward.default: _group_norm_backward,
         _aten.embedding.default: _rows_of_a_cut,
         _aten.gather.default: _rows_of_a_cut,
