@@ -203,7 +203,6 @@ SERIES = (
             "fsdp/core/_dbuffer.py",
             "fsdp/core/_fsdp_param.py",
             "fsdp/core/_kit.py",
-            "fsdp/core/_mesh.py",
             "fsdp/core/encodings/__init__.py",
             "fsdp/core/encodings/_borrowed.py",
             "fsdp/core/encodings/_plain.py",
