@@ -19,7 +19,7 @@ class WalkTest(unittest.TestCase):
         for name, walk in found.items():
             if name != "the argument module":
                 self.assertGreater(walk.functions.total(), 50, name)  # It has been traced.
-            # Backward of an opaque output has no pre-backward. Its first gradient, which autograd gives to the group, starts it.
+            # Backward of an opaque output has no pre-backward: the first gradient starts it, which autograd gives to a group.
             starts = {("_fsdp_param_group.py:before_gradient", "_fsdp_state.py:start_backward")} if "opaque" in name else set()
             self.assertEqual(set(walk.upward), starts, name)
 

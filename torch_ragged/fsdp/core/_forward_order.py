@@ -171,18 +171,18 @@ class ForwardOrder:
 
 
 class Pass:
-    """One backward pass under a root: what is true in it, and only in it. What states and groups know of it ends with it.
+    """One backward pass under a root. What states and groups know of it ends with it.
+
+    Groups keep it, also if it raised: it must not hold the states of a model that may be deleted.
 
     Args:
         at_end: autograd calls it when the pass ends; None: the pass is outside of autograd.
 
     Attributes:
-        orders: the orders of calls that it has reached. The root alone writes it.
-        is_over: whether it has ended or was dropped. What states and groups know of it is void then.
+        is_over: whether it has ended or was dropped. What states and groups know of it is void then. The root alone writes it.
     """
 
     def __init__(self, at_end: Callable[[], None] | None = None) -> None:
-        self.orders: list[ForwardOrder] = []
         self.is_over = False
         self._at_end: Callable[[], object] | None = None
         if at_end is not None:
@@ -198,7 +198,3 @@ class Pass:
     def fail(self) -> None:
         """It has raised: the next pass or forward drops its gradients."""
         self._at_end = None
-
-    def end(self) -> None:
-        """It has ended, or is dropped. Groups keep it, so it must not hold the states of a model that may be deleted."""
-        self.is_over, self.orders = True, []

@@ -469,6 +469,7 @@ class FSDPStateContext:
         is_initialized: whether the root has run its first forward.
         gate: lets ranks agree on calls; None: nothing has to be agreed.
         current: the backward pass that runs, or that has raised; None: the last one has ended.
+        orders: the orders of calls that it has reached.
         order: the calls of the root's current or last forward.
         last_order: the calls of the forward before it. Prefetching follows ``last_order``.
         forwards: how many forwards with gradients have begun since the last pass. Equal on all ranks, as calls are.
@@ -483,6 +484,7 @@ class FSDPStateContext:
         self.groups = [group for state in states for group in state.groups]
         self.order, self.last_order = ForwardOrder(), ForwardOrder()
         self.current: Pass | None = None
+        self.orders: list[ForwardOrder] = []
         self.is_accumulating = self.awaits_finalize = False
         self.forwards = 0
         self.handle: object | None = None
@@ -557,16 +559,15 @@ class FSDPStateContext:
 
     def reach(self, order: ForwardOrder) -> None:
         """Backward has reached a call in ``order``, so it has finished all later forwards."""
-        assert self.current is not None
         # Autograd runs later forwards first: on every rank, the calls of orders reached before are finished.
-        if order not in self.current.orders:
+        if order not in self.orders:
             self.finish_orders()
             order.restart()
-            self.current.orders.append(order)
+            self.orders.append(order)
 
     def finish_orders(self) -> None:
         """Backward reaches no further call of the orders that it has reached."""
-        for order in () if self.current is None else self.current.orders:
+        for order in self.orders:
             for event in order.finish():
                 self.run_skipped(order, event)
 
@@ -591,8 +592,8 @@ class FSDPStateContext:
 
     def _end_pass(self, is_accumulating: bool) -> None:
         if self.current is not None:
-            self.current.end()
-        self.current, self.is_accumulating, self.forwards = None, is_accumulating, 0
+            self.current.is_over = True
+        self.current, self.orders, self.is_accumulating, self.forwards = None, [], is_accumulating, 0
 
     def start_reductions(self) -> Pass:
         """Reduce the gradients that no module's post-backward has reduced; return the pass, which has not ended yet."""

@@ -187,7 +187,7 @@ class _Hooks:
         if not state.in_backward:
             return
         context = state.context
-        if order is not None and context.current is not None and order in context.current.orders:
+        if order is not None and order in context.orders:
             for event in order.reach(call.position, is_exit=False):
                 context.run_skipped(order, event)
         state.post_backward(order is None or order.is_first(call.position))
