@@ -219,7 +219,7 @@ class ImportsTest(unittest.TestCase):
                     self.assertTrue(imports[name] & set(left), f"{name} imports nothing of {left}: it belongs to the left")
 
     def test_core_imports_no_wing(self):
-        """What a feature needs comes to core as an object that an argument brings."""
+        """An argument brings what its feature needs, as an object."""
         core = [name for name in SOURCES if name.startswith(f"{FSDP}.core.")]
         wings = {name for name in WINGS["fsdp"]} - {"core", "layout", "comm"}
         found = {

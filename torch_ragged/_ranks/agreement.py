@@ -70,7 +70,7 @@ def _look_for_refusals(group: dist.ProcessGroup, device: torch.device, call: str
     refused = [rank for rank in dist.get_process_group_ranks(group) if store.has(f"rank {rank}")]
     if refused:
         end_messages(group, device)  # Or what waits here would match what these ranks send next.
-        # No RuntimeError: it is not of the backend, whatever its text has.
+        # No RuntimeError: those count as errors of the backend, by their text.
         raise ValueError(f"{call} failed on " + "; ".join(f"rank {rank}: {store.get(f'rank {rank}')}" for rank in refused))
 
 

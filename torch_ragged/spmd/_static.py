@@ -250,7 +250,7 @@ class _State:
 class _StaticCall(LeavesOfCall):
     """A call on local tensors, as long as its graph of autograd lives.
 
-    Local ops compute the same gradients whatever the placements of those that arrive are, if no op of eager mode redistributes.
+    Local ops compute the same gradients for all placements of those that arrive, if no op of eager mode redistributes.
     Only what is made of local gradients where they leave the module differs. So it is looked up then.
 
     Attributes:

@@ -42,7 +42,7 @@ class Premultiplied(Reduction):
 
 
 class Factor(Reduction):
-    """The op of NCCL, whatever the carrier is."""
+    """The op of NCCL, for all carriers."""
 
     def steps(self, size, dtype, averages):
         return Steps(dist._make_nccl_premul_sum(0.5))

@@ -11,7 +11,15 @@ from delays import delays
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ragged.fsdp import CPUOffloadPolicy, fully_shard
+from torch_ragged.fsdp import (
+    HIERARCHICAL,
+    ZERO1,
+    ZERO2,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    Offload,
+    fully_shard,
+)
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
 
 DIM, BLOCKS = 8, 4
@@ -155,6 +163,36 @@ class GradientHooksTest(unittest.TestCase):
             for seed in range(2):
                 again, _ = train(mesh, seed, **case)
                 assert all(map(torch.equal, found, again)), (case, seed)
+
+    @ranks(4)
+    def test_hooks_run_once_a_pass_beside_other_features():
+        flat, nodes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "within"))
+        features = {
+            "ZeRO-1": {"mesh": flat, "placements": ZERO1},
+            "ZeRO-2": {"mesh": flat, "placements": ZERO2},
+            "hierarchical": {"mesh": nodes, "placements": HIERARCHICAL},
+            "HSDP": {"mesh": nodes},
+            "weights": {"mesh": flat, "weights": [1, 0, 2, 1]},
+            "neighbours": {"mesh": flat, "reshard_after_forward": 2},
+            "host": {"mesh": flat, "offload_policy": Offload(optimizer=0.5)},
+            "bfloat16": {"mesh": flat, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        }
+        for name, options in features.items():
+            found = {}
+            for hooked in (True, False):
+                model, seen = sharded(**options), []
+                for fqn, param in model.named_parameters():
+                    if hooked:
+                        param.register_hook(lambda gradient, fqn=fqn, seen=seen: seen.append(fqn))
+                for syncs in (True, False, True):  # The second pass leaves its gradients to the third one.
+                    model.set_requires_gradient_sync(syncs)
+                    seen.clear()
+                    torch.manual_seed(dist.get_rank())
+                    model(torch.randn(2, DIM), without_extra=(1,) if dist.get_rank() == 3 else ()).float().sum().backward()
+                    names = [fqn for fqn, _ in model.named_parameters()] if syncs and hooked else []
+                    assert sorted(seen) == sorted(names), (name, syncs, seen)
+                found[hooked] = {fqn: param.grad.full_tensor() for fqn, param in model.named_parameters()}
+            assert all(torch.equal(found[True][fqn], found[False][fqn]) for fqn in found[False]), name
 
     def test_a_hook_that_one_rank_alone_has_is_an_error_on_all(self):
         for error in run_ranks(2, a_hook_on_one_rank):
