@@ -262,8 +262,8 @@ def note_pending(spec: DTensorSpec) -> None:
 def item_of_own_rank(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``item()``, and so ``float()``, ``bool()`` and ``int()`` of a DTensor: torch reads the local tensor.
 
-    Of a pending result, that is the part of one rank. On a mesh where ops on such placements have returned pending results, it is
-    an error on each rank that reads. A reduction instead would wait for ever if one rank alone prints the number.
+    Of a pending result, that is the part of one rank. On a mesh where ops on such placements have returned pending results, it
+    is an error on each rank that reads. A reduction instead would wait for ever if one rank alone prints the number.
 
     Raises:
         RuntimeError: the tensor is such a result, or was computed from one.
