@@ -43,7 +43,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.core._fsdp_init",
             "fsdp.core._mesh",
             "fsdp.gates._roll_call",
-            "fsdp.core.encodings._spmd_types",
+            "fsdp._spmd_types",
         ),
         """
         The module, the mesh or a policy cannot be used together as they were given. Nothing was changed: correct the

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import is_nccl
+from torch_ragged._ranks.meshes import device_of
 from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._dbuffer import MemoryPool
@@ -24,7 +25,6 @@ from torch_ragged.fsdp.core._fsdp_api import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle, state_of
 from torch_ragged.fsdp.core._kit import FeaturePart, Need, PlainPart, Terms, check_pairs
-from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._param_swap import check_conversion, convert, is_whole, load_converted, load_replaced
 from torch_ragged.fsdp.core._state_dict import before_load
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from torch_ragged._ranks.agreement import agree, agreement
 from torch_ragged._ranks.claims import text_of
+from torch_ragged._ranks.meshes import agree_on_groups, device_of, forget_equal_meshes, groups_of
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
+from torch_ragged.fsdp._spmd_types import AnnotationPart
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, check_bool
 from torch_ragged.fsdp.core._fsdp_init import (
     CPUOffloadPart,
@@ -32,14 +34,7 @@ from torch_ragged.fsdp.core._fsdp_param import has_extension, owner_of
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._hooks import hook_modules
 from torch_ragged.fsdp.core._kit import FeaturePart, GroupPlan, Kit, Need, PlainPart, Terms, check_pairs
-from torch_ragged.fsdp.core._mesh import (
-    OUTSIDE,
-    DataParallelMesh,
-    agree_on_groups,
-    device_of,
-    forget_equal_meshes,
-    groups_of,
-)
+from torch_ragged.fsdp.core._mesh import OUTSIDE, DataParallelMesh
 from torch_ragged.fsdp.core._state_dict import take_parts
 from torch_ragged.fsdp.core.keepers._neighbours import NeighboursPart
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
@@ -198,6 +193,7 @@ def fully_shard(
             "weights": weights,
         }
         parts = parts_of({**options, "module": modules, "mesh": mesh, "orig_param_policy": orig_param_policy})
+        parts += AnnotationPart.of_process()
         check_pairs(parts)
         if placements is not None:
             placements.check_mesh(mesh, dp_mesh_dims)

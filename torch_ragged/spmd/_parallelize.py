@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages
+from torch_ragged._ranks.meshes import forget_equal_meshes
 from torch_ragged._register._spmd import compute_as_one_device
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._mesh import forget_equal_meshes
 from torch_ragged.fsdp.gates._untrained import note_replaced, note_root, watch_optimizers
 from torch_ragged.granularity import Granularity
 from torch_ragged.random import materialize, single_device

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged._ranks.meshes import groups_of
 from torch_ragged._register._torch import dtensor_like
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
 from torch_ragged.fsdp._fully_shard import parts_of
@@ -25,7 +26,7 @@ from torch_ragged.fsdp.core._fsdp_param import Distribution
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
-from torch_ragged.fsdp.core._mesh import DataParallelMesh, groups_of
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.elastic._regroup import check_kept, check_movable, copy_settings, keep_as, kept_by, mesh_of_groups
 from torch_ragged.fsdp.elastic._reshard_to import checked_states
 

@@ -15,11 +15,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged._register._spmd_types import is_annotated
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp._spmd_types import AnnotatedParam
 from torch_ragged.fsdp.core._fsdp_param import Distribution
 from torch_ragged.fsdp.core._hooks import map_tensors
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core.encodings._spmd_types import is_annotated
 
 HAS_SPMD = bool(importlib.util.find_spec("spmd_types")) and hasattr(torch_fsdp, "DataParallelMeshDims")
 FSDP2_HAS_IT = hasattr(FSDPParam, "_resolve_spmd_types_for_storage")
@@ -173,7 +174,8 @@ class SpmdTypesTest(unittest.TestCase):
                 weight = nn.Parameter(torch.ones(4, 2))
                 with spmd.set_current_mesh(mesh):
                     spmd.assert_type(weight, {"dp": spmd.R, "tp": type_})
-                self.assertIs(Distribution("w", weight, dp).reduces_gradient, reduces, type_)
+                distribution = Distribution("w", weight, dp, reading=AnnotatedParam("w", weight, dp))
+                self.assertIs(distribution.reduces_gradient, reduces, type_)
 
     def test_a_tensor_of_the_same_values_takes_the_annotation(self):
         import spmd_types as spmd
@@ -197,7 +199,8 @@ class SpmdTypesTest(unittest.TestCase):
             weight = nn.Parameter(torch.ones(4, 2))
             with spmd.set_current_mesh(mesh):
                 spmd.assert_type(weight, {"dp": spmd.R, "tp": spmd.S(0)})
-            distribution = Distribution("w", weight, DataParallelMesh.of(mesh, dims(shard="dp")))
+            dp = DataParallelMesh.of(mesh, dims(shard="dp"))
+            distribution = Distribution("w", weight, dp, reading=AnnotatedParam("w", weight, dp))
             self.assertEqual((distribution.shape, distribution.local_shape), ((8, 2), (4, 2)))
 
     def test_checkpoints_have_whole_parameters_and_training_is_that_of_one_process(self):

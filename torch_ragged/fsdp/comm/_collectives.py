@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional, Protocol
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import backend_of, group_of, is_gloo
+from torch_ragged._ranks.meshes import is_debug
 from torch_ragged._ranks.peers import Issued, issued_on, peers_named
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo
@@ -39,7 +39,6 @@ __all__ = [
     "as_real",
     "divided",
     "done",
-    "is_debug",
     "wait_all",
 ]
 
@@ -323,11 +322,6 @@ _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 """The number of the groups of parameters that a process group has."""
-
-
-def is_debug() -> bool:
-    """Whether ranks compare each collective: ``TORCH_RAGGED_DEBUG=1``. It must be equal on all ranks."""
-    return os.environ.get("TORCH_RAGGED_DEBUG", "0") not in ("", "0")
 
 
 class NamedCollectives:

@@ -105,7 +105,10 @@ def plan_groups(
             check_pairs([*kinds, *parts])
         cut = Shard(0) if any(isinstance(kind, TypePart) for kind in kinds) else cut  # As FSDP2 places these parameters.
         dtype = _param_dtype(fqn, param, mp_policy)
-        distribution = Distribution(fqn, param, mesh, cut.dim if isinstance(cut, Shard) else None)
+        reading = None
+        for part in parts:
+            reading = reading or part.read(fqn, param, mesh)
+        distribution = Distribution(fqn, param, mesh, cut.dim if isinstance(cut, Shard) else None, reading)
         one = FoundParam(fqn, registered, param, distribution, None if isinstance(cut, Shard) else cut, dtype)
         keys = [(part, part.key(one)) for part in (*kinds, *parts)]
         apart = [(type(part), value) for part, value in keys if value is not None and value is not True]

@@ -20,7 +20,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch_ragged._register._torch import REFUSED_VERSION, dtensor_of, local_tensor, set_versions
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, Segments, elements
 from torch_ragged.tensor._api import spec_of
@@ -34,6 +33,7 @@ __all__ = [
     "Distribution",
     "FSDPParam",
     "FoundParam",
+    "Reading",
     "ShardedState",
     "group_by_param",
     "has_extension",
@@ -69,6 +69,21 @@ ShardedState.GATHERING.following = (ShardedState.UNSHARDED, ShardedState.SHARDED
 ShardedState.UNSHARDED.following = (ShardedState.SHARDED,)
 
 
+class Reading:
+    """How a model has distributed a parameter that is a plain tensor to it, and a DTensor between uses.
+
+    Attributes:
+        value: the parameter as a DTensor on the whole mesh. It shares memory with the plain tensor.
+        gradient_placements: of the plain gradients that autograd computes.
+    """
+
+    value: DTensor
+    gradient_placements: list[Placement]
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        """Give the unsharded parameter, a plain tensor, the marks of the user's."""
+
+
 class Distribution:
     """How the elements of a parameter are distributed, and its forms in the buffers of its group.
 
@@ -85,19 +100,20 @@ class Distribution:
 
     Args:
         fqn: the parameter's name, for errors.
-        param: a plain tensor, or a DTensor as the model has distributed it; or a plain tensor whose annotations of
-            ``spmd_types`` say how the model has distributed it: see :class:`AnnotatedParam`.
+        param: a plain tensor, or a DTensor as the model has distributed it.
         shard_dim: the dimension of a ``Shard`` placement; None: a ragged placement.
+        reading: of a plain tensor that the model has distributed.
 
     Raises:
         ValueError: the parameter is a DTensor that data parallelism has sharded already, or is a Partial or unevenly cut
             DTensor, or a DTensor on a mesh without names; or is a plain tensor without annotation on a mesh with
-            ``dp_mesh_dims``, or has no dimension ``shard_dim``; or its annotation is not as in :class:`AnnotatedParam`.
+            ``dp_mesh_dims``, or has no dimension ``shard_dim``.
     """
 
-    def __init__(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh, shard_dim: int | None = None) -> None:
-        self._annotated = AnnotatedParam(fqn, param, dp) if is_annotated(param) else None
-        param = param if self._annotated is None else self._annotated.value
+    def __init__(
+        self, fqn: str, param: torch.Tensor, dp: DataParallelMesh, shard_dim: int | None = None, reading: Reading | None = None
+    ) -> None:
+        self.reading, param = reading, param if reading is None else reading.value
         self.fqn, self.shape = fqn, param.shape
         self.is_dtensor = isinstance(param, DTensor)
         if isinstance(param, DTensor):
@@ -132,8 +148,8 @@ class Distribution:
             self._row_numel = math.prod(size for dim, size in enumerate(self.local_shape) if dim != self.shard_dim)
         # Whether the gradient that autograd computes is not yet this rank's piece: gradient() may issue a collective.
         self.reduces_gradient = self.is_dtensor
-        if self._annotated is not None:
-            given = enumerate(self._annotated.gradient_placements)
+        if reading is not None:
+            given = enumerate(reading.gradient_placements)
             self.reduces_gradient = any(each != self._model_placements[dim] for dim, each in given if dim not in self._dp_dims)
 
     @property
@@ -269,7 +285,7 @@ class Distribution:
 
     def gathered(self, view: torch.Tensor) -> torch.Tensor:
         """The tensor that the model computes with, given a ``view`` of all elements in ``local_shape``."""
-        if not self.is_dtensor or self._annotated is not None:
+        if not self.is_dtensor or self.reading is not None:
             return view
         mesh, placements = self._model_mesh, self._model_placements
         return DTensor.from_local(view, mesh, placements, shape=self.shape, stride=row_major(self.shape), run_check=False)
@@ -287,8 +303,9 @@ class Distribution:
         Args:
             before: the mesh dimensions on which the gradient is pending that this one is added to; None if there is none.
         """
-        if self._annotated is not None:
-            gradient = self._annotated.gradient(gradient)
+        if self.reading is not None:
+            placements = self.reading.gradient_placements
+            gradient = DTensor.from_local(gradient, self._model_mesh, placements, run_check=False)
         pending: tuple[int, ...] = ()
         if self.is_dtensor:
             assert isinstance(gradient, DTensor)
@@ -312,11 +329,6 @@ class Distribution:
     def group_over(self, dims: tuple[int, ...]) -> dist.ProcessGroup:
         """The ranks along mesh dimensions of the model."""
         return mesh_group(self._model_mesh, dims)
-
-    def annotate(self, unsharded: torch.Tensor) -> None:
-        """Give the unsharded parameter the annotation of the user's parameter, if there is one."""
-        if self._annotated is not None:
-            self._annotated.annotate(unsharded)
 
     def _cuts(self) -> dict[int, list[int]]:
         """The dimensions that the model cuts, with the sizes of the mesh dimensions. Only those after the shards' count."""

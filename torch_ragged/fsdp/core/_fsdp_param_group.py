@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torch_ragged._register._spmd_types import attributes_of, untyped
 from torch_ragged._register._torch import (
     as_plain_tensors,
     backward_id,
@@ -43,7 +44,6 @@ from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, 
 from torch_ragged.fsdp.core._kit import GroupPlan, Kit
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
 from torch_ragged.fsdp.core.encodings._plain import Phase
-from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of, untyped
 from torch_ragged.fsdp.core.keepers._keeper import Keeper
 
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "all_groups"]
@@ -260,7 +260,8 @@ class FSDPParamGroup:
             # Autograd's hooks are invisible to the garbage collector, so this one must not hold the group.
             register_last(param.unsharded, functools.partial(_take, weakref.ref(self), index))
         param.unsharded.requires_grad_(param.requires_grad)
-        param.distribution.annotate(param.unsharded)
+        if param.distribution.reading is not None:
+            param.distribution.reading.mark(param.unsharded)
 
     def check_awake(self) -> None:
         """Raise if this rank holds no shards of the group, as one outside of the mesh. This one does."""

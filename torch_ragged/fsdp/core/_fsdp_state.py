@@ -26,12 +26,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from torch_ragged._register._spmd_types import untyped
 from torch_ragged._register._torch import backward_id, dynamo_disabled, profiler_range
 from torch_ragged.fsdp.core._forward_order import Call, Event, ForwardOrder, Pass
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.core.encodings._plain import Phase
-from torch_ragged.fsdp.core.encodings._spmd_types import untyped
 
 __all__ = ["STATE", "FSDPState", "FSDPStateContext", "Gate", "GradientReductionHandle", "numbered", "state_of"]
 

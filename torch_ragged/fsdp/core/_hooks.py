@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from torch_ragged._register._spmd_types import annotated_as, untyped
 from torch_ragged._register._torch import (
     GradientUse,
     backward_id,
@@ -37,7 +38,6 @@ from torch_ragged._register._torch import (
 from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, FSDPStateContext
 from torch_ragged.fsdp.core.encodings._plain import Phase
-from torch_ragged.fsdp.core.encodings._spmd_types import annotated_as, untyped
 
 __all__ = ["hook_modules", "map_tensors", "tensors_in"]
 

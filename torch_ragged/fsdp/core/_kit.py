@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch_ragged._ranks.claims import text_of
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
 from torch_ragged.fsdp.core._dbuffer import GroupMemory, MemoryLog
-from torch_ragged.fsdp.core._fsdp_param import FoundParam
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, Reading
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._borrowed import plain_encoding
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
@@ -95,6 +95,10 @@ class FeaturePart:
         mine = self.terms
         theirs = [(each.terms.given, need) for each in others for need in each.terms.breaks if need in mine.needs]
         return next((f"{mine.given} does not support {given}{mine.needs[need]}" for given, need in theirs), None)
+
+    def read(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh) -> Reading | None:
+        """How the model has distributed ``param``, if this part can tell and no DTensor does."""
+        return None
 
     def key(self, param: FoundParam) -> Hashable:
         """Parameters with different keys have groups of their own. True: with all others; None: it has no part."""

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_ragged._ranks.meshes import device_of
+from torch_ragged._register._spmd_types import attributes_of
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, keep_grad_dtype
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms
-from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
-from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
 
 __all__ = ["DormantGroup", "OutsideMesh"]
 

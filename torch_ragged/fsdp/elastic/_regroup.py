@@ -12,12 +12,13 @@ from typing import Union
 import torch
 from torch import nn
 
+from torch_ragged._ranks.meshes import device_of
+from torch_ragged._register._spmd_types import attributes_of
 from torch_ragged.fsdp.core._fsdp_init import GroupPolicyPart, layout_of
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, keep_grad_dtype
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import Draft, FeaturePart, GroupPlan, Need, PlainPart, Terms, check_pairs
-from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
-from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours, NeighboursPart
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
 from torch_ragged.fsdp.elastic._weights import WeightsPart

@@ -18,13 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch_ragged import transfer
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages, group_of
+from torch_ragged._ranks.meshes import device_of
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._hooks import map_tensors
 from torch_ragged.fsdp.core._kit import GroupPlan
-from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.elastic._compare_options import compare_options
 from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Told

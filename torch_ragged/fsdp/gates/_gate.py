@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import timeout_of
+from torch_ragged._ranks.meshes import device_of
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, Gate
-from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.gates._roll_call import RollCall, roll_call_of
 from torch_ragged.fsdp.gates._untrained import note_root, refuse_other_replicas, warn_of_unsharded
 

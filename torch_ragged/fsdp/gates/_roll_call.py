@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_ragged._ranks.agreement import reduce_min
+from torch_ragged._ranks.meshes import device_of
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
-from torch_ragged.fsdp.core._mesh import device_of
 
 __all__ = ["RollCall", "roll_call_of"]
 

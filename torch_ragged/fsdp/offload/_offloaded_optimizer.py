@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from torch_ragged._ranks.agreement import agree, agreement
 from torch_ragged._ranks.claims import text_of
+from torch_ragged._ranks.meshes import device_of, groups_of
 from torch_ragged.fsdp._groups import named_groups
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import Need, PlainPart, Terms, check_pairs
-from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._in_backward import BackwardStep

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages
+from torch_ragged._ranks.meshes import agree_on_groups, groups_of
 from torch_ragged._ranks.peers import issued_on, peers_named
-from torch_ragged.fsdp.core._mesh import agree_on_groups, groups_of
 
 __all__ = ["token_scale"]
 

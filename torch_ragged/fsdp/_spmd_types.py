@@ -5,55 +5,36 @@ The package is never imported here before a program has imported it. Nothing her
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from torch_ragged._register._spmd_types import is_annotated
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
+from torch_ragged.fsdp.core._fsdp_param import Reading
+from torch_ragged.fsdp.core._kit import FeaturePart
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 
-__all__ = ["AnnotatedParam", "annotated_as", "attributes_of", "is_annotated", "untyped"]
-
-_ATTRIBUTES = ("_local_type", "_partition_spec")
-"""Where ``spmd_types`` stores the annotation of a tensor."""
+__all__ = ["AnnotatedParam", "AnnotationPart"]
 
 
-def is_annotated(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is plain and has an annotation on a mesh axis of more than one rank."""
-    return not isinstance(tensor, DTensor) and bool(getattr(tensor, _ATTRIBUTES[0], None))
+@dataclass(frozen=True)
+class AnnotationPart(FeaturePart):
+    """Annotations of plain parameters. Every call of ``fully_shard`` has it, once a program has imported ``spmd_types``."""
+
+    @classmethod
+    def of_process(cls) -> list[FeaturePart]:
+        """The part, if annotations can exist in this process."""
+        return [cls()] if "spmd_types" in sys.modules else []
+
+    def read(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh) -> Reading | None:
+        return AnnotatedParam(fqn, param, dp) if is_annotated(param) else None
 
 
-def annotated_as(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """``result``, with the annotation of ``source``: it has the same values, perhaps in another dtype or on another device."""
-    if result is not source and hasattr(source, _ATTRIBUTES[0]):
-        vars(result).update({name: vars(source)[name] for name in _ATTRIBUTES if name in vars(source)})
-    return result
-
-
-def attributes_of(param: torch.Tensor) -> dict[str, Any]:
-    """The attributes that the user has given ``param``, without its annotation, which is one of plain tensors."""
-    return {name: value for name, value in vars(param).items() if name not in _ATTRIBUTES}
-
-
-def untyped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, in which ``spmd_types`` checks no types: FSDP's own operations are no part of the model."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        spmd = sys.modules.get("spmd_types")
-        if spmd is None or not spmd.is_type_checking():
-            return function(*args, **kwargs)
-        with spmd.no_typecheck():
-            return function(*args, **kwargs)
-
-    return call
-
-
-class AnnotatedParam:
+class AnnotatedParam(Reading):
     """The annotation of one parameter, as DTensor placements on the whole mesh.
 
     An annotation gives each mesh axis a type. Between uses, the parameter is a DTensor; the model computes with a plain tensor
@@ -73,10 +54,6 @@ class AnnotatedParam:
         fqn: the parameter's name, for errors.
         param: a plain tensor with an annotation.
         dp: has the whole mesh.
-
-    Attributes:
-        value: ``param`` as a DTensor on the whole mesh. It shares memory with ``param``.
-        gradient_placements: of the plain gradients that autograd computes.
 
     Raises:
         ValueError: ``dp`` has no whole mesh; a data-parallel axis is not ``R``; an axis of model parallelism has no annotation
@@ -108,16 +85,10 @@ class AnnotatedParam:
             raise InvalidArgument(f"{fqn} is annotated {types} on the mesh {dp.spmd}: expected R, I or S(d)") from error
         self.value = DTensor.from_local(param.detach(), dp.spmd, placements, run_check=False)
 
-    def annotate(self, tensor: torch.Tensor) -> None:
-        """Give ``tensor``, the plain unsharded parameter, the annotation."""
+    def mark(self, tensor: torch.Tensor) -> None:
         import spmd_types as spmd
 
         spmd.assert_type(tensor, self._types, partition_spec=self._partition_spec)
-
-    def gradient(self, gradient: torch.Tensor) -> DTensor:
-        """A plain gradient, as the DTensor that it is by its type."""
-        mesh = self.value.device_mesh
-        return DTensor.from_local(gradient, mesh, self.gradient_placements, run_check=False)
 
 
 def _sharded_axes(spmd: Any, partition_spec: Any, axes: list[Any], fqn: str) -> dict[Any, Any]:
