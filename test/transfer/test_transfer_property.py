@@ -273,6 +273,9 @@ class TransferPropertyTest(unittest.TestCase):
         for seed in range(300):
             check(seed)
 
+    def test_a_tensor_that_needs_finer_windows_does_not_refuse_the_others(self):
+        check(3752)
+
     def test_random_plans_are_regular_tiles(self):
         for seed in range(300):
             check_tiles(seed)

@@ -78,16 +78,17 @@ def slices_of(
     for name in names:
         dtype, shape = wire_dtype(source.dtype(name), target.dtype(name)), shapes[name]
         # A spread element is sent and received at most twice on one rank; a direct one is sent to at most all replicas.
-        needed = finer * (4 if spreads else 1 + target.replicas(name)) * dtype.itemsize
+        needed = (4 if spreads else 1 + target.replicas(name)) * dtype.itemsize
         if name in staged:
-            needed += finer * source.dtype(name).itemsize
-        numel = budget // needed
-        if numel == 0 and 0 not in shape:
+            needed += source.dtype(name).itemsize
+        if needed > budget and 0 not in shape:
             raise ValueError(
                 f"max_bytes is too small: {name} needs at least {2 * needed} bytes for one element "
                 f"of {dtype}, sent to {target.replicas(name)} replicas"
             )
-        for window in windows_of(shape, max(numel, 1)):
+        # A stretch may be longer than its window, so that one tensor needs finer windows than this bound. Those of others stay
+        # at one element at least.
+        for window in windows_of(shape, max(budget // (finer * needed), 1)):
             key: object = (source.geometry(name), target.geometry(name), window)
             if key not in known:
                 known[key] = atoms_of(source, target, name, rank, window, spreads)
