@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, ZERO3, Float4Policy, Float8Policy, Offload, float8_weight
 from torch_ragged.fsdp._fsdp_module import part_of_collectives
 from torch_ragged.fsdp._fully_shard import parts_of
+from torch_ragged.fsdp._spmd_types import AnnotationPart
 from torch_ragged.fsdp.core._fsdp_init import part_of_dtensor
 from torch_ragged.fsdp.core._kit import FeaturePart
 from torch_ragged.fsdp.core.encodings._contiguous import ShardPart
@@ -50,6 +51,7 @@ OTHERS = (
     ("a parameter placed as `Shard(1)`", "", ShardPart("head.weight", 1)),
     ("a tensor type with `fsdp_pre_all_gather`", "", TypePart("head.weight", "NF4Tensor")),
     ("a DTensor of tensor parallelism", "", part_of_dtensor("head.weight")),
+    ("plain parameters annotated by `spmd_types`", "", AnnotationPart()),
     ("`set_persistent_buffers()`", "later", PERSISTENT),
     ('`set_collectives("copy_engine")`', "later", part_of_collectives('set_collectives("copy_engine")')),
     ("`set_custom_all_gather`", "later", part_of_collectives("set_custom_all_gather")),

@@ -96,6 +96,8 @@ class CombinationsTest(unittest.TestCase):
             (two, "`Float8Policy`", {"mp_policy": Float8Policy()}, "`HIERARCHICAL`", {"placements": HIERARCHICAL}),
             (one, "`weights`", {"weights": [3, 2]}, "`reshard_after_forward=k`", {"reshard_after_forward": 2}),
             (one, "`weights`", {"weights": [3, 2]}, "`Float8Policy`", {"mp_policy": Float8Policy()}),
+            (one, "`reshard_after_forward=k`", {"reshard_after_forward": 2}, "`ZERO2`", {"placements": ZERO2}),
+            (two, "`reshard_after_forward=k`", {"reshard_after_forward": 2}, "`HIERARCHICAL`", {"placements": HIERARCHICAL}),
         ]
         for mesh, first, left, second, right in cases:
             model = net()

@@ -26,8 +26,12 @@ class NeighboursPart(FeaturePart):
 
     @property
     def terms(self) -> Terms:
-        why = ", because neighbours keep equal parts: pass reshard_after_forward=True or False"
-        return Terms(f"reshard_after_forward={self.size}", {Need.EQUAL_SHARDS: why})
+        instead = ": pass reshard_after_forward=True or False"
+        needs = {
+            Need.EQUAL_SHARDS: f", because neighbours keep equal parts{instead}",
+            Need.FREED: f", which keeps parameters gathered by itself{instead}, or leave placements out",
+        }
+        return Terms(f"reshard_after_forward={self.size}", needs)
 
     def keeper(self, dp: DataParallelMesh, encoding: Encoding, log: MemoryLog) -> Keeper | None:
         """None if this is the whole group or a single rank, or if the group computes with other memory than the buffer."""
@@ -60,6 +64,7 @@ class Neighbours(Keeper):
     @classmethod
     def among(cls, shards: dist.ProcessGroup, rank: int, size: int, log: MemoryLog) -> Neighbours:
         """The neighbours of ``rank`` in the process group of all shards. Making their process group is a collective."""
+        # Neighbours in the order of shards: what they keep lies one after the other in the gathered buffer.
         first = rank - rank % size
         group = group_of(dist.get_process_group_ranks(shards)[first : first + size], parent=shards)
         return cls(size, rank % size, group, log)
@@ -85,6 +90,7 @@ class Neighbours(Keeper):
     def all_gather(self, shards: Shards, encoding: Encoding, versions: list[int], collectives: Collectives) -> Work:
         """If the neighbours keep the parameters, all-gather among them. Otherwise all-gather the shards."""
         if self._kept is None:
+            # All ranks keep a part after the same forward calls, so that all take the same way here.
             return encoding.all_gather(shards, collectives)
         gathered = encoding.buffer
         gathered.allocate()
