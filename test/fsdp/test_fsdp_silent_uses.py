@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import SGD, Adafactor, AdamW
 
-from torch_ragged.fsdp import ZERO1, FSDPModule, MixedPrecisionPolicy, fully_shard, memory_report
+from torch_ragged.fsdp import ZERO1, ZERO2, FSDPModule, MixedPrecisionPolicy, fully_shard, memory_report
 from torch_ragged.fsdp.core._fsdp_api import check_bool
 from torch_ragged.optim import Muon, matrix_groups
 
@@ -35,6 +35,7 @@ OPTIONS = (
     ("set_collectives", {"name": "nccl"}, ("recurse",)),
     ("set_separate_reduce_scatter_group", {}, ("enable", "recurse")),
     ("set_allocate_memory_from_process_group_for_comm", {}, ("enable",)),
+    ("zero_grad", {}, ("set_to_none",)),
 )
 
 
@@ -67,6 +68,61 @@ def one(texts, *parts):
 
 
 # -- layers that no fully_shard has sharded --------------------------------------------------------------------------------
+
+
+# -- gradients of another step ---------------------------------------------------------------------------------------------
+
+
+class ZeroGradTest(unittest.TestCase):
+    @ranks(2)
+    def test_zero_grad_of_the_module_while_its_parameters_are_unsharded():
+        """FSDP2 leaves the gradients of these parameters, and adds to them."""
+
+        def full(model):
+            return [param.grad.full_tensor() for param in model.parameters()]
+
+        def between(model):
+            loss = model(torch.full((2, 4), 1.0 + dist.get_rank())).sum()
+            model.zero_grad()
+            loss.backward()
+
+        def raised(model):
+            output = model(torch.ones(2, 4))
+            output.register_hook(lambda gradient: 1 / 0)
+            assert "ZeroDivisionError" in error_of(output.sum().backward)
+            model.zero_grad()
+            backward(model)
+
+        def kept_in_memory(model):
+            for gradient in [param.grad for param in model.parameters()]:
+                gradient.add_(1)
+            backward(model)
+            model.zero_grad(set_to_none=False)
+            backward(model)
+
+        def unsharded_after_backward(model):
+            model.set_reshard_after_backward(False)
+            backward(model)
+            model.zero_grad()
+            backward(model)
+            model.reshard()
+
+        def unreduced(model):
+            model.set_requires_gradient_sync(False)
+            backward(model)
+            model.set_requires_gradient_sync(True)
+            between(model)
+
+        for use in (between, raised, kept_in_memory, unsharded_after_backward, unreduced):
+            for options in ({}, {"reshard_after_forward": False}, {"placements": ZERO2}):
+                model = sharded(blocks(), **options)
+                backward(model)
+                want = full(model)
+                use(model)
+                for module in (model, *model):
+                    module.reshard()
+                for mine, theirs in zip(full(model), want, strict=True):
+                    assert torch.equal(mine, theirs), (use.__name__, options)
 
 
 # -- optimizers that train nothing -----------------------------------------------------------------------------------------

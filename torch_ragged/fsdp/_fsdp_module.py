@@ -139,10 +139,21 @@ class FSDPModule(TorchFSDPModule):
             load_converted(group)
         return self
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As ``torch.nn.Module.zero_grad``, behind the optimizer steps that a backward has left to a thread when it raised."""
-        _wait_for_users(self._ragged_groups(recurse=True))
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.nn.Module.zero_grad``. Also gradients of parameters that are unsharded now, which is FSDP2's trap.
+
+        Between forward and backward, after a backward that raised, or without resharding after backward,
+        ``module.parameters()`` are the unsharded parameters, and ``.grad`` is of the sharded ones. The call waits for optimizer
+        steps that a raised backward has left to a thread.
+        """
+        groups = self._ragged_groups(recurse=True)
+        _wait_for_users(groups)
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for param in [param for group in groups if group.is_unsharded for param in group.params]:
+            if set_to_none:
+                param.sharded.grad = None
+            elif param.sharded.grad is not None:
+                param.sharded.grad.zero_()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether gradients are set by :meth:`finalize_backward`, and not at the end of each backward pass.
