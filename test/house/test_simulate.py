@@ -8,6 +8,7 @@ import sys
 import unittest
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2]))  # Of the benchmarks.
@@ -162,6 +163,7 @@ class CountTest(unittest.TestCase):
         self.assertGreaterEqual(tracker.peak, predicted)  # The tracker sees activations and gradients on their way too.
         self.assertLess(tracker.peak, predicted + 4 * 2 * 1000 * 48)
 
+    @pytest.mark.slow
     def test_bytes_of_fsdp2(self):
         for ranks, shards in ((16, None), (16, 4)):
             model, log, tracker, shapes, _ = self.step("FSDP2", ranks, shards)

@@ -172,7 +172,7 @@ def _check_ranks(cases, expected, narrow):
     assert_same(capped, expected, f"capped {kind} {mesh_shape}")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_bitwise_equal_at_any_number_of_ranks(ranks):
     narrow = {dtype: in_one_process(train, make, "", None, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
     run_ranks(ranks, _check_ranks, CASES[ranks], in_one_process(train, make, "", None), narrow)

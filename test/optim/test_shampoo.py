@@ -120,7 +120,7 @@ def _check_ranks(cases, expected, narrow, missing, poisoned):
     assert mode.get_total_counts() == (4 if mesh.size() > 1 else 0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_bitwise_equal_at_any_number_of_ranks(ranks):
     expected = in_one_process(train, make, "", None, shapes=SHAPES)
     narrow = in_one_process(train, make, "", None, dtype=torch.bfloat16, shapes=SHAPES)
