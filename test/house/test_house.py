@@ -122,8 +122,8 @@ def short(name):
 
 
 def part(name):
-    """The part of the package that a module is of: a file or folder at its top. _register._torch stands for itself."""
-    return "_register._torch" if short(name) == "_register._torch" else short(name).partition(".")[0]
+    """The part of the package that a module is of: a file or folder at its top. Two of _register stand for themselves."""
+    return short(name) if short(name) in ("_register._torch", "_register._spmd_types") else short(name).partition(".")[0]
 
 
 def wing(folder):
