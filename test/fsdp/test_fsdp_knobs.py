@@ -1,5 +1,6 @@
 """fully_shard's knobs, each against FSDP2's in the same test."""
 
+import contextlib
 import unittest
 from unittest import mock
 
@@ -55,6 +56,28 @@ class OffloadTest(unittest.TestCase):
                 model(batch(0)).sum().backward()
                 found = {tensor.to_local().device.type for p in model.parameters() for tensor in (p, p.grad)}
                 assert found == {"cpu"}, found
+
+    @ranks(4)
+    def test_gradients_in_host_memory_are_the_sum_of_all_passes():
+        """Also if a group is reduced twice in a pass, if a pass has raised, and with replicas."""
+        for mesh in (init_device_mesh("cpu", (4,)), replicas_and_shards()):
+            models = both(mesh, offload_policy=CPUOffloadPolicy(pin_memory=DEVICE != "cpu"))
+            for model in models:
+                for step in range(2):  # The second pass adds to .grad.
+                    model(batch(step)).sum().backward()
+                (model(batch(2)).sum() + model(batch(3)).sum()).backward()
+            assert_same_gradients(models)
+            model = models[1]
+            expected = full_gradients(model)
+            broken = model(batch(4))
+            broken.register_hook(lambda gradient: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError):
+                broken.sum().backward()
+            model.zero_grad()
+            for step in range(2):
+                model(batch(step)).sum().backward()
+            (model(batch(2)).sum() + model(batch(3)).sum()).backward()
+            assert all(map(torch.equal, full_gradients(model), expected))
 
 
 class StepTest(unittest.TestCase):

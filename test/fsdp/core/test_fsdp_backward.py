@@ -17,7 +17,7 @@ from fsdp_common import WideProduct, compare_gradients
 from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
@@ -435,3 +435,27 @@ class BackwardTest(unittest.TestCase):
     def test_a_gradient_that_fills_its_buffer_is_not_copied(self):
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
             run_ranks(2, adopted_gradients, policy)
+
+
+# -- offload -----------------------------------------------------------------------------------------------------------
+
+
+class OffloadTest(unittest.TestCase):
+    @unittest.skipIf(DEVICE == "cpu", "gradients are in host memory")
+    @ranks(2)
+    def test_gradients_are_copied_to_host_memory_while_backward_goes_on():
+        def is_copied(layer):
+            """Whether the reduced gradients are on their way to host memory."""
+            return layer._ragged_states(False)[0].groups[0].reduction._moved is not None
+
+        layers, copied = [nn.Linear(DIM, DIM) for _ in range(4)], []
+        model = shard(nn.Sequential(*layers), layers, offload_policy=CPUOffloadPolicy())
+
+        def look(module, inputs, output):
+            output.register_hook(lambda gradient: copied.append(list(map(is_copied, layers))))
+
+        layers[0].register_forward_hook(look)
+        for _ in range(2):
+            model(torch.ones(2, DIM)).sum().backward()
+        # The reduction of the second layer is in flight, and the first one's has not begun.
+        assert copied == [[False, False, True, True]] * 2, copied

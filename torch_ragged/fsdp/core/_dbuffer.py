@@ -30,6 +30,7 @@ __all__ = [
     "MemoryLog",
     "MemoryPool",
     "allocate_storage",
+    "copy_stream",
     "current_stream",
     "free_storage",
     "in_buffer_form",
@@ -114,6 +115,12 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 @functools.cache
+def copy_stream(device: torch.device) -> torch.Stream:
+    """The stream of ``device`` for copies to the CPU beside the computation."""
+    return torch.Stream(device)
+
+
+@functools.cache
 def _has_streams(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
@@ -171,6 +178,7 @@ class BufferMemory:
             self.flat.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
+        # The allocator may give the memory to the next work of its stream, while the current one still uses it.
         order_behind(self._stream, current_stream(self.flat.device))
         self.flat.untyped_storage().resize_(0)
 
@@ -206,13 +214,14 @@ class Borrowed(MemoryPool):
         self._tensor = tensor
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> BufferMemory:
-        return _BorrowedMemory(self._tensor.view(-1))
+        return _BorrowedMemory(self._tensor.view(-1))  # Flat as every buffer, and still the owner's storage.
 
 
 class _BorrowedMemory(BufferMemory):
     is_borrowed = True
 
     def free(self) -> None:
+        # The owner's memory stays as it is: autograd or a hook of the user may hold it longer.
         self.flat = torch.empty_like(self.flat[:0])
 
 
@@ -250,6 +259,7 @@ class DBuffer:
     Attributes:
         placements: as above, always a tuple.
         memory: the memory, which has one length and one dtype.
+        flat: the whole buffer, 1-D.
         nbytes: bytes of the buffer when it is allocated.
     """
 
@@ -267,6 +277,8 @@ class DBuffer:
     ) -> None:
         self.placements = placements = placements if isinstance(placements, tuple) else (placements,)
         for each in placements:
+            # A ragged placement says which elements a rank has. Here the layout does: every rank has one interval of the
+            # buffer.
             if not isinstance(each, (Shard, Replicate, Partial)):
                 raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {each}")
         self.layout, self.rank, self.is_pinned, self.levels = layout, rank, is_pinned, levels
@@ -274,19 +286,17 @@ class DBuffer:
         numel, self._own = stop - start, 0  # Of the buffer, and where this rank's shard begins in it.
         self.is_sharded = isinstance(placements[-1], Shard)
         if not self.is_sharded:
-            numel, self._own = layout.numel, start
+            numel, self._own = layout.numel, start  # R and P: all shards, in the order of ranks.
         elif levels is not None and not isinstance(placements[0], Shard):
+            # Between the two steps of HIERARCHICAL, a rank holds the shards of all ranks with its index in their nodes: one per
+            # node.
             self.is_sharded, self._own = False, rank // levels.per_node * numel
             numel *= levels.nodes
         self.nbytes, self.log = numel * dtype.itemsize, log
         if log is not None and log.is_recording:  # Mostly not.
             log.note(self.nbytes)
         self.memory = pool.memory(numel, dtype, device, is_pinned)
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The whole buffer, 1-D."""
-        return self.memory.flat
+        self.flat = self.memory.flat
 
     @property
     def resident_nbytes(self) -> int:
@@ -315,6 +325,11 @@ class DBuffer:
         if self.log is not None and self.log.is_recording and self.is_allocated:
             self.log.note(-self.nbytes)
         self.memory.free()
+        self.flat = self.memory.flat  # Of a borrowed buffer, the reference is dropped.
+
+    def replace(self, flat: torch.Tensor) -> None:
+        """Use the memory of another tensor, of the same length, from now on."""
+        self.flat = self.memory.flat = flat
 
     def tensor(self, index: int) -> torch.Tensor:
         """The part of tensor ``index`` in this buffer, as a view with its own version counter."""
@@ -339,6 +354,7 @@ class DBuffer:
         """Whether ``tensor``, or a tensor that it wraps, lies in the memory of this buffer."""
         if not self.is_allocated:
             return False
+        # By storage, not by address: the allocator uses the address of a freed tensor again.
         mine = self.flat.untyped_storage()._cdata
         if type(tensor) is torch.Tensor and tensor.layout == torch.strided:  # Asked of each parameter, several times a step.
             return tensor.untyped_storage()._cdata == mine
@@ -391,19 +407,21 @@ class DBuffer:
         before, runs, group = self.placements, 1, None
         if len(before) < len(placements):
             before *= len(placements)
-        dim = next(dim for dim in reversed(range(len(before))) if before[dim] != placements[dim])
+        dim = len(before) - 1 if before[-1] != placements[-1] else 0
         if out is None:
             self.placements = placements
+            # Each rank has all elements already: in place, without another buffer.
             return collectives.all_reduce(self.flat, reduction)
         levels = self.levels or out.levels
         if levels is not None:
+            # Within a node for each node's shards; then once over nodes. Ranks of a node are neighbours in the order of shards.
             runs, group = (levels.nodes, levels.within) if dim else (1, levels.across)
         source = self.flat
         issue: Callable[..., Work] = collectives.all_gather
         if isinstance(before[dim], Partial):
             issue = functools.partial(collectives.reduce_scatter, reduction=reduction)
         else:
-            out.allocate()
+            out.allocate()  # Not before: a group that is not in use holds no unsharded parameters.
             # Cast into this rank's slice: the all-gather then needs no other buffer, and sends the dtype of ``out``.
             if (source.dtype, source.device) != (out.flat.dtype, out.flat.device):
                 source = scaled_copy_(out.shard(), source, non_blocking=True)
@@ -417,6 +435,7 @@ def in_buffer_form(tensor: torch.Tensor, layout: BufferLayout, index: int) -> to
     if not isinstance(layout, RowsLayout):
         return tensor
     sizes = layout.sizes(index)
+    # The last ranks may have fewer rows, or none. Shards are equal, so their missing rows are padding, and are reduced, too.
     missing = sizes[0] * sizes[1] - tensor.shape[0]
     if missing:
         tensor = torch.nn.functional.pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, missing))

@@ -66,11 +66,12 @@ def find_params(
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
-            fqn = names.setdefault(param, f"{prefix}{name}")
+            fqn = names.setdefault(param, f"{prefix}{name}")  # A tied parameter keeps its first name.
             _, registered = found.setdefault(fqn, (param, []))
             if (module, name) not in registered:
                 registered.append((module, name))
         for name, child in module.named_children():
+            # What an earlier call has sharded is no part of this group. A module of the list is visited by itself.
             if child not in modules and not is_managed(child):
                 visit(f"{prefix}{name}.", child)
 
@@ -96,8 +97,9 @@ def plan_groups(
     meshes: dict[Any, DataParallelMesh] = {}
     parts_of: dict[Any, dict[Any, FeaturePart]] = {}  # Of each bucket. Of parts that are found, one of each class.
     for fqn, (param, registered) in found.items():
+        # The user's functions run on each rank alone. Ranks compare what they have returned before anything changes.
         cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
-        if policy is shard_placement_fn is None:
+        if policy is shard_placement_fn is None:  # The user's choice comes first.
             defaults = (part.default_granularity(param, registered) for part in parts)
             cut = next((each for each in defaults if each is not None), cut)
         kinds = _kinds_of(fqn, param, cut)
@@ -110,6 +112,7 @@ def plan_groups(
             reading = reading or part.read(fqn, param, mesh)
         distribution = Distribution(fqn, param, mesh, cut.dim if isinstance(cut, Shard) else None, reading)
         one = FoundParam(fqn, registered, param, distribution, None if isinstance(cut, Shard) else cut, dtype)
+        # Not only dtypes and meshes keep parameters apart: one collective sends one encoding.
         keys = [(part, part.key(one)) for part in (*kinds, *parts)]
         apart = [(type(part), value) for part, value in keys if value is not None and value is not True]
         key = (mesh.key, param.dtype, dtype, param.is_meta, *apart)
@@ -120,10 +123,13 @@ def plan_groups(
             if value is not None:
                 known.setdefault(type(part) if part in kinds else id(part), part)
     for part in parts:
-        part.tell([param for params in buckets.values() for param in params])
+        part.tell([param for params in buckets.values() for param in params])  # Once for each call, not for each buffer.
     plans = []
     for key, params in buckets.items():
+        # Integers do not train: they are all-gathered only.
         reduce_dtype = mp_policy.reduce_dtype if params[0].value.dtype.is_floating_point else None
+        # Shards begin at a multiple of 128 bytes in all dtypes of their group, also in the narrowest one, as kernels and NCCL
+        # like it.
         sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
         mine = tuple(parts_of[key].values())
         draft = Draft(params, [param.spec for param in params], meshes[key].ranks, max(1, SHARD_ALIGNMENT_BYTES // min(sizes)))
@@ -160,10 +166,10 @@ def layout_of(draft: Draft, parts: Sequence[FeaturePart]) -> BufferLayout:
     """The layout of a group: that of one of its ``parts``, or the planner's."""
     for part in parts:
         part.arrange(draft)
-    if draft.layout is not None:
+    if draft.layout is not None:  # A part has planned it, as that of rows or of weights.
         return draft.layout
     layout = plan_layout(draft.specs, draft.ranks, draft.alignment, weights=draft.weights)
-    if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:
+    if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:  # Once, not from a thousand ranks.
         padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
         _logger.warning(
             f"{draft.params[0].fqn} and {len(draft.specs) - 1} more parameters on {draft.ranks} ranks: {padding:.1f}% padding "
@@ -202,6 +208,8 @@ class GroupPolicyPart(FeaturePart):
             specs = [own if choice is None else param.distribution.tensor_spec(choice) for param, own, choice in pairs]
             return plan_layout(specs, draft.ranks, draft.alignment)
 
+        # The policy compares several layouts of the whole buffer, as Muon's: which rank then computes what depends on all of
+        # them.
         draft.layout = self.policy.choose([(param.fqn, param.value) for param in draft.params], draft.ranks, planned)
 
 
@@ -217,6 +225,8 @@ def _cut_of(
         )
     placement: Any = fn(param) if fn else None
     if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult, whose module is private
+        # One parameter may have a mesh of its own, as experts over fewer ranks: it then has a buffer and collectives of its
+        # own.
         dp, placement = DataParallelMesh.of_info(placement.mesh_info), placement.placement
     if placement is None:
         return granularity or elements(), dp

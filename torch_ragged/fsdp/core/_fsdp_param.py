@@ -169,6 +169,8 @@ class Distribution:
         Raises:
             ValueError: ``granularity`` has segments that are not those of the parameter, or that the model cuts together.
         """
+        # A rank's piece along a later dimension is not contiguous in the parameter: a shard must be whole slices of the
+        # dimensions before it.
         cut = min((dim for dim in self._cuts() if dim > 0), default=None)
         if isinstance(granularity, Segments):
             granularity = self._local_segments(granularity, cut)
@@ -182,8 +184,11 @@ class Distribution:
             return elements()  # Shards are whole slices, and each slice has all segments.
         for index, placement in enumerate(self._model_placements if self.is_dtensor else ()):
             ranks = self._model_mesh.size(index)
+            # Other cuts leave the segments of this rank's piece as long as they are.
             if not placement.is_shard(dim) or ranks == 1:
                 continue
+            # InterleavedShard cuts each segment by itself. One cut through several would give this rank a part of some of them
+            # only.
             pieces = placement.segments(sum(sizes)) if isinstance(placement, InterleavedShard) else (sum(sizes),)
             if not {*itertools.accumulate(sizes)} <= {*itertools.accumulate(pieces)}:
                 raise InvalidArgument(
@@ -203,7 +208,7 @@ class Distribution:
         """The layout of a buffer of this parameter alone, cut by ``Shard(shard_dim)``: the pieces in the order of ranks."""
         assert self.shard_dim is not None
         row = self._row_numel
-        shard = max(1, self._rows * row)
+        shard = max(1, self._rows * row)  # An empty parameter has a buffer, too.
         spec = self.rows_spec()
         why = f"Shard({self.shard_dim}) of {self.fqn}"
         return BufferLayout((spec,), (0,), shard, ranks, 1, lower_bound=shard, forced_by=why, order="even")
@@ -227,7 +232,7 @@ class Distribution:
         """
         assert self.shard_dim is not None
         if not flat.numel():
-            return [flat.view(self.local_shape)]
+            return [flat.view(self.local_shape)]  # Without elements, it tells no number of rows.
         return [self.local(piece) for piece in flat.split(self._rows * self._row_numel)]
 
     def sharded(self, flat: torch.Tensor, layout: BufferLayout, index: int) -> DTensor:
@@ -236,6 +241,7 @@ class Distribution:
         if self.shard_dim is not None:
             return self.shaped(local)
         ragged: RaggedShard | StridedRaggedShard = layout.placement(index)
+        # The mesh has the shards before the dimensions of the model, which has cut first: a strided placement says so.
         if 0 in (cuts := self._cuts()):
             ragged = StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(cuts[0]))
         return self._dtensor(local, ragged)
@@ -273,6 +279,7 @@ class Distribution:
         elif view.shape != self.local_shape:  # Rows that are padded for each rank.
             view = view.reshape(-1, *self.local_shape[1:])[: self.local_shape[0]]
         names = [self._model_mesh.mesh_dim_names[dim] for dim in pending] if pending else []  # type: ignore[index]
+        # Open sums: over data-parallel ranks, which the group adds later, and over dimensions of the model.
         own = zip(self._template, self._is_dp, self.mesh.mesh_dim_names or ("",) * self.mesh.ndim)
         placements = tuple([sums if is_dp else Partial() if name in names else each for each, is_dp, name in own])
         return dtensor_of(view, spec_of(self.mesh, placements, self.shape, view.dtype))  # type: ignore[arg-type]
@@ -304,6 +311,7 @@ class Distribution:
             before: the mesh dimensions on which the gradient is pending that this one is added to; None if there is none.
         """
         if self.reading is not None:
+            # Autograd's gradient is plain: what the model says of the parameter tells which sums are still open.
             placements = self.reading.gradient_placements
             gradient = DTensor.from_local(gradient, self._model_mesh, placements, run_check=False)
         pending: tuple[int, ...] = ()
@@ -353,6 +361,7 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
     sizes = list(param.shape)
     for dim, placement in enumerate(param.placements):
         if type(placement) is Shard or (type(placement) is _StridedShard and placement.dim > 0):
+            # Uneven pieces would have other layouts on other ranks of the model, which make the same collectives.
             if sizes[placement.dim] % (param.device_mesh.size(dim) * getattr(placement, "split_factor", 1)):
                 raise ValueError(
                     f"{fqn} of shape {tuple(param.shape)} is cut unevenly by {placement} over {param.device_mesh.size(dim)} "
@@ -370,6 +379,7 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
                 "with Shard, InterleavedShard and Replicate of tensor or expert parallelism, or _StridedShard of a later "
                 "dimension than the first"
             )
+    # With a dimension in both meshes, the same ranks would cut the parameter twice.
     shared = [name for name in dp.mesh.mesh_dim_names or () if name in (param.device_mesh.mesh_dim_names or ())]
     if shared and dp.spmd is None:
         rest = [name for name in dp.mesh.mesh_dim_names or () if name not in shared]
@@ -412,10 +422,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _owners: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+"""By ``id`` of a sharded parameter: torch swaps the contents of tensors only if they have no weak references."""
+
 group_by_param: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The group of each parameter, by the id of its FSDPParam, which the group keeps alive."""
-
-"""By ``id`` of a sharded parameter: torch swaps the contents of tensors only if they have no weak references."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -487,9 +497,10 @@ class FSDPParam:
     def register(self, value: nn.Parameter) -> None:
         """Register ``value`` in the modules."""
         before = self.requires_grad
-        if self.sharded.requires_grad is not before or self.unsharded.requires_grad is not before:
+        if self.sharded.requires_grad is not before or self.unsharded.requires_grad is not before:  # Mostly equal.
             self.sync_requires_grad()
         for module, name in self.registered_names:
+            # Into the dict: nn.Module.__setattr__ looks through its hooks, buffers and submodules, and this runs twice a step.
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = value
             else:  # Such a module may keep its own references.
@@ -523,6 +534,7 @@ class ReadGuard:
     def refuse_reads(self) -> None:
         """The parameters are resharded."""
         tensors = tuple(map(_unsharded_of, self._params))
+        # A number of its own: autograd's error names the number, which tells the group.
         self._refused, self.version = (tensors, tuple(map(_version_of, tensors))), next(_resharded_versions)
         set_versions(tensors, (self.version,) * len(tensors))
 
@@ -540,6 +552,7 @@ class ReadGuard:
         """Whether a view of freed memory, which begins at ``offset``, may be of these parameters."""
         if self._refused is None:
             return False
+        # torch's error tells the offset only. Other groups may fit, too: the caller names all that do.
         offsets = [(offset - local.storage_offset(), local.numel()) for local in map(local_of, self._refused[0])]
         return any(0 <= inside < numel for inside, numel in offsets)
 

@@ -139,7 +139,7 @@ class FSDPParamGroup:
         needs_reduction: whether backward has reached the group since the last reduction, on any rank. Equal on all ranks after
             pre-backward, which sets it and runs on all ranks.
         may_hold_sum: whether gradients may have accumulated since the last reduction, on any rank. Equal on all ranks: they
-            make the same calls of :meth:`note_accumulation`, also if their own backward raises.
+            set it in the forward or pre-backward of the same calls, also if their own backward raises.
         is_unhooked: whether backward may reach the group without a pre-backward: a forward has used it, and may have kept a
             tensor from inside of the module, or returned a parameter. Equal on all ranks.
     """
@@ -551,10 +551,6 @@ class FSDPParamGroup:
         self.needs_reduction |= self.is_trainable
         self.may_hold_sum |= accumulates
 
-    def note_accumulation(self) -> None:
-        """A backward pass leaves its gradients unreduced, on this rank or on another one."""
-        self.may_hold_sum = True
-
     def before_gradient(self) -> None:
         """A gradient is about to be written: drop those of a pass that raised, and let nothing read the gradient buffer."""
         if self._reached_in != backward_id():  # Mostly, pre-backward has started this pass.
@@ -577,7 +573,7 @@ class FSDPParamGroup:
         # memory. They are not finished, as that issues HSDP's all-reduce: all ranks must issue it at the same moment, and they
         # allocate at different ones.
         for group in self.comm.beyond(self.settings.max_reductions):
-            if group.collectives.reduce_scatter_traits(group.device).holds_second_buffer:
+            if group.named.inner.reduce_scatter_traits(group.device).holds_second_buffer:
                 group.reduction.wait()
 
     def add_gradient(self, index: int, gradient: torch.Tensor, is_assigned: bool = False) -> None:
@@ -613,7 +609,7 @@ class FSDPParamGroup:
 
     def accumulate_gradients(self) -> None:
         """End of a backward pass that reduces nothing: gradients accumulate in ``reduce_dtype``, as many narrow sums round."""
-        self.note_accumulation()
+        self.may_hold_sum = True
         if self.reduction.state is not GradientState.REDUCING:  # There is no new gradient since then.
             self._make_room()
             # Sums over passes are in the dtype of sums over ranks: many additions in a narrow one would lose bits.
@@ -630,11 +626,6 @@ class FSDPParamGroup:
             # different numbers of passes since the last reduction, all ranks send the wide dtype.
             self.reduction.start(is_one_pass=not self.may_hold_sum and self.keeper is None)
             self.may_hold_sum = False
-
-    def publish_unreduced(self) -> None:
-        """A backward pass has ended: gradients that wait are shown as FSDPGrads."""
-        if self.is_unsynchronized:
-            self.reduction.publish(self.needs_reduction)
 
     def drop_gradients(self) -> bool:
         """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""

@@ -232,7 +232,7 @@ class FSDPState:
         """A forward begins: reshard parameters that an earlier forward left unsharded, since the shards may have changed."""
         self.calls.clear()
         self._still_to_run = set(self.modules)
-        if self._must_refresh or any(group.is_outdated for group in self.groups):
+        if self._must_refresh or any([group.is_outdated for group in self.groups]):
             self.reshard()
         # After resharding: the user's parameters are registered in the modules then, and all-gathers read the shards.
         is_accumulating = self.context.is_accumulating
@@ -260,7 +260,7 @@ class FSDPState:
             # Here and in backward: if backward raises here, this rank still knows that other ranks accumulate gradients.
             if self.accumulates:
                 for group in self.groups:
-                    group.note_accumulation()
+                    group.may_hold_sum = True
             if self.is_optional and call.order is not None:
                 call.order.watch(call.position, is_exit=False)
         return call
@@ -276,7 +276,10 @@ class FSDPState:
         for group in self.groups:
             group.is_unhooked |= must_stay
         if must_stay and needs_backward:
-            self._gather_for_backward()
+            # No hook will announce backward: all-gather what it uses beside forward.
+            for group in self.groups:
+                if group.encoding.has_phases:
+                    group.unshard(phase=Phase.BOTH)
         # Of an optional call, all ranks record it, also ranks whose backward does not reach it: their orders must be equal.
         if call.order is not None and (needs_backward if self.is_optional else is_watched):
             call.order.watch(call.position, is_exit=True)
@@ -290,12 +293,6 @@ class FSDPState:
             if self.reshard_after_forward or not needs_backward:
                 self.reshard(keep=needs_backward)
         return call
-
-    def _gather_for_backward(self) -> None:
-        """The parameters stay unsharded until backward, which no hook announces: all-gather what it uses beside forward."""
-        for group in self.groups:
-            if group.encoding.has_phases:
-                group.unshard(phase=Phase.BOTH)
 
     def _forward_phase(self, needs_backward: bool) -> Phase:
         return Phase.BOTH if needs_backward and not self.reshard_after_forward else Phase.FORWARD
@@ -646,8 +643,9 @@ class FSDPStateContext:
                         used_by.setdefault(group.gradient_user, []).append(group)
                 for user, groups in used_by.items():
                     user.finish(groups)
-                for group in self.groups:
-                    group.publish_unreduced()
+                for group in self.groups:  # Gradients that wait are shown as FSDPGrads.
+                    if group.is_unsynchronized:
+                        group.reduction.publish(group.needs_reduction)
                 self.states[0].comm.forget(self.groups)
                 for state in self.states:
                     state.end_backward(self.in_forward)

@@ -290,19 +290,14 @@ class GradBuffer:
         assert source is not None and source.is_allocated
         return source
 
-    def popped_pending(self) -> dict[tuple[int, ...], list[int]]:
-        """:meth:`pending`, which is forgotten here."""
-        found = self.pending()
-        for param in self._params:
-            param.pending = None
-        return found
-
-    def pending(self) -> dict[tuple[int, ...], list[int]]:
+    def pending(self, forgets: bool = False) -> dict[tuple[int, ...], list[int]]:
         """The parameters whose gradients are pending a sum, by the mesh dimensions of the model."""
         found: dict[tuple[int, ...], list[int]] = {}
         for index, param in enumerate(self._params):
             if param.pending:
                 found.setdefault(param.pending, []).append(index)
+            if forgets:
+                param.pending = None
         return found
 
     def _close(self) -> None:

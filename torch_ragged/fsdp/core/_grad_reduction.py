@@ -17,7 +17,7 @@ from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import dtensor_like, dtensor_of, profiler_range
 from torch_ragged.fsdp.comm._collectives import NamedCollectives, Work
 from torch_ragged.fsdp.comm._reduction import Reduction
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, copy_stream, current_stream, order_behind
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
@@ -106,7 +106,7 @@ class GradReduction:
            | finish(): over nodes, a reduce-scatter to (S, S); an all-reduce of what is pending over the model's mesh
            | dimensions, and one over replicas (HSDP) to (R, S)
         reduced    DBuffer S, reduce_dtype             the sum of all reductions since ``.grad`` was set
-           | set_grads(): a cast, a copy to the CPU, or nothing
+           | set_grads(): a cast, a copy to the CPU (which has begun when the reduction ended), or nothing
         .grad      views of a DBuffer S                DTensors placed as their parameters
 
     Args:
@@ -139,14 +139,16 @@ class GradReduction:
         self._params, self._buffer, self._sharded, self._device = params, buffer, sharded, device
         self._collectives, self._dp, self._settings, self._log = collectives, dp, settings, log
         self._intervals = [sharded.interval(index) for index in range(len(params))]
+        self._placements = dp.placements  # Of reduced shards.
         self._reduce_scatter: Work | None = None  # In flight.
         self._output: DBuffer | None = None  # The output of either, also after it has ended.
         self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
+        self._moved: tuple[DBuffer, torch.Event] | None = None  # With offload: its copy to the CPU, in flight.
         self._kept: DBuffer | None = None  # Reduced within each replica only.
         self.is_set = self.has_hooks = False
         self._has_failed = False  # Whether the last reduce-scatter failed: its gradients are in no buffer.
-        self._pending: dict[tuple[int, ...], list[int]] = {}  # What the output is pending on: see GradBuffer.popped_pending.
+        self._pending: dict[tuple[int, ...], list[int]] = {}  # What the output is pending on: see GradBuffer.pending.
         self._published: dict[int, FSDPGrad] = {}  # Which ``.grad`` are FSDPGrads, by parameter. Equal on all ranks.
         self._holds_unreduced = False  # Whether they have unreduced parts on any rank. Equal on all ranks.
         self._copy: DBuffer | None = None  # What reading one of them has reduced.
@@ -200,7 +202,7 @@ class GradReduction:
         else:
             work = source.redistribute(output.placements, self._collectives, output, reduction)
         self._reduce_scatter, self._output, self._has_failed = work, output, False
-        self._pending = buffer.popped_pending()
+        self._pending = buffer.pending(forgets=True)
 
     def wait(self) -> None:
         """Wait for the reduce-scatter in flight and free its input. It issues no collective and calls no user hook."""
@@ -227,27 +229,26 @@ class GradReduction:
         output, self._output = self._output, None
         if output is None:
             return
-        try:
-            output = self._over_nodes(output)
-        except BaseException:
-            self._has_failed = True
-            raise
-        self._reduce_pending(output, self._pending)
-        self._pending = {}
+        if self._dp.levels is not None:
+            try:
+                output = self._over_nodes(output)
+            except BaseException:
+                self._has_failed = True
+                raise
+        pending, self._pending = self._pending, {}
+        self._reduce_pending(output, pending)
         self._add_output(output)
 
     def _shards(self, is_partial: bool, log: MemoryLog | None = None) -> DBuffer:
         """A new buffer of reduced shards: ``is_partial`` over the first of two mesh dimensions, or over none."""
-        like, placements = self._sharded, self._dp.placements
+        like, placements = self._sharded, self._placements
         if is_partial and len(placements) > 1:
             placements = Partial(), *placements[1:]
         dtype = self._buffer.reduce_dtype
         return DBuffer(like.layout, placements, like.rank, dtype, self._device, log=log, levels=self._dp.levels)
 
     def _over_nodes(self, output: DBuffer) -> DBuffer:
-        """If shards lie over nodes, too, reduce the output of the reduce-scatter over them, and wait for it."""
-        if self._dp.levels is None:
-            return output
+        """Reduce the output of a reduce-scatter within nodes over the nodes, and wait for it."""
         # Not in wait(): a rank with a late gradient waits for its group's reduction before others, and another rank without
         # this gradient does not. Their second steps would meet those of other groups, and swap gradients.
         shards, reduction = self._shards(is_partial=False, log=output.log), self._settings.reduction
@@ -278,7 +279,7 @@ class GradReduction:
         else:
             with profiler_range("all_reduce", self._collectives.fqn):
                 # In flight while other groups compute. All ranks issue it in one order, see ModuleState.reduce_gradients.
-                work = output.redistribute(self._dp.placements, self._collectives, reduction=self._settings.reduction)
+                work = output.redistribute(self._placements, self._collectives, reduction=self._settings.reduction)
                 self._all_reduce = work, output
 
     def _reduce_pending(self, output: DBuffer, pending: dict[tuple[int, ...], list[int]]) -> None:
@@ -307,8 +308,37 @@ class GradReduction:
         if self._reduced is None:
             self._reduced = output
         else:
+            self._drop_copy()  # Of the first part of the sum.
             self._reduced.flat.add_(output.flat)
             self._log.note(-output.nbytes)
+        if self._sharded.is_pinned:
+            self._begin_copy(self._reduced)
+
+    def _begin_copy(self, reduced: DBuffer) -> None:
+        """Copy the reduced shard to the CPU, while backward goes on. :meth:`set_grads` waits for it."""
+        like, dtypes = self._sharded, {param.sharded.grad_dtype or reduced.flat.dtype for param in self._params}
+        if len(dtypes) > 1:
+            return
+        moved = DBuffer(like.layout, Shard(0), like.rank, *dtypes, like.flat.device, is_pinned=True, log=self._log)
+        stream = copy_stream(reduced.flat.device)
+        # A stream of its own: on the current one, the rest of backward would wait for the copy.
+        order_behind(stream, current_stream(reduced.flat.device))
+        with stream:
+            scaled_copy_(moved.flat, reduced.flat, non_blocking=True)
+        self._moved = moved, stream.record_event()
+
+    def _copied(self) -> DBuffer | None:
+        """The copy on the CPU, when it is complete; None if there is none."""
+        moved, self._moved = self._moved, None
+        if moved is None:
+            return None
+        moved[1].synchronize()  # The host waits: an optimizer on the CPU may read it at once.
+        return moved[0]
+
+    def _drop_copy(self) -> None:
+        """Its memory is pinned memory of the CPU, which may be given to others when no copy writes to it."""
+        if (moved := self._copied()) is not None:
+            self._log.note(-moved.nbytes)
 
     def find_hooks(self) -> None:
         """A forward begins: look whether the user has hooks on gradients of sharded parameters."""
@@ -351,9 +381,13 @@ class GradReduction:
         like = self._sharded
         dtypes = [param.sharded.grad_dtype or reduced.flat.dtype for param in self._params]
         shards: dict[torch.dtype, DBuffer] = {}
+        copied = self._copied()
         for dtype in dict.fromkeys(dtypes):  # Mostly one.
             if (reduced.flat.dtype, reduced.flat.device) == (dtype, like.flat.device):
                 shards[dtype] = reduced
+                continue
+            if copied is not None and copied.flat.dtype == dtype:
+                shards[dtype] = copied
                 continue
             moved = DBuffer(like.layout, Shard(0), like.rank, dtype, like.flat.device, like.is_pinned, log=self._log)
             scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
@@ -385,6 +419,7 @@ class GradReduction:
     def drop(self) -> bool:
         """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
         self.take_back()
+        self._drop_copy()
         had_any = self.state is not GradientState.EMPTY
         # Forget everything before the waits: waiting for a collective that failed raises.
         in_flight = [self._reduce_scatter, None if self._all_reduce is None else self._all_reduce[0]]
@@ -477,14 +512,14 @@ class GradReduction:
             copy, reduction = self._shards(is_partial=True), self._settings.reduction
             if self._holds_unreduced:
                 self._buffer.copied().redistribute(copy.placements, self._collectives, copy, reduction).wait()
-                copy = self._over_nodes(copy)
+                copy = copy if self._dp.levels is None else self._over_nodes(copy)
                 self._reduce_pending(copy, self._buffer.pending())
             else:
                 copy.flat.zero_()
             if self._kept is not None:
                 copy.flat.add_(self._kept.flat)
             if self._dp.has_replicas:
-                copy.redistribute(self._dp.placements, self._collectives, reduction=reduction).wait()
+                copy.redistribute(self._placements, self._collectives, reduction=reduction).wait()
             self._copy = copy
         begin, end = self._intervals[index]
         return self._gradient(self._params[index], self._copy.flat[begin:end].to(like.flat.device, dtype, copy=True))

@@ -278,8 +278,6 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
     """The tensors that :func:`map_tensors` finds, in its order; and whether other objects may hide more tensors."""
-    if isinstance(value, torch.Tensor):
-        return [value], False
     tensors: list[torch.Tensor] = []
     opaque: list[Any] = []
 
@@ -287,8 +285,17 @@ def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
         tensors.append(tensor)
         return tensor
 
-    for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
-        _map_leaf(collect, leaf, opaque)
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif kind is tuple or kind is list or kind is dict:
+            waiting += reversed(value.values() if kind is dict else value)
+        elif not isinstance(value, _WITHOUT_TENSORS):
+            for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
+                _map_leaf(collect, leaf, opaque)
     return tensors, bool(opaque)
 
 

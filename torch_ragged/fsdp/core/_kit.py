@@ -93,6 +93,8 @@ class FeaturePart:
     def refuses(self, others: Sequence[FeaturePart]) -> str | None:
         """Why this part cannot be used with one of ``others``, and what to write instead; None if it can."""
         mine = self.terms
+        # One direction only: the other part is asked, too, so that a sentence stands once, beside the feature that has the
+        # need.
         theirs = [(each.terms.given, need) for each in others for need in each.terms.breaks if need in mine.needs]
         return next((f"{mine.given} does not support {given}{mine.needs[need]}" for given, need in theirs), None)
 
@@ -141,6 +143,7 @@ def check_pairs(parts: Sequence[FeaturePart]) -> None:
         ValueError: it does.
     """
     for part in parts:
+        # In the order of the arguments: ranks with equal arguments raise the same sentence.
         if sentence := part.refuses([other for other in parts if other is not part]):
             raise ValueError(sentence)
 
@@ -219,12 +222,13 @@ class Kit:
         collectives = ProcessGroupCollectives(dp.shard_group, dp.replicate_group, dp.levels)
         kit = cls(plan, Shards(plan.layout, dp.rank), collectives)
         for part in plan.parts:
-            part.equip(kit)
+            part.equip(kit)  # Later parts see what earlier ones have chosen.
         return kit
 
     def with_keeper(self) -> Kit:
         """The same kit, with the keeper of the last part that has one. It may make process groups."""
         for part in self.plan.parts:
+            # Apart from equip(): a keeper may make process groups, which all ranks do at one moment, after they have agreed.
             self.keeper = part.keeper(self.plan.dp, self.encoding, self.memory.gathered) or self.keeper
         return self
 

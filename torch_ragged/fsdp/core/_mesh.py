@@ -58,15 +58,17 @@ class DataParallelMesh:
     ) -> None:
         self.mesh, self.has_replicas, self.has_shards, self.spmd, self.dims = mesh, has_replicas, has_shards, spmd, dims
         self.counts_once = getattr(dims, "counts_once", False)
-        self.is_member = mesh.get_coordinate() is not None
+        self.is_member = mesh.get_coordinate() is not None  # Others may call fully_shard, too: their groups are dormant.
         # Known from here on, also after destroy_process_group, when a report may still be asked for.
         last = mesh.ndim - 1
         self.shard_group = mesh.get_group(last) if has_shards and self.is_member else None
         self.replicate_group = mesh.get_group(0) if has_replicas and self.is_member else None
         self.ranks = mesh.size(last) if has_shards else 1
         self.rank = mesh.get_local_rank(last) if has_shards and self.is_member else 0
+        # By process group, not by mesh: equal meshes may have other groups, and a collective belongs to one.
         groups = (id(self.shard_group), id(self.replicate_group))
         self.key: tuple[int, ...] = groups if self.is_member else (hash(mesh),)
+        # As positions: DTensors of the model have their placements in the order of the whole mesh.
         names = () if spmd is None else (*dims.shard_names, *dims.replicate_names)
         self.spmd_dims = [dim for dim, name in enumerate((spmd and spmd.mesh_dim_names) or ()) if name in names]
 
@@ -74,6 +76,7 @@ class DataParallelMesh:
     def placements(self) -> tuple[Placement, ...]:
         """Of the shards, over (replicas, shards), (nodes, ranks of a node), or shards alone."""
         replicas: tuple[Placement, ...] = (Replicate(),) if self.has_replicas else ()
+        # HIERARCHICAL: one dimension of shards, which is seen as two, so that a reduction can have two steps.
         return (*replicas, Shard(0)) if self.levels is None else (Shard(0), Shard(0))
 
     @staticmethod
@@ -107,6 +110,7 @@ class DataParallelMesh:
             for name in (*dims.shard_names, *dims.replicate_names):
                 if name not in names:
                     raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+            # All are checked on all ranks before one flattens: flattening makes a process group, which is a collective.
             parts = [tuple(map(names.index, part)) for part in (dims.shard_names, dims.replicate_names) if part]
         # Collectives follow the order of the process group, which sorts its ranks; DTensors follow the mesh.
         if not all(ranks_ascend(mesh, part) for part in parts):
@@ -132,6 +136,7 @@ class DataParallelMesh:
                     stacklevel=3,
                 )
             return DataParallelMesh(mesh, has_replicas=mesh.ndim == 2, has_shards=True)
+        # Replicas before shards, as in HSDP's own mesh: the shards are the last dimension everywhere.
         parts = [flatten(mesh[part]) for part in (dims.replicate_names, dims.shard_names) if part]
         return DataParallelMesh(concatenate(parts), bool(dims.replicate_names), bool(dims.shard_names), mesh, dims)
 
@@ -147,6 +152,7 @@ class DataParallelMesh:
         drop_advice_to_flatten()  # A user cannot flatten the joint mesh.
         if self.spmd is None:
             is_mine = [True] * len(mine) + [False] * len(param.placements)
+            # The data-parallel dimensions first: the model has cut the parameter before, and the group cuts its piece.
             return concatenate([self.mesh, param.device_mesh]), [*mine, *param.placements], is_mine
         meshes: list[DeviceMesh] = []
         placements: list[Placement | None] = []

@@ -46,6 +46,8 @@ def load_replaced(group: FSDPParamGroup) -> None:
         values = [_replacement(group, index, group.orig_dtype) for index in replaced]
         for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
             param = group.params[index]
+            # Its memory may be another's, as after swap_tensors or ``.data =``: then the object is made a view of the buffer
+            # again.
             if not group.shards.holds(local_of(param.sharded)):
                 _put(group, index, param.sharded)
             param.sharded.copy_(copy)
@@ -94,6 +96,7 @@ def _load_if_all(group: FSDPParamGroup, replaced: list[int], dtype: torch.dtype 
     # A buffer has one dtype and one device, so it is made when the last parameter is replaced.
     if len(values) < len(group.params) or any(value.is_meta for value in values):
         return
+    # The new DTensors may have other placements, as those of another run. All ranks load the same ones, so all communicate.
     placements = [param.sharded.placements for param in group.params]  # type: ignore[attr-defined]
     locals_ = [local_of(value.redistribute(placements=wanted)) for value, wanted in zip(values, placements)]
     group.rebuild(_compute_device(group, locals_[0].device), dtype, locals_)
@@ -132,6 +135,7 @@ def check_conversion(group: FSDPParamGroup, function: Callable[[torch.Tensor], t
             without shards, as other ranks would not know it.
     """
     if not group.has_shards:
+        # A rank outside of the mesh has no buffer to convert, and other ranks could not know that it has another dtype.
         probe = function(torch.empty(0, dtype=group.orig_dtype, device=group.params[0].sharded.device))
         if probe.dtype != group.orig_dtype:
             raise RuntimeError(
@@ -164,6 +168,7 @@ def check_conversion(group: FSDPParamGroup, function: Callable[[torch.Tensor], t
 
 def is_whole(group: FSDPParamGroup, modules: set[nn.Module]) -> bool:
     """Whether all parameters are in their buffer, and registered in ``modules`` only."""
+    # Otherwise ``Module.to`` of one module would convert a buffer that others use, too.
     in_place = all(_is_in_place(group, index) for index in range(len(group.params)))
     return in_place and all(module in modules for param in group.params for module, _ in param.registered_names)
 
@@ -181,7 +186,7 @@ def convert(group: FSDPParamGroup, function: Callable[[torch.Tensor], torch.Tens
             tensors = [param.sharded for param in group.params]
             grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
             grads = [grad.reduced if isinstance(grad, FSDPGrad) else grad for grad in grads]
-            tensors += [grad for grad in grads if grad is not None]
+            tensors += [grad for grad in grads if grad is not None]  # As ``Module.to`` converts ``.grad``.
             for tensor, value in [(tensor, function(tensor)) for tensor in tensors]:
                 if value is not tensor:
                     tensor.copy_(value)
@@ -192,6 +197,7 @@ def convert(group: FSDPParamGroup, function: Callable[[torch.Tensor], torch.Tens
             group.shards.convert_meta(function)
         group.rebuild(_compute_device(group, probe.device), probe.dtype, values)
         for index, param in enumerate(group.params):
+            # torch checks the dtype of a gradient that is set, so it is set last.
             gradient, param.sharded.grad = param.sharded.grad, None
             _put(group, index, param.sharded)
             if gradient is not None and gradient.dtype != param.sharded.grad_dtype:  # Otherwise the user has chosen it.

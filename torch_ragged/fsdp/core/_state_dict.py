@@ -70,24 +70,26 @@ def before_load(
         ValueError: ranks have values for different parameters.
     """
     messages = lists[-1]
-    if _checked.get(module) is messages:
+    if _checked.get(module) is messages:  # The module around it has checked these values.
         return
     entries: list[_Entry] = []
     conversions: dict[FSDPParamGroup, _Conversion] = {}
     problem: Optional[Exception] = None
     try:
         for each, state in _states(module):
-            _checked[each] = messages
+            _checked[each] = messages  # Those inside need not check again.
             for group in state.groups:
                 if group.gradient_user is not None:  # It may write to parameters, after a backward that raised.
                     group.gradient_user.wait()
             state.reshard()  # Not its groups alone: the state knows which all-gathers were issued ahead of use.
+        # A rank that raises here still agrees below: the others wait for it there.
         entries = list(_entries(module, state_dict, prefix))
         conversions = _check(module, entries, metadata.get("assign_to_params_buffers", False))
     except Exception as error:
         problem = error
     if problem is not None or not all(isinstance(entry.value, DTensor) for entry in entries):
         _agree(entries, problem)
+    # After all ranks have agreed: a conversion frees the old buffers.
     for group, conversion in conversions.items():
         convert(group, conversion)
 
@@ -125,6 +127,7 @@ def _agree(entries: list[_Entry], problem: Optional[Exception]) -> None:
     """Raise on all ranks if one has a problem, or if ranks have values for different parameters."""
     claims: dict[DeviceMesh, list[str]] = {}
     for entry in entries:
+        # Not the values: they differ, as parts of a DTensor do. What is compared decides which rank communicates.
         kind = "no value" if entry.value is None else "a DTensor" if isinstance(entry.value, DTensor) else "a full tensor"
         claims.setdefault(entry.param.sharded.device_mesh, []).append(f"{kind} for {entry.key}")  # type: ignore[attr-defined]
     # From small meshes to large ones: what the ranks of a small one find reaches those that only share the large one.
@@ -207,6 +210,7 @@ def _conversion(group: FSDPParamGroup, entries: list[_Entry]) -> Optional[_Conve
     """
     if group.shards.are_typed or not group.dp.is_member:
         return None
+    # A buffer has one dtype, and is allocated as a whole.
     is_whole = len(entries) == len(group.params) and all(param.registered is param.sharded for param in group.params)
     dtypes = {entry.value.dtype: entry.key for entry in entries}
     others = [dtype for dtype in dtypes if dtype != group.orig_dtype]
@@ -218,6 +222,7 @@ def _conversion(group: FSDPParamGroup, entries: list[_Entry]) -> Optional[_Conve
         )
     (dtype,) = dtypes
     if group.is_meta and is_whole and not any(entry.value.is_meta for entry in entries):
+        # As FSDP2 does with assign=True: values on another device are copied to the mesh's.
         home = torch.device("cpu") if group.offloads_params else device_of(group.dp.mesh)
         conversion: _Conversion = functools.partial(torch.empty_like, dtype=dtype, device=home)
     elif others:
@@ -253,9 +258,10 @@ def _part(value: torch.Tensor, param: DTensor) -> DTensor:
     whole = whole if whole.shape == param.shape else whole.view(param.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return dtensor_like(torch.empty_like(mine), param)
+        return dtensor_like(torch.empty_like(mine), param)  # This rank is not in the mesh, and has no part.
     if is_wrapper(whole):
         (dim,) = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
+        # A type of its own has chunk() at least: FSDP2 cuts it so.
         part = torch.chunk(whole, mesh.size(dim))[coordinate[dim]]
     else:
         part = broadcast_local(whole, mesh, param.shape, param.placements)

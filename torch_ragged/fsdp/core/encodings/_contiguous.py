@@ -75,6 +75,7 @@ class ContiguousEncoding(Encoding):
 
     def decode(self, shards: Shards, keeps_buffer: bool) -> None:
         allocate_storage(self._whole, self._log)
+        # Only the last piece can be shorter, so that the padding is at the end.
         pieces = self._distribution.pieces(self.buffer.flat[: self._whole.numel()])
         with torch.no_grad():
             torch.cat(pieces, dim=self._distribution.shard_dim or 0, out=self._whole)

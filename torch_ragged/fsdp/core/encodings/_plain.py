@@ -77,7 +77,7 @@ class Shards:
         """Copy this rank's interval of a whole parameter into the buffer."""
         if value.is_meta:  # Nothing to copy. But the type of the values may record what is written to a shard later.
             if index == 0:
-                self.buffer.memory.flat = local_of(value).detach().new_empty(self.buffer.flat.numel())
+                self.buffer.replace(local_of(value).detach().new_empty(self.buffer.flat.numel()))
                 self._storage = self.buffer.flat.untyped_storage()._cdata
             return
         start, stop = self._layout.local_range(index, self._rank)
@@ -96,6 +96,7 @@ class Shards:
         if local.dtype != self.buffer.flat.dtype:
             return False
         if type(local) is torch.Tensor:  # Asked of each parameter in each forward.
+            # A number, not a tensor's method: a step asks as many times as there are parameters.
             return local.untyped_storage()._cdata == self._storage
         return self.buffer.holds(local)
 
@@ -170,7 +171,7 @@ class Encoding:
     @property
     def has_slot(self) -> bool:
         """Whether an all-gather can be issued: no other group uses the slots of the buffers."""
-        return all(buffer.memory.is_free for buffer in self.buffers())
+        return all([buffer.memory.is_free for buffer in self.buffers()])
 
     def compute_tensor(self, index: int) -> torch.Tensor:
         """The memory of an unsharded parameter, in the parameter's shape."""
@@ -193,6 +194,7 @@ class Encoding:
 
     def free(self, keeps_buffer: bool) -> None:
         """Free the unsharded parameters. If ``keeps_buffer``, ``buffer`` stays allocated."""
+        # A slot has its address for itself already: freeing it lets other groups use it, and its views stay.
         keeps_storage = self.keeps_storage and not self.buffer.memory.keeps_address
         if not keeps_storage and not keeps_buffer:
             self.buffer.free()
