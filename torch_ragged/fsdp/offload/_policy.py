@@ -86,6 +86,11 @@ class Offload(OffloadPolicy, FeaturePart):
         return self.parameters_folder is not None
 
     @property
+    def folder(self) -> str | None:
+        """The folder of the files of states; None: they lie in memory."""
+        return None if self.to == "cpu" else self.to
+
+    @property
     def parameters_folder(self) -> str | None:
         """The folder of the files of parameters; None: they lie in memory."""
         return self.to if self.parameters == "files" else None
