@@ -81,13 +81,10 @@ class OptimizerStates:
         label: a prefix of the names of moved tensors, which no other optimizer has.
 
     Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         ValueError: a parameter of the optimizer has no name.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], label: str) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"reshard_to expects a torch.optim.Optimizer, or a list of them, got {type(optimizer).__name__}")
         self.optimizer, self._names, self._label = optimizer, names, label
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -112,13 +109,14 @@ class OptimizerStates:
             ValueError: a state is a plain tensor of several elements, or holds tensors inside.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        states: dict[str, dict[str, Any]] = {name: {} for name in self._params()}
-        for name, param in self._params().items():
-            for key, value in self.optimizer.state.get(param, {}).items():
-                states[name][key] = self._told(f"{name} in {type(self.optimizer).__name__}", key, param, value)
+        states = {
+            name: {key: self._told(name, key, param, value) for key, value in self.optimizer.state.get(param, {}).items()}
+            for name, param in self._params().items()
+        }
         return Told(map_tensors(lambda tensor: tensor.detach().cpu(), options), states)
 
-    def _told(self, where: str, key: str, param: torch.Tensor, value: Any) -> Any:
+    def _told(self, name: str, key: str, param: torch.Tensor, value: Any) -> Any:
+        where = f"{name} in {type(self.optimizer).__name__}"
         if isinstance(value, DTensor):
             assert isinstance(param, DTensor)
             follows = value.shape == param.shape and value.placements == param.placements

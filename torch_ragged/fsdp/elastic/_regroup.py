@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torch_ragged.fsdp.core._fsdp_init import GroupPolicyPart, layout_of
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, keep_grad_dtype
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, keep_grad_dtype
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import Draft, FeaturePart, GroupPlan, Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
@@ -40,10 +40,9 @@ Kept = Union[int, str, None]
 
 
 def mesh_of_groups(groups: Sequence[FSDPParamGroup], call: str) -> DataParallelMesh:
-    """The mesh of all ``groups``. ``call`` is the name of what the user calls, for errors.
+    """The mesh of all ``groups``, of which none was made with what stays on its mesh, such as an ``Offload``.
 
-    Raises:
-        ValueError: they have several meshes, or a group was made with what stays on its mesh, such as an ``Offload``.
+    ``call`` is the name of what the user calls, for errors.
     """
     first = groups[0].dp
     for group in groups:
@@ -62,12 +61,7 @@ def part_of_move(call: str) -> FeaturePart:
 
 
 def check_movable(group: FSDPParamGroup, call: str) -> None:
-    """Raise if ``group`` has something now that would be lost.
-
-    Raises:
-        ValueError: it has collectives or memory that belong to its mesh.
-        RuntimeError: it is on the meta device, or has gradients that are not in ``.grad`` yet.
-    """
+    """Raise if ``group`` has something now that would be lost."""
     if group.dp.is_member and group.is_meta:
         raise RuntimeError(f"{group.names} on the meta device: materialize parameters before {call}")
     if group.is_pending or group.is_unsynchronized:
@@ -75,8 +69,7 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
             f"{group.names} has gradients that are not reduced yet, and would be lost: run a backward that reduces them, or "
             f"drop them with reset_iter_state(), before {call}"
         )
-    process_groups = group.process_groups
-    if group.collectives is not process_groups:
+    if group.collectives is not group.process_groups:
         raise ValueError(
             f"{group.names} has collectives that belong to its mesh: close a monitor and call set_collectives('nccl') before "
             f"{call}, and choose them again after it"
@@ -86,22 +79,22 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
             f"{group.names} has persistent buffers, as a captured model needs them: call set_persistent_buffers(False), or "
             f"set_keep_unsharded_storage(False), before {call}, and capture again after it"
         )
-    if process_groups.separate_groups:
+    if group.process_groups.separate_groups:
         raise ValueError(
             f"{group.names} has a second process group: call set_separate_reduce_scatter_group(False) before {call}"
         )
 
 
 def plan_on(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] | None = None) -> GroupPlan:
-    """The plan of the same parameters on another mesh. The planner runs; no memory is allocated.
-
-    Raises:
-        ValueError: as the planner.
-    """
+    """The plan of the same parameters on another mesh. The planner runs; no memory is allocated."""
     device = device_of(dp.mesh)
     found = []
     for param in group.params:
-        like = _stand_in(param, device)
+        # Zeros without memory of their own, in the position of the parameter that the user gave to ``fully_shard``.
+        zeros = torch.zeros((), dtype=param.sharded.dtype, device=device).expand(param.distribution.shape)
+        like = nn.Parameter(zeros, requires_grad=param.sharded.requires_grad)
+        keep_grad_dtype(param.sharded, like)
+        vars(like).update(attributes_of(param.sharded))
         distribution = Distribution(param.fqn, like, dp, param.distribution.shard_dim)
         found.append(FoundParam(param.fqn, param.registered_names, like, distribution))
     parts = [*_parts_of(group), *filter(None, [WeightsPart.of(weights), OutsideMesh.of(dp.mesh)])]
@@ -113,15 +106,6 @@ def plan_on(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] 
 def _parts_of(group: FSDPParamGroup) -> list[FeaturePart]:
     """What stays of the parts of ``group``: not those of its mesh, and what a policy has chosen is in the layout."""
     return [part for part in group.plan.parts if not isinstance(part, (WeightsPart, OutsideMesh, GroupPolicyPart))]
-
-
-def _stand_in(param: FSDPParam, device: torch.device) -> nn.Parameter:
-    """A parameter of zeros without memory of its own, in the position of the one that the user gave to ``fully_shard``."""
-    zero = torch.zeros((), dtype=param.sharded.dtype, device=device)
-    like = nn.Parameter(zero.expand(param.distribution.shape), requires_grad=param.sharded.requires_grad)
-    keep_grad_dtype(param.sharded, like)
-    vars(like).update(attributes_of(param.sharded))
-    return like
 
 
 def copy_settings(old: FSDPParamGroup, new: FSDPParamGroup) -> None:
@@ -140,12 +124,7 @@ def kept_by(group: FSDPParamGroup) -> Kept:
 
 
 def check_kept(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] | None = None) -> None:
-    """Raise if what stays gathered, or a placement, does not fit to the mesh ``dp``, or to ``weights``.
-
-    Raises:
-        ValueError: a parameter placed as ``Shard``, float8 or neighbours meet ``weights``; the number of neighbours does not
-            divide the number of shards, or ``ZERO1`` and ``ZERO2`` meet HSDP.
-    """
+    """Raise if what stays gathered, or a placement, does not fit to the mesh ``dp``, or to ``weights``."""
     kept, own = kept_by(group), group.process_groups
     # The user may have set another ``reshard_after_forward`` since.
     parts = [part for part in _parts_of(group) if not isinstance(part, NeighboursPart) or isinstance(kept, int)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,13 +120,16 @@ def reshard_to(
         new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
         move = Move(model, states, optimizer, old, new, _CALL, weights, stateful)
         own = move.description() if old.is_member else None
-        message = _pickled(own) if dist.get_rank() == min(_ranks(old.mesh)) else b""
+        lowest = min(_ranks(old.mesh))
+        message = [_pickled(own) if dist.get_rank() == lowest else b""]
         claim += move.lines()
-    received = _from_lowest_rank(message, old, world, device)
+    dist.broadcast_object_list(message, src=lowest, group=world, device=device)  # Two broadcasts.
     with agreement([world], device, _CALL) as claim:
-        told: Description = pickle.loads(received)
-        if own is not None:
-            _check_equal(own, told)
+        told: Description = pickle.loads(message[0])
+        if own is not None and own.lines != told.lines:
+            pairs = zip([*own.lines, "nothing more"], [*told.lines, "nothing more"])
+            here, there = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(f"ranks of the mesh differ: rank {dist.get_rank()} has {here}, its lowest rank has {there}")
         move.make_groups(told)
         source = move.source() if old.is_member else None
         target = move.target(told) if new.is_member else None
@@ -213,7 +216,8 @@ class Move:
 
     def lines(self) -> list[str]:
         """The move in lines that must be equal on all ranks, also on those without shards."""
-        lines = [f"{which} {_mesh_text(dp)}" for which, dp in (("from", self._old), ("to", self._new))]
+        meshes = (("from", self._old.mesh), ("to", self._new.mesh))
+        lines = [f"{which} a mesh of {tuple(mesh.shape)} over ranks {_ranks(mesh)}" for which, mesh in meshes]
         lines.append(f"weights {self._weights}")
         for group, plan in zip(self._groups, self._plans):
             lines.append(f"group of {group.names}, {group.param_dtype}: shards of {plan.layout.shard_numel}")
@@ -227,8 +231,21 @@ class Move:
         return lines + [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, *_, tensor in self.whole_tensors()]
 
     def whole_tensors(self) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
-        """The buffers, and the parameters in no group: see :func:`_whole_tensors`."""
-        return list(_whole_tensors(self._model, self._names))
+        """All buffers, and parameters in no group: the full name, the module, the name in it, the tensor.
+
+        Raises:
+            ValueError: one of them is a DTensor.
+        """
+        found = []
+        for prefix, module in self._model.named_modules():
+            for name, tensor in (*module._buffers.items(), *module._parameters.items()):
+                if tensor is None or tensor in self._names:
+                    continue
+                fqn = f"{prefix}.{name}" if prefix else name
+                if isinstance(tensor, DTensor):
+                    raise ValueError(f"{fqn} is a DTensor that is in no group of fully_shard: reshard_to cannot move it")
+                found.append((fqn, module, name, tensor))
+        return found
 
     def description(self) -> Description:
         """What ranks without shards must know. Call it on a rank with shards."""
@@ -346,11 +363,7 @@ def _checked_mesh(mesh: Any, old: DataParallelMesh, world: Sequence[int]) -> Dat
 
 
 def optimizers_of(optimizer: Any, call: str) -> list[torch.optim.Optimizer]:
-    """The optimizers that the user has passed: one, several, or None.
-
-    Raises:
-        TypeError: one is not an optimizer, or is one that wraps another, whose states it does not have.
-    """
+    """The optimizers that the user has passed: one, several, or None."""
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
@@ -361,14 +374,10 @@ def optimizers_of(optimizer: Any, call: str) -> list[torch.optim.Optimizer]:
 
 
 def check_stateful(stateful: Any, call: str) -> list[Stateful]:
-    """``stateful`` as a list.
-
-    Raises:
-        TypeError: it is no list or tuple, or one of it has no ``state_dict`` and ``load_state_dict``, or is not equal on all
-            ranks by its nature: a module or an optimizer.
-    """
+    """``stateful`` as a list."""
     given = list(stateful) if isinstance(stateful, (list, tuple)) else [stateful]
     for each in given:
+        # A module or an optimizer is not equal on all ranks by its nature.
         if isinstance(each, (nn.Module, torch.optim.Optimizer)) or not isinstance(each, Stateful):
             raise TypeError(
                 f"{call}(stateful=) takes a list of objects with state_dict and load_state_dict, such as schedulers, got "
@@ -385,19 +394,6 @@ def _check_gradients(sharded: Mapping[str, nn.Parameter]) -> None:
                 f"{name} has a gradient that is not placed as the parameter, as {param.placements}: set it to None, or "  # type: ignore[attr-defined]
                 "redistribute it, before reshard_to"
             )
-
-
-def _check_equal(own: Description, told: Description) -> None:
-    """Raise if this rank holds other tensors than the lowest rank of the mesh."""
-    mine, theirs = own.lines, told.lines
-    if mine != theirs:
-        pairs = zip([*mine, "nothing more"], [*theirs, "nothing more"])
-        here, there = next(pair for pair in pairs if pair[0] != pair[1])
-        raise ValueError(f"ranks of the mesh differ: rank {dist.get_rank()} has {here}, its lowest rank has {there}")
-
-
-def _mesh_text(dp: DataParallelMesh) -> str:
-    return f"a mesh of {tuple(dp.mesh.shape)} over ranks {_ranks(dp.mesh)}"
 
 
 def _ranks(mesh: DeviceMesh) -> list[int]:
@@ -417,29 +413,6 @@ def _pickled(own: Description | None) -> bytes:
         ) from error
 
 
-def _from_lowest_rank(message: bytes, old: DataParallelMesh, world: dist.ProcessGroup, device: torch.device) -> bytes:
-    """The message of the lowest rank of the old mesh. Two broadcasts."""
-    received = [message]
-    dist.broadcast_object_list(received, src=min(_ranks(old.mesh)), group=world, device=device)
-    return received[0]
-
-
-def _whole_tensors(model: nn.Module, sharded: Container[torch.Tensor]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """All buffers, and parameters in no group: the full name, the module, the name in it, the tensor.
-
-    Raises:
-        ValueError: one of them is a DTensor.
-    """
-    for prefix, module in model.named_modules():
-        for name, tensor in (*module._buffers.items(), *module._parameters.items()):
-            if tensor is None or tensor in sharded:
-                continue
-            fqn = f"{prefix}.{name}" if prefix else name
-            if isinstance(tensor, DTensor):
-                raise ValueError(f"{fqn} is a DTensor that is in no group of fully_shard: reshard_to cannot move it")
-            yield fqn, module, name, tensor
-
-
 def _send_whole_tensors(
     tensors: Iterable[tuple[str, nn.Module, str, torch.Tensor]],
     old: DataParallelMesh,
@@ -457,16 +430,11 @@ def _send_whole_tensors(
         if tensor in replaced:
             setattr(module, name, replaced[tensor])
             continue
-        on_device = (
-            tensor.detach().contiguous() if rank == root else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        )
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if rank != root else tensor.detach().contiguous()
         if tensor.numel():
-            dist.broadcast(on_device.view(-1).view(torch.uint8), src=root, group=group)
-        if rank == root:
-            continue
-        if tensor.is_meta:
-            made = nn.Parameter(on_device, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_device
-            replaced[tensor] = made
-            setattr(module, name, made)
-        else:
-            tensor.copy_(on_device)
+            dist.broadcast(made.view(-1).view(torch.uint8), src=root, group=group)
+        if rank != root and not tensor.is_meta:
+            tensor.copy_(made)
+        elif rank != root:
+            replaced[tensor] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            setattr(module, name, replaced[tensor])
