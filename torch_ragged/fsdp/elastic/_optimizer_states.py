@@ -23,12 +23,7 @@ __all__ = ["OptimizerStates", "Told"]
 
 @dataclass(frozen=True)
 class Placed:
-    """A state that is a DTensor. Its elements are moved.
-
-    Attributes:
-        follows: whether it has the shape and placements of its parameter.
-        is_replicated: whether each rank holds all elements.
-    """
+    """A state that is a DTensor. Its elements are moved. If it ``follows``, it has its parameter's shape and placements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,9 +74,6 @@ class OptimizerStates:
         optimizer: its parameters must all have a name.
         names: the sharded parameters with their names.
         label: a prefix of the names of moved tensors, which no other optimizer has.
-
-    Raises:
-        ValueError: a parameter of the optimizer has no name.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], label: str) -> None:
@@ -103,11 +95,7 @@ class OptimizerStates:
     # -- on ranks of the old mesh ----------------------------------------------------------------------------------
 
     def told(self) -> Told:
-        """What ranks without shards must know.
-
-        Raises:
-            ValueError: a state is a plain tensor of several elements, or holds tensors inside.
-        """
+        """What ranks without shards must know."""
         options = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         states = {
             name: {key: self._told(name, key, param, value) for key, value in self.optimizer.state.get(param, {}).items()}

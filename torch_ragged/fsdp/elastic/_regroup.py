@@ -40,10 +40,7 @@ Kept = Union[int, str, None]
 
 
 def mesh_of_groups(groups: Sequence[FSDPParamGroup], call: str) -> DataParallelMesh:
-    """The mesh of all ``groups``, of which none was made with what stays on its mesh, such as an ``Offload``.
-
-    ``call`` is the name of what the user calls, for errors.
-    """
+    """The mesh of all ``groups``, of which none was made with what stays on its mesh, such as an ``Offload``."""
     first = groups[0].dp
     for group in groups:
         check_pairs([part_of_move(call), *group.plan.parts])

@@ -231,11 +231,7 @@ class Move:
         return lines + [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, *_, tensor in self.whole_tensors()]
 
     def whole_tensors(self) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
-        """All buffers, and parameters in no group: the full name, the module, the name in it, the tensor.
-
-        Raises:
-            ValueError: one of them is a DTensor.
-        """
+        """All buffers, and parameters in no group: the full name, the module, the name in it, the tensor."""
         found = []
         for prefix, module in self._model.named_modules():
             for name, tensor in (*module._buffers.items(), *module._parameters.items()):
@@ -323,10 +319,7 @@ class Move:
 
 
 def checked_states(model: nn.Module, call: str, runs: bool = False) -> list[FSDPState]:
-    """The states of the modules of ``model``. No forward or backward runs, unless ``runs`` says that one may.
-
-    ``call`` is the name of what the user calls, for errors.
-    """
+    """The states of the modules of ``model``. No forward or backward runs, unless ``runs`` says that one may."""
     states = list(module_states(model).values())
     known, first = set(states), {state.context: state for state in reversed(states)}
     for context, state in first.items():  # Each is shared by all states under a root.

@@ -55,10 +55,6 @@ class MappedFile:
 
     Attributes:
         memory: the bytes of the file.
-        file: the file.
-
-    Raises:
-        OSError: as :class:`ScratchFile`; or the file cannot be mapped.
     """
 
     def __init__(self, folder: str, rank: int, nbytes: int) -> None:
@@ -72,20 +68,12 @@ class MappedFile:
         self.lock = threading.Lock()  # What is read is not dropped meanwhile.
 
     def check(self) -> None:
-        """Raise if the file could not be written: the system may have dropped what was to be written, and reads old bytes.
-
-        Raises:
-            OSError: in this and every later call.
-        """
+        """Raise in every call once the file could not be written: the system may have dropped that, and reads old bytes."""
         if self._problem:
             raise OSError(*self._problem)
 
     def use(self, in_step: bool = False) -> None:
-        """A pass, or a step, uses the file next. Returns when its bytes are in memory: they stay there until the next use.
-
-        Raises:
-            OSError: it cannot be read; or it could not be written, and never will be.
-        """
+        """A pass, or a step, uses the file next. Returns when its bytes are in memory: they stay there until the next use."""
         self.check()
         _order.turn_to(self, _order.of_steps if in_step else _order.of_passes)
 
@@ -143,7 +131,6 @@ class _Order:
         self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix="torch_ragged-mapped") for _ in range(2))
 
     def turn_to(self, file: MappedFile, turns: _Turns) -> None:
-        """``file`` is used now. Returns when it is in memory."""
         with self._lock:
             before, last = ([None, None] + [each() for each in turns.recent])[-2:]
             if file is not last:

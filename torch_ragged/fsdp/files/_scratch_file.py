@@ -63,13 +63,11 @@ class ScratchFile:
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill ``memory`` from ``offset`` on."""
-        with self.named(f"read {len(memory)} bytes at {offset} of"):
-            self._run(_preadv, memory, offset)
+        self._run("read", _preadv, memory, offset)
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Write ``memory`` at ``offset``."""
-        with self.named(f"write {len(memory)} bytes at {offset} of"):
-            self._run(_pwritev, memory, offset)
+        self._run("write", _pwritev, memory, offset)
 
     @contextlib.contextmanager
     def named(self, what: str) -> Iterator[None]:
@@ -80,14 +78,15 @@ class ScratchFile:
             text = error.strerror or str(error)
             raise OSError(error.errno, f"offload could not {what} a scratch file: {text}", self.path) from error
 
-    def _run(self, call: Any, memory: memoryview, offset: int) -> None:
+    def _run(self, what: str, call: Any, memory: memoryview, offset: int) -> None:
         done = 0
-        while done < len(memory):
-            # Whole blocks only: direct I/O cannot go on from within one.
-            count = call(self.fd, [memory[done:]], offset + done) // BLOCK * BLOCK
-            if count <= 0:
-                raise OSError(errno.EIO, f"it ends after {done} bytes")
-            done += count
+        with self.named(f"{what} {len(memory)} bytes at {offset} of"):
+            while done < len(memory):
+                # Whole blocks only: direct I/O cannot go on from within one.
+                count = call(self.fd, [memory[done:]], offset + done) // BLOCK * BLOCK
+                if count <= 0:
+                    raise OSError(errno.EIO, f"it ends after {done} bytes")
+                done += count
 
     def _becomes_direct(self) -> bool:
         """Switch to direct I/O, and return whether a block can be written so."""

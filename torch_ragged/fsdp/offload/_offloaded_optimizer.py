@@ -159,8 +159,8 @@ def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
         policy = _policy_of(group)
         if policy.folder and group.sharded.flat.device.type != "cpu":
             raise ValueError(
-                f"{group.names} is on {group.sharded.flat.device}, and Offload(to={policy.folder!r}) needs an optimizer that runs "
-                'on the CPU: give Offload(parameters=True, to=...), or to="cpu"'
+                f"{group.names} is on {group.sharded.flat.device}, and Offload(to={policy.folder!r}) needs an optimizer that "
+                'runs on the CPU: give Offload(parameters=True, to=...), or to="cpu"'
             )
         if group.is_trainable and policy.optimizer:
             check_pairs([CUTS_STATES, *group.plan.parts])
@@ -505,11 +505,7 @@ class OffloadedOptimizer(Optimizer):
             self._in_backward.wait()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise: the memory of states is allocated when the optimizer is made.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise: the memory of states is allocated when the optimizer is made."""
         if self._is_complete:
             raise RuntimeError(
                 "an offloaded optimizer takes no further parameter group: give offloaded() all of them, "
