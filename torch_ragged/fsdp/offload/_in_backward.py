@@ -57,10 +57,10 @@ class BackwardStep:
     def __init__(self, optimizer: Stepper, members: Mapping[FSDPParamGroup, Sequence[Member]]) -> None:
         self._optimizer, self._members = weakref.ref(optimizer), members
         self._used = UsedGradients(_USED)
-        # Equal on all ranks, between passes: groups that were stepped since the last take(), and those of the current pass.
+        # Groups that were stepped since the last take(). Equal on all ranks, between passes.
         self._stepped: set[FSDPParamGroup] = set()
-        self._reduced: set[FSDPParamGroup] = set()
-        self._unfinished: set[FSDPParamGroup] = set()  # Groups that this rank has stepped in a pass that has not ended.
+        # Groups that are reduced in a pass that has not ended, equal on all ranks; and whether this rank has stepped them.
+        self._reduced: dict[FSDPParamGroup, bool] = {}
         self._options_then: list[dict[str, Any]] = []  # Of the groups stepped since take(); empty if there are none.
         self._problem: Exception | None = None
         self._jobs: list[Future[None]] = []
@@ -85,7 +85,7 @@ class BackwardStep:
             )
         if any(UsedGradients.has(member.param.grad) for member in self._members[group]):
             raise RuntimeError(f"{group.names} has gradients of the last step: call optimizer.zero_grad() before backward")
-        self._reduced.add(group)
+        self._reduced.setdefault(group, False)
 
     def use(self, group: FSDPParamGroup) -> None:
         """Step the group, or let the thread step it."""
@@ -94,7 +94,7 @@ class BackwardStep:
             return
         if not self._options_then:
             self._options_then = _comparable(optimizer.param_groups)
-        self._unfinished.add(group)
+        self._reduced[group] = True
         stream = current_stream(group.sharded.flat.device)
         if stream is None:
             self._jobs.append(self._worker.submit(self._run, optimizer, group))
@@ -127,18 +127,16 @@ class BackwardStep:
         self.wait()
         # All ranks have a gradient of a parameter, or none.
         self._stepped.update(group for group in groups if self._with_gradients(group))
-        self._reduced.difference_update(groups)
-        self._unfinished.difference_update(groups)
+        for group in groups:
+            self._reduced.pop(group, None)
 
     def drop(self, group: FSDPParamGroup) -> None:
         """A pass has raised, or is dropped. If it has stepped the group, the next take() raises."""
         self.wait()
-        self._reduced.discard(group)
-        if group in self._unfinished and self._problem is None:
+        if self._reduced.pop(group, False) and self._problem is None:
             self._problem = RuntimeError(
                 "a backward has raised after it had stepped some parameters, so that parameters and states are not of one step"
             )
-        self._unfinished.discard(group)
 
     # -- outside of backward -----------------------------------------------------------------------------------------
 
@@ -153,8 +151,7 @@ class BackwardStep:
     def reset(self) -> None:
         """Parameters and states are loaded: forget what has failed."""
         self.wait()
-        self._stepped, self._reduced, self._unfinished = set(), set(), set()
-        self._options_then, self._problem = [], None
+        self._stepped, self._reduced, self._options_then, self._problem = set(), {}, [], None
 
     def take(self) -> None:
         """End a step: the next backward may begin one. Raise what the step of a group has raised, and if steps do not fit."""
