@@ -28,8 +28,14 @@ from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import local_tensor, process_groups
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.elastic._regroup import mesh_of_groups
-from torch_ragged.fsdp.elastic._reshard_to import Description, Move, check_stateful, checked_states, optimizers_of
+from torch_ragged.fsdp.elastic._reshard_to import (
+    Description,
+    Move,
+    check_stateful,
+    checked_states,
+    mesh_of_groups,
+    optimizers_of,
+)
 from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
 from torch_ragged.transfer._watch import Watch
