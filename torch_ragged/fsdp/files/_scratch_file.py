@@ -40,7 +40,6 @@ class ScratchFile:
     Attributes:
         path: the name that it had when it was made.
         fd: its descriptor.
-        is_direct: whether it is read and written past the page cache.
 
     Raises:
         OSError: ``folder`` is missing or read-only, or the disk is full. The error names the file, as those of all methods.
@@ -59,7 +58,8 @@ class ScratchFile:
         with self.named(f"reserve {nbytes} bytes for"):
             _fallocate(self.fd, 0, nbytes)
         with self.named("write a first block of"):
-            self.is_direct = not uses_cache and self._becomes_direct()
+            if not uses_cache:
+                self._bypass_cache()
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill ``memory`` from ``offset`` on."""
@@ -88,8 +88,8 @@ class ScratchFile:
                     raise OSError(errno.EIO, f"it ends after {done} bytes")
                 done += count
 
-    def _becomes_direct(self) -> bool:
-        """Switch to direct I/O, and return whether a block can be written so."""
+    def _bypass_cache(self) -> None:
+        """Switch to direct I/O, if a block can be written so."""
         import fcntl  # Not on every system.
 
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
@@ -100,5 +100,3 @@ class ScratchFile:
             if error.errno != errno.EINVAL:
                 raise
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
-            return False
-        return True

@@ -122,8 +122,10 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
     by_mesh: dict[DeviceMesh, list[FSDPParamGroup]] = {}
     for group in groups:
         replicas = group.dp.replicate_group
-        # A memory report runs on one rank alone, and simulated ranks send nothing.
-        if replicas is not None and replicas.size() > 1 and not group.plan.runs_on_meta and _sends(replicas):
+        # A memory report runs on one rank alone. Simulated ranks send nothing, and neither does a group that was destroyed.
+        if replicas is None or replicas.size() == 1 or group.plan.runs_on_meta or replicas not in process_groups():
+            continue
+        if dist.get_backend(replicas) != "fake":
             by_mesh.setdefault(group.params[0].sharded.device_mesh, []).append(group)  # type: ignore[attr-defined]
     for mesh, members in by_mesh.items():
         dp, params = members[0].dp, [param for group in members for param in group.params]
@@ -143,11 +145,6 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
                 "before the model is made, load one checkpoint or state dict on all ranks, or pass check_replicas=False to "
                 "fully_shard if replicas may differ (DiLoCo, torchft)"
             )
-
-
-def _sends(group: dist.ProcessGroup) -> bool:
-    """Whether collectives of ``group`` move something: not those of simulated ranks, nor of a group that was destroyed."""
-    return group in process_groups() and dist.get_backend(group) != "fake"
 
 
 def _parts(local: torch.Tensor) -> list[torch.Tensor]:

@@ -642,30 +642,28 @@ class _Runs:
         optimizer._wait()
         result = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         with optimizer._noting_losses():
-            for part, there, here in self._parts(start, stop):
-                result[here].copy_(self._look(part)[there])
+            for _, elements, here in self._parts(start, stop):
+                result[here].copy_(elements)
         return result
 
     def write(self, start: int, data: torch.Tensor) -> None:
         optimizer, width = self.states.optimizer, self.dtype.itemsize
         optimizer._wait()
         optimizer.has_failed = True  # Until load_state_dict() says that all states are there.
-        for part, there, here in self._parts(start, start + data.numel() // width):
-            self._look(part)[there].view(torch.uint8).copy_(data[here.start * width : here.stop * width])
+        for part, elements, here in self._parts(start, start + data.numel() // width):
+            elements.view(torch.uint8).copy_(data[here.start * width : here.stop * width])
             part.tier.store(part.chunk)
 
-    def _look(self, part: _Part) -> torch.Tensor:
-        return local_of(part.states()[self.name]).view(-1)
-
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[_Part, slice, slice]]:
-        """The pieces of a run, and of each the elements there, and in the run."""
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[_Part, torch.Tensor, slice]]:
+        """The pieces of a run; of each its elements that lie in the run, valid until the next one, and where they lie there."""
         optimizer = self.states.optimizer
         for part in optimizer._parts[self.param]:
             piece = part.piece
             begin, end = optimizer._rules.run(piece.member, self.name, piece.start, piece.stop)
             first, last = max(start, begin), min(stop, end)
             if first < last:
-                yield part, slice(first - begin, last - begin), slice(first - start, last - start)
+                state = local_of(part.states()[self.name]).view(-1)
+                yield part, state[first - begin : last - begin], slice(first - start, last - start)
 
 
 class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
