@@ -20,7 +20,7 @@ from torch_ragged.fsdp.core._kit import FeaturePart
 from torch_ragged.fsdp.core.encodings._contiguous import ShardPart
 from torch_ragged.fsdp.core.encodings._tensor_types import TypePart
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
-from torch_ragged.fsdp.elastic._regroup import part_of_move
+from torch_ragged.fsdp.elastic._reshard_to import part_of_move
 from torch_ragged.fsdp.memory._persistent_buffers import PERSISTENT
 from torch_ragged.fsdp.offload._offloaded_optimizer import CUTS_STATES
 from torch_ragged.optim import muon_policy

@@ -108,7 +108,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "reshard_to() and NeighbourCopies": (
-        ("fsdp.elastic._neighbour_copies", "fsdp.elastic._reshard_to", "fsdp.elastic._regroup"),
+        ("fsdp.elastic._neighbour_copies", "fsdp.elastic._reshard_to"),
         """
         The model cannot move to the other mesh as it is. Model and optimizer are unchanged on all ranks. [Moving
         weights](moving_weights.md) has the conditions; where the message asks for a checkpoint, load the last one.

@@ -284,7 +284,6 @@ SERIES = (
             "fsdp/elastic/_compare_options.py",
             "fsdp/elastic/_neighbour_copies.py",
             "fsdp/elastic/_optimizer_states.py",
-            "fsdp/elastic/_regroup.py",
             "fsdp/elastic/_reshard_to.py",
         ),
         ("ranks/test_groups.py", "fsdp/elastic/test_optimizer_states.py"),

@@ -95,7 +95,7 @@ def traffic(optimizer: Any) -> Callable[[], None]:
         for shards in (*mapped, *reversed(mapped)):  # Forward, and backward.
             shards.prepare()
         for (chunk, tier), (following, _) in zip(chunks, [*chunks[1:], *chunks[:1]]):
-            for group in optimizer._homes[chunk]:
+            for group in chunk.homes:
                 if group.shards.file_nbytes:
                     group.shards.prepare()
                     group.sharded.flat[::1024].mul_(1)  # Each page has to be written.

@@ -27,8 +27,15 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.elastic._regroup import check_kept, check_movable, copy_settings, keep_as, kept_by, mesh_of_groups
-from torch_ragged.fsdp.elastic._reshard_to import checked_states
+from torch_ragged.fsdp.elastic._reshard_to import (
+    check_kept,
+    check_movable,
+    checked_states,
+    copy_settings,
+    keep_as,
+    kept_by,
+    mesh_of_groups,
+)
 
 
 def whole(*shape):

@@ -319,7 +319,7 @@ class GradReduction:
         like, dtypes = self._sharded, {param.sharded.grad_dtype or reduced.flat.dtype for param in self._params}
         if len(dtypes) > 1:
             return
-        moved = DBuffer(like.layout, Shard(0), like.rank, *dtypes, like.flat.device, is_pinned=True, log=self._log)
+        moved = DBuffer(like.layout, Shard(0), like.rank, dtypes.pop(), like.flat.device, is_pinned=True, log=self._log)
         stream = copy_stream(reduced.flat.device)
         # A stream of its own: on the current one, the rest of backward would wait for the copy.
         order_behind(stream, current_stream(reduced.flat.device))

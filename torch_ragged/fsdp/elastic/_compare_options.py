@@ -36,12 +36,10 @@ _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyD
 def compare_options(optimizer: Optimizer, mesh: DeviceMesh, parent: dist.ProcessGroup) -> None:
     """From now on, ranks of ``mesh`` compare the options of ``optimizer`` in its first 8 steps and in every 64th one.
 
-    Args:
-        parent: a group that has all ranks of ``mesh``.
+    All ranks of ``mesh`` are in the group ``parent``.
     """
-    known = _hooks.pop(optimizer, None)
-    if known is not None:
-        known.remove()
+    if optimizer in _hooks:
+        _hooks.pop(optimizer).remove()
     if mesh.get_coordinate() is not None and mesh.size() > 1:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_OptionComparison(optimizer, mesh, parent))
 
@@ -75,7 +73,5 @@ class _OptionComparison(Comparison):
 
 def _text_of(value: Any) -> Any:
     """A number, or numbers, as it is. Other options, such as functions, may differ in their text only."""
-    is_number = isinstance(value, _NUMBERS) or (
-        isinstance(value, (tuple, list)) and all(isinstance(each, _NUMBERS) for each in value)
-    )
-    return value if is_number else type(value).__name__
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return value if all(isinstance(each, _NUMBERS) for each in values) else type(value).__name__

@@ -69,11 +69,7 @@ class DormantGroup(FSDPParamGroup):
         self.check_awake()
 
     def check_awake(self) -> None:
-        """Raise: only ranks of the mesh run the module.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise: only ranks of the mesh run the module."""
         raise RuntimeError(
             f"rank {dist.get_rank()} is not in the mesh {self.dp.mesh}, and holds no shards of {self.names}: only ranks of the "
             "mesh run the module. To give this rank shards, call reshard_to(model, optimizer, mesh) on all ranks, with a mesh "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import pickle
 import time
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,8 +28,14 @@ from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import local_tensor, process_groups
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.elastic._regroup import mesh_of_groups
-from torch_ragged.fsdp.elastic._reshard_to import Description, Move, check_stateful, checked_states, optimizers_of
+from torch_ragged.fsdp.elastic._reshard_to import (
+    Description,
+    Move,
+    check_stateful,
+    checked_states,
+    mesh_of_groups,
+    optimizers_of,
+)
 from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
 from torch_ragged.transfer._watch import Watch
@@ -169,8 +176,7 @@ class NeighbourCopies:
     ) -> None:
         self._model, self._optimizer, self._every = model, optimizer, every
         with before_groups(_CALL):
-            states = checked_states(model, _CALL)
-            dp = _mesh_of(states)
+            dp = _mesh_of(checked_states(model, _CALL))
             if dp.mesh.ndim != 1 or dp.ranks < 2 or not dp.is_member:
                 raise ValueError(f"NeighbourCopies takes a 1-D mesh of at least 2 ranks, with this rank, got {dp.mesh}")
         mesh_group = dp.shard_group
@@ -299,7 +305,10 @@ class NeighbourCopies:
         while True:
             missing = {rank for rank, key in keys.items() if not store.has(key)}
             ended = {rank for rank, fate in fates_of(sorted(missing)).items() if not fate.is_alive}
-            _end_messages_with(ended - dead)
+            # Groups with them can never be used again. Ranks that wait there for this one get an error.
+            for group in process_groups() if ended - dead else ():
+                if (ended - dead) & set(dist.get_process_group_ranks(group)) and is_gloo(group, _CPU):
+                    end_messages(group, _CPU)
             dead |= ended
             if missing <= dead or time.monotonic() > deadline:
                 break
@@ -337,10 +346,8 @@ class NeighbourCopies:
             left = group_of(self.ranks_left(), f"left of {self._group.group_name}", self._group)
             mesh = DeviceMesh.from_group(left, self._mesh.device_type)
         group = mesh.get_group() if group is None else group
-        try:
+        with contextlib.suppress(transfer.TransferError):  # The copy before that one counts.
             self.wait()
-        except transfer.TransferError:
-            pass  # The copy before that one counts.
         # With the optimizers' steps: of a copy that mixes states of several steps, ranks may know different parts.
         own = (self._rank, dist.get_rank(), [(each.step, each.steps) for each in self._generations if each.step >= 0])
         answers: list[Any] = [None] * group.size()
@@ -358,8 +365,7 @@ class NeighbourCopies:
         move = self._move(mesh)
         move.make_groups(generation.told)
         move.load_stateful(generation.told)
-        target = move.target(generation.told)
-        target = {name: tensor for name, tensor in target.items() if not name.startswith("gradient.")}
+        target = _without_gradients(move.target(generation.told))
         source = {
             RelocatedSide.key(name, rank): shards.view(name)
             for rank, shards in ((self._rank, generation.own), (self._kept, generation.kept))
@@ -382,7 +388,7 @@ class NeighbourCopies:
     def _fill(self, generation: _Generation) -> None:
         """Copy this rank's state. No communication."""
         move = self._move(None)
-        tensors = {name: each for name, each in move.source().items() if not name.startswith("gradient.")}
+        tensors = _without_gradients(move.source())
         flats = {name: local_tensor(each).reshape(-1) for name, each in tensors.items()}
         index = _Index.of(flats)
         if index != self._index:  # Tensors have appeared, such as at the first step.
@@ -413,11 +419,7 @@ class NeighbourCopies:
             raise failure from error
 
     def _exchange_indices(self, generation: _Generation, watch: Watch) -> None:
-        """Tell the keeper what this rank sends, if it is not what it sent before, and make room for what this rank keeps.
-
-        Raises:
-            ValueError: the rank whose copy this one keeps copies the state of another step.
-        """
+        """Tell the keeper what this rank sends, if it is not what it sent before, and make room for what this rank keeps."""
         index = generation.own.index
         text = b"" if index == self._told_index else pickle.dumps(index)
         numbers = torch.tensor([[len(text), generation.steps], [0, 0]], device=self._device)
@@ -449,29 +451,22 @@ def _mesh_of(states: Sequence[FSDPState]) -> DataParallelMesh:
     return mesh_of_groups([group for state in states for group in state.groups], _CALL)
 
 
-def _end_messages_with(dead: Set[int]) -> None:
-    """End what is in flight on groups that can never be used again. Ranks that wait there for this one get an error."""
-    for group in process_groups():
-        if dead & set(dist.get_process_group_ranks(group)) and is_gloo(group, _CPU):
-            end_messages(group, _CPU)
+def _without_gradients(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("gradient.")}
 
 
 def _holders(left: Mapping[int, int], ranks: Sequence[int], distance: int) -> dict[int, int]:
     """For each rank of the old mesh, the rank that has its shards: itself, or the keeper of its copy.
 
-    Args:
-        left: of the ranks that are left, their ranks before and now.
-
-    Raises:
-        RuntimeError: a rank and the keeper of its copy are gone.
+    ``left`` are the ranks before and now of those that are left.
     """
     holders, lost = {}, []
     for place, rank in enumerate(ranks):
         keeper = ranks[(place + distance) % len(ranks)]
-        if rank not in left and keeper not in left:
-            lost.append(f"rank {rank} with its copy on rank {keeper}")
-        else:
+        if rank in left or keeper in left:
             holders[rank] = left[rank] if rank in left else left[keeper]
+        else:
+            lost.append(f"rank {rank} with its copy on rank {keeper}")
     if lost:
         raise RuntimeError(f"recover(): {', '.join(lost)} are gone: load a checkpoint")
     return holders

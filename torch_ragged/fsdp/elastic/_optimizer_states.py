@@ -23,12 +23,7 @@ __all__ = ["OptimizerStates", "Told"]
 
 @dataclass(frozen=True)
 class Placed:
-    """A state that is a DTensor. Its elements are moved.
-
-    Attributes:
-        follows: whether it has the shape and placements of its parameter.
-        is_replicated: whether each rank holds all elements.
-    """
+    """A state that is a DTensor. Its elements are moved. If it ``follows``, it has its parameter's shape and placements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,15 +74,9 @@ class OptimizerStates:
         optimizer: its parameters must all have a name.
         names: the sharded parameters with their names.
         label: a prefix of the names of moved tensors, which no other optimizer has.
-
-    Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-        ValueError: a parameter of the optimizer has no name.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], label: str) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"reshard_to expects a torch.optim.Optimizer, or a list of them, got {type(optimizer).__name__}")
         self.optimizer, self._names, self._label = optimizer, names, label
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -106,19 +95,16 @@ class OptimizerStates:
     # -- on ranks of the old mesh ----------------------------------------------------------------------------------
 
     def told(self) -> Told:
-        """What ranks without shards must know.
-
-        Raises:
-            ValueError: a state is a plain tensor of several elements, or holds tensors inside.
-        """
+        """What ranks without shards must know."""
         options = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        states: dict[str, dict[str, Any]] = {name: {} for name in self._params()}
-        for name, param in self._params().items():
-            for key, value in self.optimizer.state.get(param, {}).items():
-                states[name][key] = self._told(f"{name} in {type(self.optimizer).__name__}", key, param, value)
+        states = {
+            name: {key: self._told(name, key, param, value) for key, value in self.optimizer.state.get(param, {}).items()}
+            for name, param in self._params().items()
+        }
         return Told(map_tensors(lambda tensor: tensor.detach().cpu(), options), states)
 
-    def _told(self, where: str, key: str, param: torch.Tensor, value: Any) -> Any:
+    def _told(self, name: str, key: str, param: torch.Tensor, value: Any) -> Any:
+        where = f"{name} in {type(self.optimizer).__name__}"
         if isinstance(value, DTensor):
             assert isinstance(param, DTensor)
             follows = value.shape == param.shape and value.placements == param.placements

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union
 
 import torch
 import torch.distributed as dist
@@ -19,32 +20,39 @@ from torch_ragged import transfer
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages, group_of
 from torch_ragged._ranks.meshes import device_of
+from torch_ragged._register._spmd_types import attributes_of
 from torch_ragged.fsdp._groups import module_states
-from torch_ragged.fsdp.core._fsdp_init import make_group
+from torch_ragged.fsdp.core._fsdp_init import GroupPolicyPart, layout_of, make_group
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, keep_grad_dtype
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._hooks import map_tensors
-from torch_ragged.fsdp.core._kit import GroupPlan
+from torch_ragged.fsdp.core._kit import Draft, FeaturePart, GroupPlan, Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._param_swap import load_replaced
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours, NeighboursPart
 from torch_ragged.fsdp.elastic._compare_options import compare_options
+from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
 from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Told
-from torch_ragged.fsdp.elastic._regroup import (
-    Kept,
-    check_kept,
-    check_movable,
-    copy_settings,
-    keep_as,
-    kept_by,
-    mesh_of_groups,
-    plan_on,
-)
+from torch_ragged.fsdp.elastic._weights import WeightsPart
 from torch_ragged.fsdp.gates._untrained import note_replaced
 from torch_ragged.fsdp.layout._weighted import check_weights
+from torch_ragged.fsdp.memory._resident import ZERO2, Resident
 
-__all__ = ["Description", "Move", "check_stateful", "checked_states", "optimizers_of", "reshard_to"]
+__all__ = [
+    "Description",
+    "Move",
+    "check_stateful",
+    "checked_states",
+    "mesh_of_groups",
+    "optimizers_of",
+    "part_of_move",
+    "reshard_to",
+]
 
 _CALL = "reshard_to"
+Kept = Union[int, str, None]
+"""What stays gathered between uses: k of ``reshard_after_forward=k``, "all" (ZERO1, ZERO2), or None."""
 
 
 def reshard_to(
@@ -121,13 +129,16 @@ def reshard_to(
         new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
         move = Move(model, states, optimizer, old, new, _CALL, weights, stateful)
         own = move.description() if old.is_member else None
-        message = _pickled(own) if dist.get_rank() == min(_ranks(old.mesh)) else b""
+        lowest = min(_ranks(old.mesh))
+        message = [_pickled(own) if dist.get_rank() == lowest else b""]
         claim += move.lines()
-    received = _from_lowest_rank(message, old, world, device)
+    dist.broadcast_object_list(message, src=lowest, group=world, device=device)  # Two broadcasts.
     with agreement([world], device, _CALL) as claim:
-        told: Description = pickle.loads(received)
-        if own is not None:
-            _check_equal(own, told)
+        told: Description = pickle.loads(message[0])
+        if own is not None and own.lines != told.lines:
+            pairs = zip([*own.lines, "nothing more"], [*told.lines, "nothing more"])
+            here, there = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(f"ranks of the mesh differ: rank {dist.get_rank()} has {here}, its lowest rank has {there}")
         move.make_groups(told)
         source = move.source() if old.is_member else None
         target = move.target(told) if new.is_member else None
@@ -214,7 +225,8 @@ class Move:
 
     def lines(self) -> list[str]:
         """The move in lines that must be equal on all ranks, also on those without shards."""
-        lines = [f"{which} {_mesh_text(dp)}" for which, dp in (("from", self._old), ("to", self._new))]
+        meshes = (("from", self._old.mesh), ("to", self._new.mesh))
+        lines = [f"{which} a mesh of {tuple(mesh.shape)} over ranks {_ranks(mesh)}" for which, mesh in meshes]
         lines.append(f"weights {self._weights}")
         for group, plan in zip(self._groups, self._plans):
             lines.append(f"group of {group.names}, {group.param_dtype}: shards of {plan.layout.shard_numel}")
@@ -228,8 +240,17 @@ class Move:
         return lines + [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, *_, tensor in self.whole_tensors()]
 
     def whole_tensors(self) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
-        """The buffers, and the parameters in no group: see :func:`_whole_tensors`."""
-        return list(_whole_tensors(self._model, self._names))
+        """All buffers, and parameters in no group: the full name, the module, the name in it, the tensor."""
+        found = []
+        for prefix, module in self._model.named_modules():
+            for name, tensor in (*module._buffers.items(), *module._parameters.items()):
+                if tensor is None or tensor in self._names:
+                    continue
+                fqn = f"{prefix}.{name}" if prefix else name
+                if isinstance(tensor, DTensor):
+                    raise ValueError(f"{fqn} is a DTensor that is in no group of fully_shard: reshard_to cannot move it")
+                found.append((fqn, module, name, tensor))
+        return found
 
     def description(self) -> Description:
         """What ranks without shards must know. Call it on a rank with shards."""
@@ -303,14 +324,120 @@ class Move:
         return {self._names[old.sharded]: new.sharded for old, new in pairs}
 
 
+# -- one group ---------------------------------------------------------------------------------------------------------
+
+
+def mesh_of_groups(groups: Sequence[FSDPParamGroup], call: str) -> DataParallelMesh:
+    """The mesh of all ``groups``, of which none was made with what stays on its mesh, such as an ``Offload``."""
+    first = groups[0].dp
+    for group in groups:
+        check_pairs([part_of_move(call), *group.plan.parts])
+        if group.dp.mesh != first.mesh:
+            raise ValueError(
+                f"{group.names} is sharded over {group.dp.mesh}, {groups[0].names} over {first.mesh}: {call} takes parameters "
+                "of one mesh"
+            )
+    return first
+
+
+def part_of_move(call: str) -> FeaturePart:
+    """What ``call`` brings, which moves groups to another mesh."""
+    return PlainPart(Terms(call, {Need.MOVABLE: ": save a checkpoint, and load it on the other mesh"}))
+
+
+def check_movable(group: FSDPParamGroup, call: str) -> None:
+    """Raise if ``group`` has something now that would be lost."""
+    if group.dp.is_member and group.is_meta:
+        raise RuntimeError(f"{group.names} on the meta device: materialize parameters before {call}")
+    if group.is_pending or group.is_unsynchronized:
+        raise RuntimeError(
+            f"{group.names} has gradients that are not reduced yet, and would be lost: run a backward that reduces them, or "
+            f"drop them with reset_iter_state(), before {call}"
+        )
+    if group.collectives is not group.process_groups:
+        raise ValueError(
+            f"{group.names} has collectives that belong to its mesh: close a monitor and call set_collectives('nccl') before "
+            f"{call}, and choose them again after it"
+        )
+    if group.pools[0].is_required or group.encoding.keeps_storage:
+        raise ValueError(
+            f"{group.names} has persistent buffers, as a captured model needs them: call set_persistent_buffers(False), or "
+            f"set_keep_unsharded_storage(False), before {call}, and capture again after it"
+        )
+    if group.process_groups.separate_groups:
+        raise ValueError(
+            f"{group.names} has a second process group: call set_separate_reduce_scatter_group(False) before {call}"
+        )
+
+
+def plan_on(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] | None = None) -> GroupPlan:
+    """The plan of the same parameters on another mesh. The planner runs; no memory is allocated."""
+    device = device_of(dp.mesh)
+    found = []
+    for param in group.params:
+        # Zeros without memory of their own, in the position of the parameter that the user gave to ``fully_shard``.
+        zeros = torch.zeros((), dtype=param.sharded.dtype, device=device).expand(param.distribution.shape)
+        like = nn.Parameter(zeros, requires_grad=param.sharded.requires_grad)
+        keep_grad_dtype(param.sharded, like)
+        vars(like).update(attributes_of(param.sharded))
+        distribution = Distribution(param.fqn, like, dp, param.distribution.shard_dim)
+        found.append(FoundParam(param.fqn, param.registered_names, like, distribution))
+    parts = [*_parts_of(group), *filter(None, [WeightsPart.of(weights), OutsideMesh.of(dp.mesh)])]
+    # Blocks depend on shapes and granularity, not on the mesh. So the old specs are those of the new layout.
+    layout = layout_of(Draft(found, group.layout.tensors, dp.ranks, group.layout.alignment), parts)
+    return dataclasses.replace(group.plan, params=found, dp=dp, layout=layout, parts=tuple(parts))
+
+
+def _parts_of(group: FSDPParamGroup) -> list[FeaturePart]:
+    """What stays of the parts of ``group``: not those of its mesh, and what a policy has chosen is in the layout."""
+    return [part for part in group.plan.parts if not isinstance(part, (WeightsPart, OutsideMesh, GroupPolicyPart))]
+
+
+def copy_settings(old: FSDPParamGroup, new: FSDPParamGroup) -> None:
+    """Give ``new`` what the user has set on ``old`` by methods of ``FSDPModule``."""
+    new.join(old.fqn, new.comm)
+    vars(new.settings).update(vars(old.settings))
+    new.process_groups.custom_all_gather = old.process_groups.custom_all_gather
+    new.process_groups.custom_reduce_scatter = old.process_groups.custom_reduce_scatter
+
+
+def kept_by(group: FSDPParamGroup) -> Kept:
+    """What stays gathered after reshard."""
+    if isinstance(group.keeper, Neighbours):
+        return group.keeper.size
+    return "all" if isinstance(group.keeper, Resident) else None
+
+
+def check_kept(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] | None = None) -> None:
+    """Raise if what stays gathered, or a placement, does not fit to the mesh ``dp``, or to ``weights``."""
+    kept, own = kept_by(group), group.process_groups
+    # The user may have set another ``reshard_after_forward`` since.
+    parts = [part for part in _parts_of(group) if not isinstance(part, NeighboursPart) or isinstance(kept, int)]
+    if own.custom_all_gather or own.custom_reduce_scatter:
+        custom = Terms(f"the custom collective of {group.names}", {Need.EQUAL_SHARDS: ": leave weights out"})
+        parts.append(PlainPart(custom))
+    check_pairs([*parts, *filter(None, [WeightsPart.of(weights)])])
+    if isinstance(kept, int) and dp.ranks % kept:
+        raise ValueError(
+            f"{group.names} has reshard_after_forward={kept}, which does not divide {dp.ranks} shards: call "
+            "set_reshard_after_forward(True) before reshard_to"
+        )
+    if kept == "all" and dp.has_replicas:
+        raise ValueError(f"{group.names} was sharded with ZERO1 or ZERO2, which take a 1-D mesh, got {dp.mesh}")
+
+
+def keep_as(group: FSDPParamGroup, kept: Kept) -> None:
+    """Let ``group`` keep ``kept`` gathered, unless this rank is not in its mesh. Neighbours make a process group."""
+    part = NeighboursPart(kept) if isinstance(kept, int) else ZERO2 if kept == "all" else None
+    if part is not None:
+        group.keep(part.keeper(group.dp, group.encoding, group.memory.gathered))
+
+
 # -- checks --------------------------------------------------------------------------------------------------------------
 
 
 def checked_states(model: nn.Module, call: str, runs: bool = False) -> list[FSDPState]:
-    """The states of the modules of ``model``. No forward or backward runs, unless ``runs`` says that one may.
-
-    ``call`` is the name of what the user calls, for errors.
-    """
+    """The states of the modules of ``model``. No forward or backward runs, unless ``runs`` says that one may."""
     states = list(module_states(model).values())
     known, first = set(states), {state.context: state for state in reversed(states)}
     for context, state in first.items():  # Each is shared by all states under a root.
@@ -347,11 +474,7 @@ def _checked_mesh(mesh: Any, old: DataParallelMesh, world: Sequence[int]) -> Dat
 
 
 def optimizers_of(optimizer: Any, call: str) -> list[torch.optim.Optimizer]:
-    """The optimizers that the user has passed: one, several, or None.
-
-    Raises:
-        TypeError: one is not an optimizer, or is one that wraps another, whose states it does not have.
-    """
+    """The optimizers that the user has passed: one, several, or None."""
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
@@ -362,14 +485,10 @@ def optimizers_of(optimizer: Any, call: str) -> list[torch.optim.Optimizer]:
 
 
 def check_stateful(stateful: Any, call: str) -> list[Stateful]:
-    """``stateful`` as a list.
-
-    Raises:
-        TypeError: it is no list or tuple, or one of it has no ``state_dict`` and ``load_state_dict``, or is not equal on all
-            ranks by its nature: a module or an optimizer.
-    """
+    """``stateful`` as a list."""
     given = list(stateful) if isinstance(stateful, (list, tuple)) else [stateful]
     for each in given:
+        # A module or an optimizer is not equal on all ranks by its nature.
         if isinstance(each, (nn.Module, torch.optim.Optimizer)) or not isinstance(each, Stateful):
             raise TypeError(
                 f"{call}(stateful=) takes a list of objects with state_dict and load_state_dict, such as schedulers, got "
@@ -386,19 +505,6 @@ def _check_gradients(sharded: Mapping[str, nn.Parameter]) -> None:
                 f"{name} has a gradient that is not placed as the parameter, as {param.placements}: set it to None, or "  # type: ignore[attr-defined]
                 "redistribute it, before reshard_to"
             )
-
-
-def _check_equal(own: Description, told: Description) -> None:
-    """Raise if this rank holds other tensors than the lowest rank of the mesh."""
-    mine, theirs = own.lines, told.lines
-    if mine != theirs:
-        pairs = zip([*mine, "nothing more"], [*theirs, "nothing more"])
-        here, there = next(pair for pair in pairs if pair[0] != pair[1])
-        raise ValueError(f"ranks of the mesh differ: rank {dist.get_rank()} has {here}, its lowest rank has {there}")
-
-
-def _mesh_text(dp: DataParallelMesh) -> str:
-    return f"a mesh of {tuple(dp.mesh.shape)} over ranks {_ranks(dp.mesh)}"
 
 
 def _ranks(mesh: DeviceMesh) -> list[int]:
@@ -418,29 +524,6 @@ def _pickled(own: Description | None) -> bytes:
         ) from error
 
 
-def _from_lowest_rank(message: bytes, old: DataParallelMesh, world: dist.ProcessGroup, device: torch.device) -> bytes:
-    """The message of the lowest rank of the old mesh. Two broadcasts."""
-    received = [message]
-    dist.broadcast_object_list(received, src=min(_ranks(old.mesh)), group=world, device=device)
-    return received[0]
-
-
-def _whole_tensors(model: nn.Module, sharded: Container[torch.Tensor]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """All buffers, and parameters in no group: the full name, the module, the name in it, the tensor.
-
-    Raises:
-        ValueError: one of them is a DTensor.
-    """
-    for prefix, module in model.named_modules():
-        for name, tensor in (*module._buffers.items(), *module._parameters.items()):
-            if tensor is None or tensor in sharded:
-                continue
-            fqn = f"{prefix}.{name}" if prefix else name
-            if isinstance(tensor, DTensor):
-                raise ValueError(f"{fqn} is a DTensor that is in no group of fully_shard: reshard_to cannot move it")
-            yield fqn, module, name, tensor
-
-
 def _send_whole_tensors(
     tensors: Iterable[tuple[str, nn.Module, str, torch.Tensor]],
     old: DataParallelMesh,
@@ -458,16 +541,11 @@ def _send_whole_tensors(
         if tensor in replaced:
             setattr(module, name, replaced[tensor])
             continue
-        on_device = (
-            tensor.detach().contiguous() if rank == root else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        )
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if rank != root else tensor.detach().contiguous()
         if tensor.numel():
-            dist.broadcast(on_device.view(-1).view(torch.uint8), src=root, group=group)
-        if rank == root:
-            continue
-        if tensor.is_meta:
-            made = nn.Parameter(on_device, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_device
-            replaced[tensor] = made
-            setattr(module, name, made)
-        else:
-            tensor.copy_(on_device)
+            dist.broadcast(made.view(-1).view(torch.uint8), src=root, group=group)
+        if rank != root and not tensor.is_meta:
+            tensor.copy_(made)
+        elif rank != root:
+            replaced[tensor] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            setattr(module, name, replaced[tensor])

@@ -26,11 +26,7 @@ class WeightsPart(FeaturePart):
 
     @classmethod
     def of(cls, weights: Any) -> WeightsPart | None:
-        """The part of the argument; None if there are none.
-
-        Raises:
-            TypeError: they are no sequence.
-        """
+        """The part of the argument; None if there are none."""
         if weights is not None and (not isinstance(weights, Sequence) or isinstance(weights, (str, bytes))):
             raise TypeError(f"weights={weights!r} is no list: pass an integer per rank of the shards, as weights=[3, 2, 0]")
         return None if weights is None else cls(weights)

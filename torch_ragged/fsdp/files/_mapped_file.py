@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
@@ -54,10 +55,6 @@ class MappedFile:
 
     Attributes:
         memory: the bytes of the file.
-        file: the file.
-
-    Raises:
-        OSError: as :class:`ScratchFile`; or the file cannot be mapped.
     """
 
     def __init__(self, folder: str, rank: int, nbytes: int) -> None:
@@ -71,20 +68,12 @@ class MappedFile:
         self.lock = threading.Lock()  # What is read is not dropped meanwhile.
 
     def check(self) -> None:
-        """Raise if the file could not be written: the system may have dropped what was to be written, and reads old bytes.
-
-        Raises:
-            OSError: in this and every later call.
-        """
+        """Raise in every call once the file could not be written: the system may have dropped that, and reads old bytes."""
         if self._problem:
             raise OSError(*self._problem)
 
     def use(self, in_step: bool = False) -> None:
-        """A pass, or a step, uses the file next. Returns when its bytes are in memory: they stay there until the next use.
-
-        Raises:
-            OSError: it cannot be read; or it could not be written, and never will be.
-        """
+        """A pass, or a step, uses the file next. Returns when its bytes are in memory: they stay there until the next use."""
         self.check()
         _order.turn_to(self, _order.of_steps if in_step else _order.of_passes)
 
@@ -116,6 +105,7 @@ class MappedFile:
                 os.posix_fadvise(self.file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+@dataclass
 class _Turns:
     """The order of use in passes, or in steps.
 
@@ -124,10 +114,9 @@ class _Turns:
         kept: the last one, the one that is read ahead and, if ``keeps_previous``, the one before the last.
     """
 
-    def __init__(self, keeps_previous: bool) -> None:
-        self.keeps_previous = keeps_previous
-        self.recent: list[weakref.ref[MappedFile]] = []
-        self.kept: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+    keeps_previous: bool
+    recent: list[weakref.ref[MappedFile]] = field(default_factory=list)
+    kept: weakref.WeakSet[MappedFile] = field(default_factory=weakref.WeakSet)
 
 
 class _Order:
@@ -142,7 +131,6 @@ class _Order:
         self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix="torch_ragged-mapped") for _ in range(2))
 
     def turn_to(self, file: MappedFile, turns: _Turns) -> None:
-        """``file`` is used now. Returns when it is in memory."""
         with self._lock:
             before, last = ([None, None] + [each() for each in turns.recent])[-2:]
             if file is not last:
@@ -158,23 +146,19 @@ class _Order:
                     self._drop(other)
         self._await_writes()  # Before more is read, so that no more than MAPPED_IN_MEMORY are in memory.
         with self._lock:
-            reading, *_ = [self._read(each) for each in (file, *turns.kept)]
+            for each in (file, *turns.kept):
+                if each not in self._reads:
+                    self._reads[each] = self._reader.submit(self._read, each)
+            reading = self._reads[file]
+        reading.result()
+
+    def _read(self, file: MappedFile) -> None:
         try:
-            reading.result()
+            file.read()
         except OSError:
-            self.forget(file)
+            with self._lock:
+                self._reads.pop(file, None)  # Before a waiter hears of it: its next use tries again.
             raise
-
-    def _read(self, file: MappedFile) -> Future[None]:
-        if file not in self._reads:
-            self._reads[file] = reading = self._reader.submit(file.read)
-            reading.add_done_callback(_Forgets(self, file))
-        return self._reads[file]
-
-    def forget(self, file: MappedFile) -> None:
-        """A read has failed: the next use tries again."""
-        with self._lock:
-            self._reads.pop(file, None)
 
     def drop(self, file: MappedFile) -> None:
         with self._lock:
@@ -199,18 +183,6 @@ class _Order:
         with file.lock:
             if file not in self._reads:  # Otherwise it is read, and perhaps used, since then.
                 file.drop_pages()
-
-
-class _Forgets:
-    """Called when a read has ended."""
-
-    def __init__(self, order: _Order, file: MappedFile) -> None:
-        self._order, self._file = order, weakref.ref(file)
-
-    def __call__(self, reading: Future[None]) -> None:
-        file = self._file()
-        if file is not None and reading.exception() is not None:
-            self._order.forget(file)
 
 
 _order = _Order()

@@ -40,7 +40,6 @@ class ScratchFile:
     Attributes:
         path: the name that it had when it was made.
         fd: its descriptor.
-        is_direct: whether it is read and written past the page cache.
 
     Raises:
         OSError: ``folder`` is missing or read-only, or the disk is full. The error names the file, as those of all methods.
@@ -59,17 +58,16 @@ class ScratchFile:
         with self.named(f"reserve {nbytes} bytes for"):
             _fallocate(self.fd, 0, nbytes)
         with self.named("write a first block of"):
-            self.is_direct = not uses_cache and self._becomes_direct()
+            if not uses_cache:
+                self._bypass_cache()
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill ``memory`` from ``offset`` on."""
-        with self.named(f"read {len(memory)} bytes at {offset} of"):
-            self._run(_preadv, memory, offset)
+        self._run("read", _preadv, memory, offset)
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Write ``memory`` at ``offset``."""
-        with self.named(f"write {len(memory)} bytes at {offset} of"):
-            self._run(_pwritev, memory, offset)
+        self._run("write", _pwritev, memory, offset)
 
     @contextlib.contextmanager
     def named(self, what: str) -> Iterator[None]:
@@ -80,17 +78,18 @@ class ScratchFile:
             text = error.strerror or str(error)
             raise OSError(error.errno, f"offload could not {what} a scratch file: {text}", self.path) from error
 
-    def _run(self, call: Any, memory: memoryview, offset: int) -> None:
+    def _run(self, what: str, call: Any, memory: memoryview, offset: int) -> None:
         done = 0
-        while done < len(memory):
-            # Whole blocks only: direct I/O cannot go on from within one.
-            count = call(self.fd, [memory[done:]], offset + done) // BLOCK * BLOCK
-            if count <= 0:
-                raise OSError(errno.EIO, f"it ends after {done} bytes")
-            done += count
+        with self.named(f"{what} {len(memory)} bytes at {offset} of"):
+            while done < len(memory):
+                # Whole blocks only: direct I/O cannot go on from within one.
+                count = call(self.fd, [memory[done:]], offset + done) // BLOCK * BLOCK
+                if count <= 0:
+                    raise OSError(errno.EIO, f"it ends after {done} bytes")
+                done += count
 
-    def _becomes_direct(self) -> bool:
-        """Switch to direct I/O, and return whether a block can be written so."""
+    def _bypass_cache(self) -> None:
+        """Switch to direct I/O, if a block can be written so."""
         import fcntl  # Not on every system.
 
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
@@ -101,5 +100,3 @@ class ScratchFile:
             if error.errno != errno.EINVAL:
                 raise
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
-            return False
-        return True

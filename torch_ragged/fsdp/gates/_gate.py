@@ -23,11 +23,7 @@ __all__ = ["OptionalGate", "RootGate", "gate_of"]
 def gate_of(states: Sequence[FSDPState]) -> Gate | None:
     """The gate of a root, in its first forward; None if the mesh has one rank, or if ranks are simulated.
 
-    Args:
-        states: the states under the root; the root's is the first.
-
-    Raises:
-        ValueError: as in :func:`roll_call_of`.
+    ``states`` are those under the root; the root's is the first.
     """
     log, roll_call = _call_log_of(states), roll_call_of(states[0].modules, states)
     note_root(states[0].modules)
@@ -40,11 +36,7 @@ def gate_of(states: Sequence[FSDPState]) -> Gate | None:
 
 
 class RootGate:
-    """All ranks make the same calls, in the same order, and begin with equal replicas.
-
-    Args:
-        log: compares calls.
-    """
+    """All ranks make the same calls, in the same order, and begin with equal replicas. The log compares the calls."""
 
     def __init__(self, states: Sequence[FSDPState], log: CallLog) -> None:
         self._states, self.log, self._has_checked_replicas = states, log, False
@@ -112,9 +104,8 @@ class OptionalGate(RootGate):
         self.before_collective()  # A vote is a collective, too: ranks make sure that they run the same root.
         while True:
             agreed, needs = self._roll_call.agree(event, stays_unsharded)
-            if agreed == event:
+            if agreed is None or agreed == event:
                 return needs
-            assert agreed is not None
             other, ends = agreed
             if ends:
                 other.leave_call(other.modules[0], *needs)

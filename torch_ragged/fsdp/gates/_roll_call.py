@@ -78,9 +78,6 @@ def roll_call_of(modules: Sequence[nn.Module], states: Sequence[FSDPState]) -> R
 
     Args:
         states: the states under the root; the root's is the first.
-
-    Raises:
-        ValueError: the root is optional, or one state has several modules inside an optional module.
     """
     by_module = {module: state for state in states for module in state.modules}
     events: list[OptionalEvent] = []

@@ -63,7 +63,6 @@ class _Look(NamedTuple):
 
 
 _seen: weakref.WeakKeyDictionary[Optimizer, _Look] = weakref.WeakKeyDictionary()
-
 _hooks: list[Any] = []
 _ADVICE = (
     "Their gradients are not reduced, so that ranks diverge. Call fully_shard on a module that has them, after all modules are "
@@ -118,21 +117,15 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
     """Raise on all ranks if replicas (HSDP) hold other values of a parameter: they would train apart for ever.
 
     Buffers are not compared, since running statistics may differ. Collectives: those of :func:`first_difference` for each mesh
-    with replicas.
-
-    Args:
-        roots: for the names of parameters.
-        groups: equal on all ranks.
-
-    Raises:
-        ValueError: replicas differ. The text names the first parameter.
-        PeerError: a rank died, or did not take part.
+    with replicas. ``groups`` are equal on all ranks; the names in the error are those under ``roots``.
     """
     by_mesh: dict[DeviceMesh, list[FSDPParamGroup]] = {}
     for group in groups:
         replicas = group.dp.replicate_group
-        # A memory report runs on one rank alone, and simulated ranks send nothing.
-        if replicas is not None and replicas.size() > 1 and not group.plan.runs_on_meta and _sends(replicas):
+        # A memory report runs on one rank alone. Simulated ranks send nothing, and neither does a group that was destroyed.
+        if replicas is None or replicas.size() == 1 or group.plan.runs_on_meta or replicas not in process_groups():
+            continue
+        if dist.get_backend(replicas) != "fake":
             by_mesh.setdefault(group.params[0].sharded.device_mesh, []).append(group)  # type: ignore[attr-defined]
     for mesh, members in by_mesh.items():
         dp, params = members[0].dp, [param for group in members for param in group.params]
@@ -152,11 +145,6 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
                 "before the model is made, load one checkpoint or state dict on all ranks, or pass check_replicas=False to "
                 "fully_shard if replicas may differ (DiLoCo, torchft)"
             )
-
-
-def _sends(group: dist.ProcessGroup) -> bool:
-    """Whether collectives of ``group`` move something: not those of simulated ranks, nor of a group that was destroyed."""
-    return group in process_groups() and dist.get_backend(group) != "fake"
 
 
 def _parts(local: torch.Tensor) -> list[torch.Tensor]:
@@ -268,15 +256,12 @@ def _refuse_unsharded(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> N
 def _refuse_promoted(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
     """An error in place of an assertion of torch without a text."""
     promoted = [param for param in params if isinstance(param.grad, DTensor) and not isinstance(param, DTensor)]
-    if not promoted:
-        return
-    names = {id(param): name for root in _roots for name, param in root.named_parameters()}
-    texts = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in promoted]
-    raise RuntimeError(
-        f"{type(optimizer).__name__} has plain parameters, of which the gradients are DTensors: {_listed(texts)}. They were "
-        "used beside a parallelized model. Make them DTensors: set them in the model itself after parallelize, or call "
-        "parallelize on their module, with Plan().default(Replicate())"
-    )
+    if promoted:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has plain parameters, of which the gradients are DTensors: {_described(promoted)}. "
+            "They were used beside a parallelized model. Make them DTensors: set them in the model itself after parallelize, "
+            "or call parallelize on their module, with Plan().default(Replicate())"
+        )
 
 
 def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:
@@ -312,12 +297,9 @@ def _of_alone(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]
     sharded = {id(param.sharded) for group in all_groups for param in group.params}
     if not any(id(param) in sharded for param in params):
         return []
-    names: dict[Any, str] = {param: name for root in _roots for name, param in root.named_parameters()}
-    for group in optimizer.param_groups:
-        names.update(zip(group["params"], group.get("param_names", ())))
     note_ignored(alone)
-    texts = [names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in alone]
-    return [f"trains parameters that fully_shard has not sharded, beside sharded ones: {_listed(texts)}. {_ADVICE}"]
+    texts = _described(alone, optimizer.param_groups)
+    return [f"trains parameters that fully_shard has not sharded, beside sharded ones: {texts}. {_ADVICE}"]
 
 
 def _of_offload(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]:
@@ -354,6 +336,14 @@ def _names(owners: Iterable[tuple[nn.Module | None, str]]) -> list[str]:
         return []
     prefixes: dict[Any, str] = {module: prefix for root in _roots for prefix, module in root.named_modules()}
     return [f"{prefixes[module]}.{name}" if prefixes.get(module) else name for module, name in pairs]
+
+
+def _described(params: Sequence[torch.Tensor], named: Sequence[dict[str, Any]] = ()) -> str:
+    """Parameters in no group, by their names under a root or in the parameter groups ``named``, or by their shapes."""
+    names: dict[Any, str] = {param: name for root in _roots for name, param in root.named_parameters()}
+    for group in named:
+        names.update(zip(group["params"], group.get("param_names", ())))
+    return _listed([names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in params])
 
 
 def _listed(names: Sequence[str]) -> str:

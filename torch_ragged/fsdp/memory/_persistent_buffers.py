@@ -24,11 +24,7 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 
 def check_ready(groups: Sequence[FSDPParamGroup]) -> None:
-    """Raise if the buffers of ``groups`` cannot be replaced now.
-
-    Raises:
-        RuntimeError: one is on the meta device, or has gradients that are not in ``.grad`` yet.
-    """
+    """Raise if the buffers of ``groups`` cannot be replaced now."""
     for group in groups:
         if group.is_meta:
             raise RuntimeError(f"{group.names} on the meta device: materialize parameters before choosing their memory")
@@ -45,23 +41,17 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
     Args:
         states: all states under one module, in the order of forward.
         allocators: the allocator of each group. Groups with the same allocator share rings.
-
-    Raises:
-        ValueError: the policy of a group has planes of backward, which would need other slots. Nothing is changed.
     """
     for group in allocators:
-        check_pairs([PERSISTENT, *group.plan.parts])
+        check_pairs([PERSISTENT, *group.plan.parts])  # Planes of backward would need other slots.
     rings: dict[Allocate, tuple[SlotRing, SlotRing]] = {}
     slots_of_group: dict[FSDPParamGroup, tuple[Slot, Slot]] = {}
     for state in states:
         stays_unsharded = state.reshard_after_forward is False or any(isinstance(g.keeper, Resident) for g in state.groups)
         inside = {child for module in state.modules for child in module.modules()}
         is_around = any(module in inside for other in states if other is not state for module in other.modules)
-        members: dict[Allocate, list[FSDPParamGroup]] = {}
-        for group in state.groups:
-            if group in allocators:
-                members.setdefault(allocators[group], []).append(group)
-        for allocate, groups in members.items():
+        for allocate in dict.fromkeys(allocators[group] for group in state.groups if group in allocators):
+            groups = [group for group in state.groups if allocators.get(group) == allocate]
             names = ("gathered parameters", "gradients")
             pair = rings.setdefault(allocate, tuple(SlotRing(name, size, allocate) for name in names))  # type: ignore[arg-type]
             slots = (ring.apart(len(groups)) if stays_unsharded or is_around else ring.join(len(groups)) for ring in pair)

@@ -66,31 +66,22 @@ class BufferPlacements(FeaturePart):
         return self.parameters[0] != self.optimizer[0]
 
     @property
-    def is_hierarchical(self) -> bool:
-        """Whether parameters stay gathered over the first of two mesh dimensions."""
-        return self.stay_gathered and len(self.optimizer) == 2
-
-    @property
     def terms(self) -> Terms:
         return _TERMS[self.parameters, self.gradients, self.optimizer]
 
     @property
     def makes_groups(self) -> bool:  # type: ignore[override]
-        return self.is_hierarchical
+        return self.stay_gathered and len(self.optimizer) == 2  # HIERARCHICAL.
 
     def check_mesh(self, mesh: DeviceMesh, dims: Any) -> None:
-        """Raise if they are for a mesh with another number of data-parallel dimensions.
-
-        Raises:
-            ValueError: they are.
-        """
+        """Raise if they are for a mesh with another number of data-parallel dimensions."""
         ndim = mesh.ndim if dims is None else bool(dims.replicate_names) + bool(dims.shard_names)
         if len(self.optimizer) != ndim:
             raise ValueError(f"{self.terms.given} is for a mesh with {len(self.optimizer)} dimensions, got {ndim} of {mesh}")
 
     def shards_over(self, dp: DataParallelMesh) -> DataParallelMesh:
         """Both dimensions as one, whose groups know the two."""
-        if not self.is_hierarchical:
+        if not self.makes_groups:
             return dp
         flat = DataParallelMesh.of(flatten(dp.mesh))
         flat.levels = Levels(dp.mesh.get_group(0), dp.mesh.get_group(1))
@@ -145,17 +136,15 @@ class Resident(Keeper):
         is_current, self._versions = versions == self._versions, versions
         if self.keeps_buffer:
             return done if is_current else encoding.all_gather(shards, collectives)
-        gathered, sharded = encoding.buffer, shards.buffer
+        gathered = encoding.buffer
         if self._kept is None:
-            form = gathered.flat.dtype, gathered.flat.device
+            form = gathered.layout, (_R, _S), gathered.rank, gathered.flat.dtype, gathered.flat.device
             with torch.inference_mode(False):  # Later forwards in other modes write to it, too.
-                self._kept = DBuffer(
-                    gathered.layout, (Replicate(), Shard(0)), gathered.rank, *form, log=self._log, levels=self.levels
-                )
+                self._kept = DBuffer(*form, log=self._log, levels=self.levels)
             is_current = False
         if not is_current:
             # Wait: the all-gather within the node reads the result.
-            sharded.redistribute(self._kept.placements, collectives, out=self._kept).wait()
+            shards.buffer.redistribute(self._kept.placements, collectives, out=self._kept).wait()
         return self._kept.redistribute((Replicate(), Replicate()), collectives, out=gathered)
 
 
@@ -177,7 +166,4 @@ _TERMS: dict[tuple[tuple[Placement, ...], ...], Terms] = {
     ),
 }
 
-ZERO3 = BufferPlacements((_S,), (_S,), (_S,))
-ZERO2 = BufferPlacements((_R,), (_S,), (_S,))
-ZERO1 = BufferPlacements((_R,), (_P,), (_S,))
-HIERARCHICAL = BufferPlacements((_R, _S), (_S, _S), (_S, _S))
+ZERO3, ZERO2, ZERO1, _, HIERARCHICAL = (BufferPlacements(*row) for row in _TERMS)

@@ -16,75 +16,58 @@ __all__ = ["SlotRing", "Slot", "Slab"]
 
 @dataclass(eq=False)
 class Slab:
-    """Memory of one dtype, with one holder at a time.
+    """Memory of one dtype, which one buffer uses at a time.
 
     Attributes:
         flat: the memory.
         description: for errors.
+        holder: the memory of the buffer that uses it. None: it is free.
+        freed_on: the stream that was current when the last holder freed it.
     """
 
     flat: torch.Tensor
     description: str
-    _freed_on: torch.Stream | None = None  # Current when the last holder freed it.
-    _holder: weakref.ref[object] | None = None
-
-    def is_held_by(self, holder: object) -> bool:
-        return self._holder is not None and self._holder() is holder
-
-    def is_free_for(self, holder: object) -> bool:
-        """Whether ``holder`` can claim it. Equal on all ranks, as it does not depend on the garbage collector."""
-        return self._holder is None or self.is_held_by(holder)
-
-    def claim(self, holder: object) -> None:
-        """Make ``holder`` the holder, until it calls :meth:`free`. The contents are undefined.
-
-        The current stream is ordered behind the last holder's.
-
-        Raises:
-            RuntimeError: another holder uses it.
-        """
-        if self._holder is not None and self._holder() not in (None, holder):
-            # A deleted holder frees its slot. Ranks collect garbage at different moments, so each does it now.
-            gc.collect()
-            # Do not wait: this rank itself frees the slot, later in its program.
-            if self._holder() not in (None, holder):
-                raise RuntimeError(
-                    f"{self.description} is in use by another group. Groups take turns in a module's persistent buffers: "
-                    "raise set_persistent_buffers(places=) if more groups are unsharded, or have unreduced gradients, at once; "
-                    "or call set_persistent_buffers(False)"
-                )
-        self._holder = weakref.ref(holder)
-        order_behind(current_stream(self.flat.device), self._freed_on)
-
-    def free(self, holder: object) -> None:
-        """If ``holder`` is the holder, free the memory for others."""
-        if self.is_held_by(holder):
-            self._holder, self._freed_on = None, current_stream(self.flat.device)
+    holder: weakref.ref[BufferMemory] | None = None
+    freed_on: torch.Stream | None = None
 
 
 class _SlotMemory(BufferMemory):
-    """The memory of one buffer in a slot, from the claim of its slab to :meth:`free`."""
+    """The memory of one buffer in a slot: it holds a slab from :meth:`allocate` to :meth:`free`."""
 
     keeps_address = True
 
     def __init__(self, slab: Slab, numel: int) -> None:
         super().__init__(slab.flat[:numel])
         self._slab = slab
-        slab.claim(self)
+        self.allocate()
 
     @property
     def is_allocated(self) -> bool:
-        return self._slab.is_held_by(self)
+        return self._slab.holder is not None and self._slab.holder() is self
 
     @property
     def is_free(self) -> bool:
-        return self._slab.is_free_for(self)
+        # Equal on all ranks, as it does not depend on the garbage collector.
+        return self._slab.holder is None or self.is_allocated
 
     def allocate(self) -> None:
-        self._slab.claim(self)
+        slab = self._slab
+        if slab.holder is not None and slab.holder() not in (None, self):
+            # A deleted holder frees its slot. Ranks collect garbage at different moments, so each does it now.
+            gc.collect()
+            # Do not wait: this rank itself frees the slot, later in its program.
+            if slab.holder() not in (None, self):
+                raise RuntimeError(
+                    f"{slab.description} is in use by another group. Groups take turns in a module's persistent buffers: "
+                    "raise set_persistent_buffers(places=) if more groups are unsharded, or have unreduced gradients, at once; "
+                    "or call set_persistent_buffers(False)"
+                )
+        slab.holder = weakref.ref(self)
+        order_behind(current_stream(self.flat.device), slab.freed_on)
 
     def free(self) -> None:
-        self._slab.free(self)
+        if self.is_allocated:
+            self._slab.holder, self._slab.freed_on = None, current_stream(self.flat.device)
 
 
 @dataclass(eq=False)
@@ -118,11 +101,6 @@ class Slot(MemoryPool):
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> BufferMemory:
         return _SlotMemory(self.slab(dtype, numel), numel)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated so far."""
-        return sum(slab.flat.nbytes for slab in self._slabs.values())
-
 
 class SlotRing:
     """Slots in which members take turns: member i has slot ``i % size``.
@@ -141,7 +119,6 @@ class SlotRing:
     def __init__(self, name: str, size: int, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._name, self._size, self._allocate = name, size, allocate
         self._turns: list[list[Slot]] = [[] for _ in range(size)]
-        self._alone: list[Slot] = []
         self._members = 0
 
     def join(self, groups: int) -> list[Slot]:
@@ -154,10 +131,4 @@ class SlotRing:
 
     def apart(self, groups: int) -> list[Slot]:
         """Slots that no other member uses, for groups that stay unsharded while others take turns."""
-        self._alone += [Slot(f"a slot of its own for {self._name}", self._allocate) for _ in range(groups)]
-        return self._alone[-groups:]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated so far."""
-        return sum(slot.nbytes for slots in (*self._turns, self._alone) for slot in slots)
+        return [Slot(f"a slot of its own for {self._name}", self._allocate) for _ in range(groups)]

@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
 from torch_ragged.fsdp.offload._pieces import Chunk
-from torch_ragged.fsdp.offload._tiers import Memory, TierEvent
+from torch_ragged.fsdp.offload._tiers import Memory, Tier
 
 __all__ = ["FILE_NUMEL", "WINDOWS", "FileTier"]
 
@@ -47,21 +47,15 @@ class _Window:
     saved: Future[None] | None = None
 
 
-@dataclass(frozen=True)
-class _Record:
-    """A chunk in the file: its states one after another, each in whole blocks.
-
-    Attributes:
-        offset, nbytes: in the file.
-        parts: by the name of a state, its offset in the record, its number of elements and its dtype.
-    """
+class _Record(NamedTuple):
+    """A chunk in the file: its states one after another, each in whole blocks. By name, where a state begins in the record."""
 
     offset: int
     nbytes: int
-    parts: dict[str, tuple[int, int, torch.dtype]]
+    starts: dict[str, int]
 
 
-class FileTier:
+class FileTier(Tier):
     """States in one scratch file per rank, for an optimizer that runs on the CPU.
 
     ::
@@ -78,27 +72,22 @@ class FileTier:
         chunks: all chunks of the file.
         folder: where the file lies.
         rank: this rank.
-
-    Attributes:
-        file: the file.
-        nbytes: the bytes of the file.
-        window_nbytes: the bytes of host memory.
     """
 
     is_transient = True
-    log: list[TierEvent] | None = None
 
     def __init__(self, chunks: Sequence[Chunk], folder: str, rank: int) -> None:
+        super().__init__({})
         self._records: dict[Chunk, _Record] = {}
-        self.nbytes = 0
+        end = 0
         for chunk in chunks:
-            parts, nbytes = {}, 0
+            starts, nbytes = {}, 0
             for name, (numel, dtype) in chunk.sizes.items():
-                parts[name] = (nbytes, numel, dtype)
+                starts[name] = nbytes
                 nbytes += -(-numel * dtype.itemsize // BLOCK) * BLOCK
-            self._records[chunk] = _Record(self.nbytes, nbytes, parts)
-            self.nbytes += nbytes
-        self.file = ScratchFile(folder, rank, self.nbytes)
+            self._records[chunk] = _Record(end, nbytes, starts)
+            end += nbytes
+        self.file = ScratchFile(folder, rank, end)
         largest = max(record.nbytes for record in self._records.values())
         self.window_nbytes = WINDOWS * largest
         self._windows = [_Window(mmap.mmap(-1, largest)) for _ in range(WINDOWS)]
@@ -125,10 +114,7 @@ class FileTier:
         """Wait for the read of ``chunk``."""
         if chunk not in self._held and not self._free:
             # All windows have chunks that were read ahead, and had no gradient in their step.
-            other = self._held.pop(next(iter(self._held)))
-            assert other.filled is not None
-            other.filled.exception()  # Wait: the next read fills the window.
-            self._free.append(other)
+            self._forget(next(iter(self._held)))
         self.fetch_ahead(chunk)
         window = self._held[chunk]
         assert window.filled is not None
@@ -146,6 +132,13 @@ class FileTier:
         window.saved = self._writes[chunk] = self._writer.submit(self._write, window, chunk)
         self._free.append(window)
 
+    def _forget(self, chunk: Chunk) -> None:
+        """Free the window of a chunk that was read ahead. The next step reads it again, and raises if that fails."""
+        window = self._held.pop(chunk)
+        assert window.filled is not None
+        window.filled.exception()  # Wait: the next read fills the window.
+        self._free.append(window)
+
     def _read(self, window: _Window, chunk: Chunk) -> None:
         for write in (window.saved, self._writes.get(chunk)):
             if write is not None:
@@ -160,16 +153,11 @@ class FileTier:
         self.file.write(memoryview(window.memory)[: record.nbytes], record.offset)
         self._note("tier_write", record.nbytes, begin)
 
-    def _note(self, kind: str, nbytes: int, begin: float) -> None:
-        log = self.log  # One look: another thread may end the watching.
-        if log is not None:
-            log.append(TierEvent(kind, nbytes, begin, time.perf_counter()))
-
     def _memory(self, chunk: Chunk, window: _Window) -> Memory:
-        parts = self._records[chunk].parts.items()
+        starts = self._records[chunk].starts
         return {
-            name: torch.frombuffer(window.memory, dtype=dtype, count=numel, offset=offset)
-            for name, (offset, numel, dtype) in parts
+            name: torch.frombuffer(window.memory, dtype=dtype, count=numel, offset=starts[name])
+            for name, (numel, dtype) in chunk.sizes.items()
         }
 
     # -- between steps ---------------------------------------------------------------------------------------------
@@ -178,43 +166,38 @@ class FileTier:
         """The states of ``chunk`` in a window: valid until another chunk is used."""
         if self._looked is not chunk:
             self._flush()
-            for held in list(self._held):  # Read ahead for the next step, which reads them again.
-                window = self._held.pop(held)
-                self._free.append(window)
-                assert window.filled is not None
-                window.filled.exception()  # Wait. The step reads again, and raises if that fails.
+            for ahead in list(self._held):
+                self._forget(ahead)
             for write in self._writes.values():
                 write.result()
             self._read(self._free[0], chunk)
             self._held[chunk], self._looked = self._free.pop(0), chunk
         return self._memory(chunk, self._held[chunk])
 
+    def _flush(self) -> None:
+        """End :meth:`look`: write what was written to the chunk."""
+        chunk, self._looked = self._looked, None
+        if chunk is None:
+            return
+        if self._is_dirty:
+            self.store(chunk)
+        else:
+            self._free.append(self._held.pop(chunk))
+        self._is_dirty = False
+
     @property
-    def has_lost(self) -> bool:
-        """Whether states could not be written."""
+    def has_lost(self) -> bool:  # type: ignore[override]
         return any(write.done() and write.exception() is not None for write in self._writes.values())
 
     def reset(self) -> None:
         """Forget reads and writes that failed, and what they were to bring. All states are set next."""
-        for future in [window.filled for window in self._windows] + [window.saved for window in self._windows]:
-            if future is not None:
-                future.exception()
         for window in self._windows:
+            for future in filter(None, (window.filled, window.saved)):
+                future.exception()  # Wait: a thread may still use the window.
             window.filled = window.saved = None
         self._free, self._looked, self._is_dirty = list(self._windows), None, False
         self._held.clear()
         self._writes.clear()
-
-    def _flush(self) -> None:
-        """End :meth:`look`: write what was written to the chunk."""
-        if self._looked is None:
-            return
-        chunk, self._looked = self._looked, None
-        window = self._held.pop(chunk)
-        self._free.append(window)
-        if self._is_dirty:
-            self._is_dirty = False
-            window.saved = self._writes[chunk] = self._writer.submit(self._write, window, chunk)
 
 
 def _shut(reader: ThreadPoolExecutor, writer: ThreadPoolExecutor, close: Any) -> None:

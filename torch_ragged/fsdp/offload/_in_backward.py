@@ -30,11 +30,7 @@ _USED = (
 
 
 class Stepper(Protocol):
-    """The optimizer. Groups refer to a :class:`BackwardStep` as long as they live, and it refers to this weakly.
-
-    Attributes:
-        param_groups: its options.
-    """
+    """The optimizer. Groups refer to a :class:`BackwardStep` as long as they live, and it refers to this weakly."""
 
     param_groups: list[dict[str, Any]]
 
@@ -61,10 +57,10 @@ class BackwardStep:
     def __init__(self, optimizer: Stepper, members: Mapping[FSDPParamGroup, Sequence[Member]]) -> None:
         self._optimizer, self._members = weakref.ref(optimizer), members
         self._used = UsedGradients(_USED)
-        # Equal on all ranks, between passes: groups that were stepped since the last take(), and those of the current pass.
+        # Groups that were stepped since the last take(). Equal on all ranks, between passes.
         self._stepped: set[FSDPParamGroup] = set()
-        self._reduced: set[FSDPParamGroup] = set()
-        self._unfinished: set[FSDPParamGroup] = set()  # Groups that this rank has stepped in a pass that has not ended.
+        # Groups that are reduced in a pass that has not ended, equal on all ranks; and whether this rank has stepped them.
+        self._reduced: dict[FSDPParamGroup, bool] = {}
         self._options_then: list[dict[str, Any]] = []  # Of the groups stepped since take(); empty if there are none.
         self._problem: Exception | None = None
         self._jobs: list[Future[None]] = []
@@ -77,11 +73,7 @@ class BackwardStep:
     # -- in backward: see GradientUser -------------------------------------------------------------------------------
 
     def before_reduction(self, group: FSDPParamGroup, is_only_one: bool) -> None:
-        """Raise if the group was stepped, or if gradients of its last step are still there.
-
-        Raises:
-            RuntimeError: on all ranks, before the reduction.
-        """
+        """Raise if the group was stepped, or if gradients of its last step are still there: on all ranks alike."""
         if self._optimizer() is None:
             group.gradient_user = None
             return
@@ -93,16 +85,16 @@ class BackwardStep:
             )
         if any(UsedGradients.has(member.param.grad) for member in self._members[group]):
             raise RuntimeError(f"{group.names} has gradients of the last step: call optimizer.zero_grad() before backward")
-        self._reduced.add(group)
+        self._reduced.setdefault(group, False)
 
     def use(self, group: FSDPParamGroup) -> None:
         """Step the group, or let the thread step it."""
         optimizer = self._optimizer()
-        if optimizer is None or all(member.param.grad is None for member in self._members[group]):
+        if optimizer is None or not self._with_gradients(group):
             return
         if not self._options_then:
             self._options_then = _comparable(optimizer.param_groups)
-        self._unfinished.add(group)
+        self._reduced[group] = True
         stream = current_stream(group.sharded.flat.device)
         if stream is None:
             self._jobs.append(self._worker.submit(self._run, optimizer, group))
@@ -111,10 +103,9 @@ class BackwardStep:
             while len(self._jobs) > _IN_FLIGHT:
                 self._jobs.pop(0).result()
             return
-        for member in self._members[group]:
+        for member in self._with_gradients(group):
             # Its memory may be of another stream, and is freed before that one waits for this one.
-            if member.param.grad is not None:
-                local_of(member.param.grad).record_stream(stream)  # type: ignore[arg-type]
+            local_of(member.param.grad).record_stream(stream)  # type: ignore[arg-type]
         self._streams.append(stream)
         self._run(optimizer, group)
 
@@ -123,29 +114,29 @@ class BackwardStep:
             if self._problem is None:
                 with torch.no_grad():  # A setting of each thread.
                     optimizer.step_group(group)
-            for member in self._members[group]:
-                if member.param.grad is not None:
-                    member.param.grad = self._used.grad(member.index, member.param, member.param.grad.dtype)
+            for member in self._with_gradients(group):
+                member.param.grad = self._used.grad(member.index, member.param, member.param.grad.dtype)
         except Exception as error:
             self._problem = error
+
+    def _with_gradients(self, group: FSDPParamGroup) -> list[Member]:
+        return [member for member in self._members[group] if member.param.grad is not None]
 
     def finish(self, groups: Sequence[FSDPParamGroup]) -> None:
         """Wait for the steps of ``groups``."""
         self.wait()
         # All ranks have a gradient of a parameter, or none.
-        self._stepped.update(group for group in groups if any(m.param.grad is not None for m in self._members[group]))
-        self._reduced.difference_update(groups)
-        self._unfinished.difference_update(groups)
+        self._stepped.update(group for group in groups if self._with_gradients(group))
+        for group in groups:
+            self._reduced.pop(group, None)
 
     def drop(self, group: FSDPParamGroup) -> None:
         """A pass has raised, or is dropped. If it has stepped the group, the next take() raises."""
         self.wait()
-        self._reduced.discard(group)
-        if group in self._unfinished and self._problem is None:
+        if self._reduced.pop(group, False) and self._problem is None:
             self._problem = RuntimeError(
                 "a backward has raised after it had stepped some parameters, so that parameters and states are not of one step"
             )
-        self._unfinished.discard(group)
 
     # -- outside of backward -----------------------------------------------------------------------------------------
 
@@ -160,17 +151,10 @@ class BackwardStep:
     def reset(self) -> None:
         """Parameters and states are loaded: forget what has failed."""
         self.wait()
-        for groups in (self._stepped, self._reduced, self._unfinished):
-            groups.clear()
-        self._options_then, self._problem = [], None
+        self._stepped, self._reduced, self._options_then, self._problem = set(), {}, [], None
 
     def take(self) -> None:
-        """End a step: the next backward may begin one.
-
-        Raises:
-            RuntimeError: options have changed since backward, a backward has raised, or the model has another such optimizer.
-            Exception: what the step of a group has raised.
-        """
+        """End a step: the next backward may begin one. Raise what the step of a group has raised, and if steps do not fit."""
         self.wait()
         problem, before, optimizer = self._problem, self._options_then, self._optimizer()
         self.reset()

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,9 @@ from torch_ragged.fsdp.core._kit import Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
-from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, StateSizes, leaf_of
+from torch_ragged.fsdp.offload._pieces import ELEMENT_WISE, Chunk, Member, OwnRules, Piece, Rules, StateSizes
 from torch_ragged.fsdp.offload._policy import Offload
-from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
@@ -39,6 +40,8 @@ CUTS_STATES = PlainPart(
     Terms("offloaded()", {Need.PLAIN_SHARDS: ", whose states cannot be cut: shard it with Offload(optimizer=0.0)"})
 )
 """What an optimizer brings that keeps a part of the states elsewhere."""
+
+_NOT_OFFLOADED = Offload(optimizer=0.0)
 _COUNTER = 4
 """The bytes of a step counter."""
 
@@ -113,7 +116,7 @@ def offloaded(
         if options.get("differentiable"):
             raise ValueError(f"offloaded({optimizer.__name__}) supports no differentiable=True: its steps have no graph")
         template = optimizer(model.parameters() if params is None else params, **options)
-        rules: Rules = ElementWise(optimizer) if optimizer in ElementWise.CLASSES else OwnRules(template)
+        rules = Rules(optimizer) if optimizer in ELEMENT_WISE else OwnRules(template)
         result = OffloadedOptimizer(template, groups, rules, in_backward)
         offload = [group.plan.part(Offload) for group in groups]
         claim += [f"optimizer: {text_of(optimizer)}", f"offload_policy: {text_of(offload)}", f"in_backward: {in_backward}"]
@@ -129,7 +132,7 @@ def _ranks_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.ProcessGroup]
 
 
 def _check_class(optimizer: Any) -> None:
-    if optimizer in ElementWise.CLASSES or (isinstance(optimizer, type) and hasattr(optimizer, "piece_optimizer")):
+    if optimizer in ELEMENT_WISE or (isinstance(optimizer, type) and hasattr(optimizer, "piece_optimizer")):
         return
     given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"an object of {type(optimizer).__name__}"
     raise TypeError(
@@ -153,25 +156,18 @@ def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
     for group in groups:
         if group.is_meta:
             raise RuntimeError(f"{group.names} on the meta device: materialize all parameters before offloaded()")
-        folder = _folder_of(group)
-        if folder is not None and group.sharded.flat.device.type != "cpu":
+        policy = _policy_of(group)
+        if policy.folder and group.sharded.flat.device.type != "cpu":
             raise ValueError(
-                f"{group.names} is on {group.sharded.flat.device}, and Offload(to={folder!r}) needs an optimizer that runs on "
-                'the CPU: give Offload(parameters=True, to=...), or to="cpu"'
+                f"{group.names} is on {group.sharded.flat.device}, and Offload(to={policy.folder!r}) needs an optimizer that "
+                'runs on the CPU: give Offload(parameters=True, to=...), or to="cpu"'
             )
-        if group.is_trainable and _fraction_of(group):
+        if group.is_trainable and policy.optimizer:
             check_pairs([CUTS_STATES, *group.plan.parts])
 
 
-def _fraction_of(group: FSDPParamGroup) -> float:
-    policy = group.plan.part(Offload)
-    return 0.0 if policy is None else policy.optimizer
-
-
-def _folder_of(group: FSDPParamGroup) -> str | None:
-    """The folder of a group's states; None for host memory."""
-    policy = group.plan.part(Offload)
-    return policy.to if policy is not None and policy.to != "cpu" else None
+def _policy_of(group: FSDPParamGroup | None) -> Offload:
+    return (group and group.plan.part(Offload)) or _NOT_OFFLOADED
 
 
 class _Part(NamedTuple):
@@ -180,6 +176,10 @@ class _Part(NamedTuple):
     piece: Piece
     chunk: Chunk
     tier: Tier
+
+    def states(self) -> dict[str, Any]:
+        """The states of the piece. If the tier is transient, they are valid until its next call only."""
+        return self.chunk.states_of(self.piece, self.tier.look(self.chunk))
 
 
 class OffloadedOptimizer(Optimizer):
@@ -212,128 +212,95 @@ class OffloadedOptimizer(Optimizer):
         self._rules = rules
         # What must be there in a step: views of these buffers are what is stepped.
         self._buffers = {group: group.sharded.flat for group in groups}
-        self._members = self._find_members(groups)
         # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
         self._ranks, self._device = _ranks_of(groups)
-        self._has_files = any(_folder_of(group) is not None for group in groups)
+        policies = [_policy_of(group) for group in groups]
+        self._has_files = any(policy.folder for policy in policies)
         self._form: str | None = None  # Of the states that are read now, see states_as().
         # What lies in a file, or in two tiers, is read as a copy. If a part of a state dict were copies, it would be of two
         # steps when it is kept while training goes on. Equal on all ranks, also if a rank has no such elements.
-        self._copies_states = self._has_files or any(0 < _fraction_of(group) < 1 for group in groups)
+        self._copies_states = self._has_files or any(0 < policy.optimizer < 1 for policy in policies)
         self.has_failed = False
-        beside, chunked = self._cut()
-        self._chunks: list[tuple[Chunk, Tier]] = []
-        device_tier = DeviceTier()
-        # Parameters as DTensors, and runs of them as plain tensors: foreach kernels take either.
-        together: dict[tuple[FSDPParamGroup | None, bool], list[Piece]] = {}
-        for piece in sorted(beside, key=lambda piece: not piece.is_whole):
-            member = self._members.get(piece.param)
-            has_home = member is not None and (in_backward or member.group.shards.file_nbytes > 0)
-            home = member.group if has_home and member is not None else None
-            together.setdefault((home, piece.is_whole), []).append(piece)
-        self._chunks += [(Chunk(pieces, self.param_groups, rules), device_tier) for pieces in together.values()]
-        in_host: dict[torch.device, dict[Chunk, Memory]] = {}
-        in_files: dict[str, list[Chunk]] = {}
-        for group, chunks in chunked:
-            folder, device = _folder_of(group), group.sharded.flat.device
-            if folder is None:
-                in_host.setdefault(device, {}).update(host_slabs(chunks, is_pinned=device.type != "cpu"))
-            else:
-                in_files.setdefault(folder, []).extend(chunks)
-        # One tier for all groups: they share its windows.
-        for device, slabs in in_host.items():
-            tier = tier_of(slabs, device)
-            self._chunks += [(chunk, tier) for chunk in slabs]
-        for folder, chunks in in_files.items():
-            self._chunks += [(chunk, device_tier) for chunk in chunks if not chunk.nbytes]  # Such as those of SGD.
-            if stateful := [chunk for chunk in chunks if chunk.nbytes]:
-                files = FileTier(stateful, folder, dist.get_rank())
-                self._chunks += [(chunk, files) for chunk in stateful]
-        self._parts: dict[torch.Tensor, list[_Part]] = {}
+        homes = {param.sharded: (group, index) for group in groups for index, param in enumerate(group.params)}
+        given = [(number, param) for number, options in enumerate(self.param_groups) for param in options["params"]]
+        self._members = {
+            param: Member(number, of, param, *homes.get(param, (None, 0))) for number, (of, param) in enumerate(given)
+        }
+        self._by_group: dict[FSDPParamGroup | None, list[Member]] = {}
+        for member in self._members.values():
+            self._by_group.setdefault(member.group, []).append(member)
+        self._chunks = self._make_chunks(in_backward)
+        self._tiers = list(dict.fromkeys(tier for _, tier in self._chunks))
+        self._of_groups: dict[FSDPParamGroup, list[tuple[Chunk, Tier]]] = {}
         for chunk, tier in self._chunks:
-            for piece in chunk.pieces:
-                self._parts.setdefault(piece.param, []).append(_Part(piece, chunk, tier))
-        for parts in self._parts.values():
-            parts.sort(key=lambda part: part.piece.start)
-        # In the order of the parameters, which is equal on all ranks: a full state dict gathers one after the other. The order
-        # of chunks is not, since each rank has other elements.
-        self._parts = dict(sorted(self._parts.items(), key=lambda item: item[1][0].piece.number))
+            for home in chunk.homes:
+                self._of_groups.setdefault(home, []).append((chunk, tier))
         self._last: Chunk | None = None  # The chunk that was stepped last.
         self._after: dict[Chunk, tuple[Chunk, Tier]] = {}  # Which chunk followed, the last time.
-        self._of_groups: dict[FSDPParamGroup, list[tuple[Chunk, Tier]]] = {}
-        self._homes: dict[Chunk, list[FSDPParamGroup]] = {}
-        for chunk, tier in self._chunks:
-            members = [self._members[piece.param] for piece in chunk.pieces if piece.param in self._members]
-            self._homes[chunk] = list(dict.fromkeys(member.group for member in members))
-            for home in self._homes[chunk]:
-                self._of_groups.setdefault(home, []).append((chunk, tier))
+        # In the order of the parameters, which is equal on all ranks: a full state dict gathers one after the other. The order
+        # of chunks is not, since each rank has other elements.
+        self._parts: dict[torch.Tensor, list[_Part]] = {}
+        parts = [_Part(piece, chunk, tier) for chunk, tier in self._chunks for piece in chunk.pieces]
+        for part in sorted(parts, key=lambda part: (part.piece.member.number, part.piece.start)):
+            self._parts.setdefault(part.piece.member.param, []).append(part)
         # In each parameter group, a parameter by which a step sees that it needs other states.
         self._samples: dict[int, tuple[Member, set[str]]] = {}
-        for param, parts in self._parts.items():
-            if parts[-1].piece.sizes:
-                member = self._members[param]
-                self._samples.setdefault(member.group_number, (member, set(parts[-1].piece.sizes)))
-        self.state = _States(self, self._parts, self._members, rules)  # type: ignore[assignment]
-        by_group: dict[FSDPParamGroup, list[Member]] = {}
-        for member in self._members.values():
-            by_group.setdefault(member.group, []).append(member)
+        for *_, last in self._parts.values():
+            if last.piece.sizes:
+                self._samples.setdefault(last.piece.member.group_number, (last.piece.member, set(last.piece.sizes)))
+        self.state = _States(self)  # type: ignore[assignment]
         for group in groups:
             group.gradient_user = None  # That of an earlier optimizer of the model.
-        self._in_backward = BackwardStep(self, by_group) if in_backward else None
+        in_groups = {group: members for group, members in self._by_group.items() if group is not None}
+        self._in_backward = BackwardStep(self, in_groups) if in_backward else None
 
     # -- construction ----------------------------------------------------------------------------------------------
 
-    def _find_members(self, groups: Sequence[FSDPParamGroup]) -> dict[torch.Tensor, Member]:
-        """The parameters of this optimizer that lie in ``groups``."""
-        homes = {param.sharded: (group, index) for group in groups for index, param in enumerate(group.params)}
-        numbers = itertools.count()
-        return {
-            param: Member(number, group_number, param, *homes[param])
-            for group_number, group in enumerate(self.param_groups)
-            for param, number in zip(group["params"], numbers)
-            if param in homes
-        }
-
-    def _cut(self) -> tuple[list[Piece], list[tuple[FSDPParamGroup, list[Chunk]]]]:
-        """The pieces on the device; and each group with pieces in a tier, with its chunks."""
-        beside: list[Piece] = []
-        numbers = itertools.count()
-        for group_number, options in enumerate(self.param_groups):
-            for param, number in zip(options["params"], numbers):
-                member = self._members.get(param)
-                if member is None or not param.requires_grad:
-                    beside.append(Piece(param, number, group_number, 0, 0 if member is None else member.numel, param))
-        by_group: dict[FSDPParamGroup, list[Member]] = {}
-        for param, member in self._members.items():
-            if param.requires_grad:
-                by_group.setdefault(member.group, []).append(member)
-        chunked = []
-        for group, members in by_group.items():
-            members.sort(key=lambda member: member.interval)
-            host = []
-            left = sum(member.numel for member in members)
-            left -= round(_fraction_of(group) * left)  # Elements whose states stay on the device.
-            for member in members:
+    def _make_chunks(self, in_backward: bool) -> list[tuple[Chunk, Tier]]:
+        """Cut each group where its states begin to lie elsewhere, and make the tiers."""
+        beside: list[Piece] = []  # All of their states lie on the device.
+        in_host: dict[torch.device, dict[Chunk, Memory]] = {}
+        in_files: dict[str, list[Chunk]] = {}
+        for group, members in self._by_group.items():
+            policy, behind = _policy_of(group), []
+            beside += [Piece(member, 0, member.numel, member.param) for member in members if not member.param.requires_grad]
+            trained = sorted((each for each in members if each.param.requires_grad), key=lambda member: member.interval)
+            left = sum(member.numel for member in trained)
+            left -= round(policy.optimizer * left)  # Elements whose states stay on the device.
+            for member in trained:
                 at = member.numel if left >= member.numel else self._rules.cut(member, left)
-                left = max(0, left - member.numel) if at == member.numel else 0
-                if at == member.numel:
-                    beside.append(Piece(member.param, member.number, member.group_number, 0, at, member.param))
-                    continue
-                if at:
-                    beside.append(self._piece(member, 0, at, in_tier=False))
-                host.append((member, at))
-            if host:
-                most = window_numel(group.sharded.flat.device) if _folder_of(group) is None else FILE_NUMEL
-                chunked.append((group, self._chunked(host, most)))
-        return beside, chunked
+                is_whole = at == member.numel
+                left = max(0, left - member.numel) if is_whole else 0
+                if at or is_whole:
+                    beside.append(Piece(member, 0, at, member.param if is_whole else member.leaf(0, at)))
+                if not is_whole:
+                    behind.append((member, at))
+            if group is not None and behind:
+                device = group.sharded.flat.device
+                if policy.folder:
+                    in_files.setdefault(policy.folder, []).extend(self._chunked(behind, FILE_NUMEL))
+                else:
+                    slabs = host_slabs(self._chunked(behind, window_numel(device)), is_pinned=device.type != "cpu")
+                    in_host.setdefault(device, {}).update(slabs)
+        # Parameters as DTensors, and runs of them as plain tensors: foreach kernels take either.
+        together: dict[tuple[FSDPParamGroup | None, bool], list[Piece]] = {}
+        for piece in sorted(beside, key=lambda piece: not piece.is_whole):
+            home = piece.member.group
+            has_own_chunk = home is not None and (in_backward or home.shards.file_nbytes > 0)
+            together.setdefault((home if has_own_chunk else None, piece.is_whole), []).append(piece)
+        on_device = Tier({})
+        chunks = [(Chunk(pieces, self.param_groups, self._rules), on_device) for pieces in together.values()]
+        # One tier for all groups: they share its windows.
+        for device, of_chunks in in_host.items():
+            tier = tier_of(of_chunks, device)
+            chunks += [(chunk, tier) for chunk in of_chunks]
+        for folder, found in in_files.items():
+            stateful = [chunk for chunk in found if chunk.nbytes]  # Not those of SGD, without momentum.
+            files = FileTier(stateful, folder, dist.get_rank()) if stateful else on_device
+            chunks += [(chunk, files if chunk.nbytes else on_device) for chunk in found]
+        return chunks
 
-    def _piece(self, member: Member, start: int, stop: int, in_tier: bool) -> Piece:
-        piece = Piece(member.param, member.number, member.group_number, start, stop, leaf_of(member, start, stop))
-        if in_tier:
-            piece.sizes = self._rules.sizes(member, self.param_groups[member.group_number], start, stop)
-        return piece
-
-    def _chunked(self, members: Sequence[tuple[Member, int]], most: int | None) -> list[Chunk]:
+    def _chunked(self, members: Sequence[tuple[Member, int]], most: int) -> list[Chunk]:
         """Chunks of at most ``most`` elements, and of more only if a parameter cannot be cut.
 
         Args:
@@ -344,41 +311,39 @@ class OffloadedOptimizer(Optimizer):
         for member, start in members:
             while start < member.numel:
                 stop = member.numel
-                if room is not None and most is not None and stop - start > room:
+                if stop - start > room:
                     stop = self._rules.cut(member, start + room)
                     if stop <= start:
                         stop = start if chunks[-1] else member.numel
                 if stop > start:
-                    chunks[-1].append(self._piece(member, start, stop, in_tier=True))
-                    room = None if room is None else room - (stop - start)
+                    sizes = self._rules.sizes(member, self.param_groups[member.group_number], start, stop)
+                    chunks[-1].append(Piece(member, start, stop, member.leaf(start, stop), sizes))
+                    room -= stop - start
                 start = stop
-                if room is not None and (room <= 0 or start < member.numel):
+                if room <= 0 or start < member.numel:
                     chunks.append([])
                     room = most
         return [Chunk(pieces, self.param_groups, self._rules) for pieces in chunks if pieces]
+
+    # -- bytes, for reports ------------------------------------------------------------------------------------------
 
     def tier_nbytes(self) -> dict[str, int]:
         """The bytes of states by tier: on the ``"device"`` now; in ``"host"`` memory and in ``"files"`` always.
 
         ``"windows"`` is the host memory through which files are read and written. Step counters do not count.
         """
-        nbytes = {"device": 0, "host": 0, "files": 0, "windows": 0}
+        nbytes = {"device": 0, "host": 0, "files": 0, "windows": sum(tier.window_nbytes for tier in self._tiers)}
         for chunk, tier in self._chunks:
-            name = "files" if isinstance(tier, FileTier) else "host"
-            nbytes[name] += chunk.nbytes
+            nbytes["files" if isinstance(tier, FileTier) else "host"] += chunk.nbytes
             for piece in chunk.pieces:
                 values = chunk.own_states_of(piece).values()
-                nbytes["device"] += sum(
-                    local_of(each).nbytes for each in values if isinstance(each, torch.Tensor) and each.ndim
-                )
-        nbytes["windows"] = sum(
-            tier.window_nbytes for tier in dict.fromkeys(tier for _, tier in self._chunks) if isinstance(tier, FileTier)
-        )
+                states = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
+                nbytes["device"] += sum(local_of(state).nbytes for state in states)
         return nbytes
 
     def watch_tiers(self, log: list[TierEvent] | None) -> None:
         """Append what moves between tiers to ``log`` from now on; None: no longer. For :func:`monitor`."""
-        for _, tier in self._chunks:
+        for tier in self._tiers:
             tier.log = log
 
     def state_nbytes(self, tier: str) -> dict[int, int]:
@@ -386,16 +351,14 @@ class OffloadedOptimizer(Optimizer):
 
         Step counters count as ``"device"``. What all parameters share, the windows of files, is in :meth:`tier_nbytes` only.
         """
-        nbytes: dict[int, int] = {}
+        nbytes = {id(param): 0 for param in self._parts}
         for param, parts in self._parts.items():
             for piece, chunk, home in parts:
                 if tier == "device":
-                    states = (chunk.own_states_of(piece)).values()
-                    found = sum(local_of(value).nbytes for value in states if isinstance(value, torch.Tensor))
-                else:
-                    is_file = isinstance(home, FileTier)
-                    found = 0 if is_file else sum(numel * dtype.itemsize for numel, dtype in piece.sizes.values())
-                nbytes[id(param)] = nbytes.get(id(param), 0) + found
+                    states = chunk.own_states_of(piece).values()
+                    nbytes[id(param)] += sum(local_of(value).nbytes for value in states if isinstance(value, torch.Tensor))
+                elif not isinstance(home, FileTier):
+                    nbytes[id(param)] += sum(numel * dtype.itemsize for numel, dtype in piece.sizes.values())
         return nbytes
 
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
@@ -405,7 +368,7 @@ class OffloadedOptimizer(Optimizer):
             ValueError: ``param`` is in no group of ``fully_shard``.
         """
         member = self._members.get(param)
-        if member is None:
+        if member is None or member.group is None:
             raise ValueError("a parameter is in no group of fully_shard")
         nbytes = 0
         for piece, _, _ in self._parts[param]:
@@ -430,7 +393,7 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_step()
+        self._prepare_step()
         if not self._has_files and self._in_backward is None:
             self._step_chunks(self._chunks)
             return loss
@@ -462,21 +425,17 @@ class OffloadedOptimizer(Optimizer):
 
         One group after the other, so that gradients of all parameters are never in memory together. ``.grad`` must be None.
         """
-        self._check_step()
-        groups: dict[FSDPParamGroup | None, list[torch.Tensor]] = {}
-        for param in self._parts:
-            member = self._members.get(param)
-            groups.setdefault(None if member is None else member.group, []).append(param)
+        self._prepare_step()
         rates = [options["lr"] for options in self.param_groups]
         try:
             for options, rate in zip(self.param_groups, rates):
                 options["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-            for group, params in groups.items():
-                for param in params:
-                    param.grad = torch.zeros_like(param) if param.requires_grad else None
+            for group, members in self._by_group.items():
+                for member in members:
+                    member.param.grad = torch.zeros_like(member.param) if member.param.requires_grad else None
                 self._step_chunks(self._chunks if group is None else self._of_groups.get(group, ()))
-                for param in params:
-                    param.grad = None
+                for member in members:
+                    member.param.grad = None
         finally:
             for options, rate in zip(self.param_groups, rates):
                 options["lr"] = rate
@@ -484,8 +443,7 @@ class OffloadedOptimizer(Optimizer):
     def step_group(self, group: FSDPParamGroup) -> None:
         """Step the parameters of one group, whose gradients are complete: a part of a step in backward."""
         self._check_states_are_valid()
-        self._check_buffer(group, self._buffers[group])
-        self._check_sizes(self.param_groups)
+        self._check_memory([group])
         self._step_chunks(self._of_groups.get(group, ()))
 
     def _step_chunks(self, candidates: Sequence[tuple[Chunk, Tier]]) -> None:
@@ -496,7 +454,7 @@ class OffloadedOptimizer(Optimizer):
             if self._last is not None:
                 self._after[self._last] = chunk, tier
             self._last = chunk
-            for home in self._homes[chunk]:
+            for home in chunk.homes:
                 home.shards.prepare(in_step=True)
             memory = tier.fetch(chunk)
             # After the last one, the chunk that came next the last time: it is read while forward and backward run.
@@ -508,19 +466,30 @@ class OffloadedOptimizer(Optimizer):
             finally:
                 tier.store(chunk)
 
-    def _check_step(self) -> None:
-        for group, buffer in self._buffers.items():
+    def _prepare_step(self) -> None:
+        for group in self._buffers:
             load_replaced(group)  # As the next forward would, whose values would replace the result of this step.
-            self._check_buffer(group, buffer)
+        self._check_memory(self._buffers)
+
+    def _check_memory(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Raise if ``groups`` lie in other buffers now, or if options need states for which there is no memory."""
+        for group in groups:
+            if group.sharded.flat is not self._buffers[group]:
+                raise RuntimeError(
+                    f"{group.names} was converted after offloaded(), and lies in another buffer now: convert the model first, "
+                    "then make the optimizer, and load the old one's state_dict()"
+                )
         self._check_sizes(self.param_groups)
 
-    @staticmethod
-    def _check_buffer(group: FSDPParamGroup, buffer: torch.Tensor) -> None:
-        if group.sharded.flat is not buffer:
-            raise RuntimeError(
-                f"{group.names} was converted after offloaded(), and lies in another buffer now: convert the model first, "
-                "then make the optimizer, and load the old one's state_dict()"
-            )
+    def _check_sizes(self, options: Sequence[Mapping[str, Any]]) -> None:
+        for number, (member, names) in self._samples.items():
+            needed = self._rules.sizes(member, options[number], 0, member.numel)
+            if needed.keys() != names:
+                raise RuntimeError(
+                    f"parameter group {number} needs the states {sorted(needed)}, and offloaded() has allocated "
+                    f"{sorted(names)}: give offloaded() the options that decide which states there are (momentum, amsgrad), "
+                    "and keep them"
+                )
 
     def _check_states_are_valid(self) -> None:
         if self.has_failed:
@@ -530,35 +499,13 @@ class OffloadedOptimizer(Optimizer):
                 "load_state_dict(); before torch.distributed.checkpoint, call optimizer.state.clear()"
             )
 
-    def _check_sizes(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise if with the options of ``groups``, states would be needed for which there is no memory."""
-        for number, (member, names) in self._samples.items():
-            needed = self._rules.sizes(member, groups[number], 0, member.numel)
-            if needed.keys() != names:
-                raise RuntimeError(
-                    f"parameter group {number} needs the states {sorted(needed)}, and offloaded() has allocated "
-                    f"{sorted(names)}: give offloaded() the options that decide which states there are (momentum, amsgrad), "
-                    "and keep them"
-                )
-
     def _wait(self) -> None:
         """A backward that raised may have left steps to the thread."""
         if self._in_backward is not None:
             self._in_backward.wait()
 
-    def _reset(self) -> None:
-        if self._in_backward is not None:
-            self._in_backward.reset()
-        for tier in dict.fromkeys(tier for _, tier in self._chunks):
-            tier.reset()
-        self.has_failed = False
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise: the memory of states is allocated when the optimizer is made.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise: the memory of states is allocated when the optimizer is made."""
         if self._is_complete:
             raise RuntimeError(
                 "an offloaded optimizer takes no further parameter group: give offloaded() all of them, "
@@ -613,7 +560,7 @@ class OffloadedOptimizer(Optimizer):
             yield
         except OSError:
             # A read may go well at the next try. What could not be written is lost.
-            self.has_failed |= any(tier.has_lost for _, tier in self._chunks if isinstance(tier, FileTier))
+            self.has_failed |= any(tier.has_lost for tier in self._tiers)
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -626,19 +573,20 @@ class OffloadedOptimizer(Optimizer):
             ValueError: a state is missing, or is no DTensor with the placements of its parameter. Nothing is changed.
             RuntimeError: options of ``state_dict`` need states that have no memory. Nothing is changed.
         """
+        saved, given = state_dict["state"], [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        if len(given) == len(self.param_groups):
+            self._check_sizes(given)
         params = [param for group in self.param_groups for param in group["params"]]
-        saved = [(index, group) for group in state_dict["param_groups"] for index in group["params"]]
-        if len(state_dict["param_groups"]) == len(self.param_groups):
-            self._check_sizes([{**self.defaults, **group} for group in state_dict["param_groups"]])
-        for param, (index, group) in zip(params, saved):
-            if param in self._members and state_dict["state"].get(index):
-                self._check_states(self._members[param], {**self.defaults, **group}, index, state_dict["state"][index])
+        for param, (index, options) in zip(params, [(index, group) for group in given for index in group["params"]]):
+            member = self._members[param]
+            if member.group is not None and saved.get(index):
+                self._check_states(member, options, index, saved[index])
         # In a shell, torch hands them to __setstate__() as they are. Bare, it would copy all of them to the device first.
-        shells = {key: _Shell(states) if isinstance(states, dict) else states for key, states in state_dict["state"].items()}
+        shells = {key: _Shell(states) if isinstance(states, dict) else states for key, states in saved.items()}
         super().load_state_dict({**state_dict, "state": shells})
 
-    def _check_states(self, member: Member, group: Mapping[str, Any], index: Any, states: Mapping[str, Any]) -> None:
-        for name in self._rules.sizes(member, group, 0, member.numel):
+    def _check_states(self, member: Member, options: Mapping[str, Any], index: Any, states: Mapping[str, Any]) -> None:
+        for name in self._rules.sizes(member, options, 0, member.numel):
             value, wanted = states.get(name), self._rules.placements(member, name)
             found = value.placements if isinstance(value, DTensor) else type(value).__name__
             if not isinstance(value, DTensor) or tuple(value.placements) != tuple(wanted):
@@ -649,12 +597,13 @@ class OffloadedOptimizer(Optimizer):
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
+        self.param_groups = state["param_groups"]
+        for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        self.param_groups = state["param_groups"]
         loaded = {param: shell.states for param, shell in state["state"].items() if isinstance(shell, _Shell)}
-        if any(self.state.has_stored(param, states) for param, states in loaded.items()):  # type: ignore[attr-defined]
+        values = [(param, value) for param, states in loaded.items() for value in states.values()]
+        if any(self.state.is_stored(param, value) for param, value in values):  # type: ignore[attr-defined]
             # A checkpoint has filled the tiers. These states stay where they are.
             if self._in_backward is not None:
                 self._in_backward.reset()
@@ -674,166 +623,130 @@ class OffloadedOptimizer(Optimizer):
         self.__getstate__()
 
 
+@dataclass(frozen=True)
 class _Shell:
     """The states of one parameter, which torch's ``load_state_dict`` neither moves nor copies."""
 
-    def __init__(self, states: Mapping[str, Any]) -> None:
-        self.states = states
+    states: Mapping[str, Any]
 
 
 class _Runs:
-    """The ``Store`` of one state of one parameter: its elements lie in the pieces of the parameter, each in a tier.
-
-    Args:
-        states: all states.
-        param, name: the parameter and the name of the state.
-    """
+    """The ``Store`` of one state of one parameter: its elements lie in the pieces of the parameter, each in a tier."""
 
     def __init__(self, states: _States, param: torch.Tensor, name: str) -> None:
         self.states, self.param, self.name = states, param, name
-        self.numel, self.dtype = states._sizes(states._members[param])[name]
+        self.numel, self.dtype = states.sizes(param)[name]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        self.states._optimizer._wait()
+        optimizer = self.states.optimizer
+        optimizer._wait()
         result = torch.empty(stop - start, dtype=self.dtype, device="cpu")
-        with self.states._optimizer._noting_losses():
-            for part, there, here in self._parts(start, stop):
-                result[here].copy_(self._look(part)[there])
+        with optimizer._noting_losses():
+            for _, elements, here in self._parts(start, stop):
+                result[here].copy_(elements)
         return result
 
     def write(self, start: int, data: torch.Tensor) -> None:
-        optimizer, width = self.states._optimizer, self.dtype.itemsize
+        optimizer, width = self.states.optimizer, self.dtype.itemsize
         optimizer._wait()
         optimizer.has_failed = True  # Until load_state_dict() says that all states are there.
-        for part, there, here in self._parts(start, start + data.numel() // width):
-            self._look(part)[there].view(torch.uint8).copy_(data[here.start * width : here.stop * width])
+        for part, elements, here in self._parts(start, start + data.numel() // width):
+            elements.view(torch.uint8).copy_(data[here.start * width : here.stop * width])
             part.tier.store(part.chunk)
 
-    def _look(self, part: _Part) -> torch.Tensor:
-        found = part.chunk.states_of(part.piece, part.tier.look(part.chunk))[self.name]
-        return local_of(found).view(-1)
-
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[_Part, slice, slice]]:
-        """The pieces of a run, and of each the elements there, and in the run."""
-        states = self.states
-        for part in states._parts[self.param]:
-            begin, end = states._rules.run(states._members[self.param], self.name, part.piece.start, part.piece.stop)
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[_Part, torch.Tensor, slice]]:
+        """The pieces of a run; of each its elements that lie in the run, valid until the next one, and where they lie there."""
+        optimizer = self.states.optimizer
+        for part in optimizer._parts[self.param]:
+            piece = part.piece
+            begin, end = optimizer._rules.run(piece.member, self.name, piece.start, piece.stop)
             first, last = max(start, begin), min(stop, end)
             if first < last:
-                yield part, slice(first - begin, last - begin), slice(first - start, last - start)
-
-
-def _copied(value: Any) -> Any:
-    """A copy in host memory: of the states on an accelerator, the device may have no room for a second set."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.clone() if value.ndim == 0 else value.detach().to("cpu", copy=True)
+                state = local_of(part.states()[self.name]).view(-1)
+                yield part, state[first - begin : last - begin], slice(first - start, last - start)
 
 
 class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """By parameter, its states as the optimizer has them without offload. Parameters without states are left out.
+    """By parameter, its states as the optimizer has them without offload. Parameters without states are left out."""
 
-    Args:
-        optimizer: whose states they are.
-        parts: by parameter, its pieces in order.
-    """
-
-    def __init__(
-        self,
-        optimizer: OffloadedOptimizer,
-        parts: Mapping[torch.Tensor, Sequence[_Part]],
-        members: Mapping[torch.Tensor, Member],
-        rules: Rules,
-    ) -> None:
-        self._of, self._parts, self._members, self._rules = weakref.ref(optimizer), parts, members, rules
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._of, self._parts = weakref.ref(optimizer), optimizer._parts
 
     @property
-    def _optimizer(self) -> OffloadedOptimizer:
+    def optimizer(self) -> OffloadedOptimizer:
         optimizer = self._of()
         if optimizer is None:
             raise RuntimeError("the optimizer of these states was deleted")
         return optimizer
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
-        self._optimizer._wait()
+        optimizer = self.optimizer
+        optimizer._wait()
         if param in self._parts and param not in self:
             return {}
-        parts, form, member = self._parts[param], self._optimizer._form, self._members.get(param)
-        is_apart = len(parts) > 1 or parts[0].tier.is_transient
+        parts, form, rules = self._parts[param], optimizer._form, optimizer._rules
+        first, member = parts[0], optimizer._members[param]
+        is_apart = len(parts) > 1 or first.tier.is_transient
         # One order on all ranks: that in which optimizers make their states. A piece on the device has that of what was loaded.
-        sizes = {} if member is None else self._sizes(member)
-        first = parts[0].chunk.own_states_of(parts[0].piece)
-        names = [*(name for name in first if name not in sizes), *(n for n in sizes if n in first or n in parts[0].piece.sizes)]
-        if member is not None and is_apart and form == "stored":
+        sizes = {} if member.group is None else self.sizes(param)
+        own = first.chunk.own_states_of(first.piece)
+        names = [*(name for name in own if name not in sizes), *(n for n in sizes if n in own or n in first.piece.sizes)]
+        if member.group is not None and is_apart and form == "stored":
             stored = {name: StoredTensor(_Runs(self, param, name)) for name in names if name in sizes}
-            return {n: self._rules.as_dtensor(member, n, stored[n]) if n in stored else first[n] for n in names}
-        states: list[dict[str, Any]] = []
-        for part in parts:
-            found = part.chunk.states_of(part.piece, part.tier.look(part.chunk))
-            # What a window of a tier has now, the next look replaces.
-            is_copy = is_apart or form == "copies"
-            states.append({name: _copied(value) for name, value in found.items()} if is_copy else found)
-        if member is None or parts[0].piece.is_whole:
-            return {name: states[0][name] for name in names}
+            return {name: rules.as_dtensor(member, name, stored[name]) if name in stored else own[name] for name in names}
+        # Each is copied before the next look, which replaces what a window of a tier has now.
+        is_copy = is_apart or form == "copies"
+        states = [_copied(found) if is_copy else found for found in map(_Part.states, parts)]
+        result = {name: states[0][name] for name in names}
         # Between steps, the pieces of a parameter have the same states: those with elements, and counters, which are equal.
-        return {name: self._joined(member, name, [each[name] for each in states]) for name in names}
+        for name, value in result.items() if not first.piece.is_whole else ():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                flat = value if len(states) == 1 else torch.cat([each[name].cpu() for each in states])
+                result[name] = rules.as_dtensor(member, name, flat)
+        return result
 
-    def _sizes(self, member: Member) -> StateSizes:
+    def sizes(self, param: torch.Tensor) -> StateSizes:
         """The states of all elements of a parameter on this rank."""
-        return self._rules.sizes(member, self._optimizer.param_groups[member.group_number], 0, member.numel)
+        member = self.optimizer._members[param]
+        return self.optimizer._rules.sizes(member, self.optimizer.param_groups[member.group_number], 0, member.numel)
 
-    def has_stored(self, param: torch.Tensor, states: Mapping[str, Any]) -> bool:
-        """Whether one of ``states`` is a StoredTensor of these states of ``param``."""
-        return any(self._is_stored(param, value) for value in states.values())
-
-    def _is_stored(self, param: torch.Tensor, value: Any) -> bool:
+    def is_stored(self, param: torch.Tensor, value: Any) -> bool:
+        """Whether ``value`` is a StoredTensor of these states of ``param``."""
         local = local_of(value) if isinstance(value, torch.Tensor) else None
         runs = local.store if isinstance(local, StoredTensor) else None
         return isinstance(runs, _Runs) and runs.states is self and runs.param is param
 
-    def _joined(self, member: Member, name: str, values: Sequence[Any]) -> Any:
-        first = values[0]
-        if not isinstance(first, torch.Tensor) or first.ndim == 0:
-            return first
-        flat = first if len(values) == 1 else torch.cat([value.cpu() for value in values])
-        return self._rules.as_dtensor(member, name, flat)
-
     def __setitem__(self, param: torch.Tensor, states: Mapping[str, Any]) -> None:
-        given = {name: value for name, value in states.items() if not self._is_stored(param, value)}
-        if len(given) < len(states):  # The others are there already. These are counters.
-            for part in self._parts[param]:
-                mine = {name: self._part_of(part.piece, name, value) for name, value in given.items()}
-                part.chunk.own_states_of(part.piece).update(mine)
-            return
+        given = {name: value for name, value in states.items() if not self.is_stored(param, value)}
         for part in self._parts[param]:
-            mine = {
-                name: value for name, given in states.items() if (value := self._part_of(part.piece, name, given)) is not None
-            }
-            part.chunk.set_states(part.piece, mine or None, part.tier.look(part.chunk))
-            part.tier.store(part.chunk)
+            found = {name: self._part_of(part.piece, name, value) for name, value in given.items()}
+            mine = {name: value for name, value in found.items() if value is not None}
+            if len(given) < len(states):  # The others are there already. These are counters.
+                part.chunk.own_states_of(part.piece).update(mine)
+            else:
+                part.chunk.set_states(part.piece, mine or None, part.tier.look(part.chunk))
+                part.tier.store(part.chunk)
 
     def _part_of(self, piece: Piece, name: str, value: Any) -> Any:
         """The part of a state for one piece, as the optimizer has it; None: it does not need the state."""
         if not isinstance(value, torch.Tensor):
             return value
-        options = self._optimizer.param_groups[piece.group_number]
+        member, optimizer = piece.member, self.optimizer
+        param, options = member.param, optimizer.param_groups[member.group_number]
         if name == "step":  # A copy: counters are changed in place, and ``value`` is the caller's.
             on_device = options.get("capturable") or options.get("fused")
-            return value.to(torch.float32, copy=True).to(piece.param.device) if on_device else value.clone()
-        member = self._members.get(piece.param)
-        if member is None:  # A plain parameter.
-            dtype = piece.param.dtype if piece.param.is_floating_point() else value.dtype
-            return value.to(dtype=dtype, device=piece.param.device, copy=True)
-        sizes = self._rules.sizes(member, options, piece.start, piece.stop)
+            return value.to(torch.float32, copy=True).to(param.device) if on_device else value.clone()
+        if member.group is None:
+            dtype = param.dtype if param.is_floating_point() else value.dtype
+            return value.to(dtype=dtype, device=param.device, copy=True)
+        sizes = optimizer._rules.sizes(member, options, piece.start, piece.stop)
         if name not in sizes:
             return None
-        if piece.is_whole:
-            return value.to(dtype=sizes[name][1], device=piece.param.device, copy=True)
-        local = local_of(value).reshape(-1)
-        start, stop = self._rules.run(member, name, piece.start, piece.stop)
+        if not piece.is_whole:
+            start, stop = optimizer._rules.run(member, name, piece.start, piece.stop)
+            value = local_of(value).reshape(-1)[start:stop]
         # Copied into its tier; or, on the device, a tensor of its own.
-        part = local[start:stop]
-        return part if piece.sizes else part.to(dtype=sizes[name][1], device=piece.param.device, copy=True)
+        return value if piece.sizes else value.to(dtype=sizes[name][1], device=param.device, copy=True)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         if param not in self:
@@ -843,7 +756,12 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def clear(self) -> None:
         """Forget all states, and that a step has failed: the optimizer is as before its first step."""
-        self._optimizer._reset()
+        optimizer = self.optimizer
+        if optimizer._in_backward is not None:
+            optimizer._in_backward.reset()
+        for tier in optimizer._tiers:
+            tier.reset()
+        optimizer.has_failed = False
         for param in list(self):
             del self[param]
 
@@ -855,3 +773,10 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies in host memory: of the states on an accelerator, the device may have no room for a second set."""
+    tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
+    copies = {name: each.detach().to("cpu", copy=True) if each.ndim else each.clone() for name, each in tensors.items()}
+    return {**states, **copies}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,10 @@ from torch_ragged._register._torch import dtensor_like, local_tensor
 from torch_ragged.fsdp.core._fsdp_grad import UsedGradients
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
-__all__ = ["Chunk", "ElementWise", "Member", "OwnRules", "Piece", "Rules", "StateSizes", "leaf_of"]
+__all__ = ["ELEMENT_WISE", "Chunk", "Member", "OwnRules", "Piece", "Rules", "StateSizes"]
+
+ELEMENT_WISE = (SGD, Adam, AdamW)
+"""The optimizers that update each element by itself, and have states of the parameter's dtype."""
 
 CUT = 64
 """Pieces begin at multiples of so many elements of their parameter: whole vector registers, and the unit of fused kernels."""
@@ -35,25 +38,25 @@ StateSizes = dict[str, tuple[int, torch.dtype]]
 
 @dataclass(eq=False)
 class Member:
-    """A parameter of the optimizer that lies in a group of ``fully_shard``.
+    """A parameter of the optimizer.
 
     Attributes:
         number: its number among the parameters of the optimizer.
         group_number: the number of its parameter group.
-        param: the parameter, as the user has it.
-        group, index: the group of ``fully_shard``, and the parameter's index there.
+        param: the parameter, as the user has it: a DTensor, if it lies in a group of ``fully_shard``.
+        group, index: this group, and the parameter's index there; None: it lies in no group.
     """
 
     number: int
     group_number: int
-    param: DTensor
-    group: FSDPParamGroup
-    index: int
+    param: Any
+    group: FSDPParamGroup | None = None
+    index: int = 0
 
     @property
     def interval(self) -> tuple[int, int]:
         """Where its elements begin and end in the shard of the group."""
-        return self.group.sharded.interval(self.index)
+        return (0, 0) if self.group is None else self.group.sharded.interval(self.index)
 
     @property
     def numel(self) -> int:
@@ -61,9 +64,10 @@ class Member:
         begin, end = self.interval
         return end - begin
 
-    def as_dtensor(self, flat: torch.Tensor) -> DTensor:
-        """The elements ``flat`` of this rank, of the parameter's dtype, as a DTensor with the parameter's placements."""
-        return dtensor_like(self.group.params[self.index].distribution.local(flat), self.param)
+    def leaf(self, start: int, stop: int) -> nn.Parameter:
+        """A parameter that is a view of a run of its elements, in the memory of its group."""
+        assert self.group is not None
+        return nn.Parameter(self.group.sharded.tensor(self.index)[start:stop])
 
 
 @dataclass(eq=False)
@@ -71,18 +75,15 @@ class Piece:
     """A run of the elements of a parameter on this rank, in the order of the group's buffer, and its states.
 
     Attributes:
-        param: the parameter, as the user has it.
-        number, group_number: see :class:`Member`.
+        member: the parameter.
         start, stop: of the run; ``(0, numel)`` is all.
-        leaf: what is stepped: a view of the run; or ``param`` itself, if all of its states lie on the device.
+        leaf: what is stepped: a view of the run; or the parameter itself, if all of its states lie on the device.
         sizes: the states that lie in a tier. Empty if they lie where the optimizer makes them.
         offsets: where they begin in the memory of the chunk.
         has_states: whether a step, or a state dict, has made the states.
     """
 
-    param: torch.Tensor
-    number: int
-    group_number: int
+    member: Member
     start: int
     stop: int
     leaf: torch.Tensor
@@ -93,24 +94,35 @@ class Piece:
     @property
     def is_whole(self) -> bool:
         """Whether ``leaf`` is the parameter itself."""
-        return self.leaf is self.param
+        return self.leaf is self.member.param
 
     def views(self, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Its states in the memory of the chunk."""
         return {name: memory[name][self.offsets[name] :][:numel] for name, (numel, _) in self.sizes.items()}
 
 
-class Rules(Protocol):
-    """How the pieces of one class of optimizers are cut and stepped.
+class Rules:
+    """How the pieces of one class of optimizers are cut and stepped. Here: one of ``ELEMENT_WISE``.
+
+    Args:
+        optimizer: the class.
 
     Attributes:
         unsaved: options of a parameter group that its state dict leaves out.
     """
 
-    unsaved: tuple[str, ...]
+    unsaved: tuple[str, ...] = ()
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
 
     def cut(self, member: Member, at: int) -> int:
         """The legal cut of a parameter that is nearest to element ``at``: 0 and ``member.numel`` are legal."""
+        # On the CPU, 16-bit elements in the last, partial vector register of a thread's share are rounded otherwise, and pieces
+        # have other shares than their parameter. So such a parameter is not cut if it is large enough for several threads.
+        is_shared = member.param.device.type == "cpu" and member.param.dtype.itemsize < 4 and member.numel > _GRAIN
+        unit = member.numel if is_shared else CUT
+        return min((2 * at + unit) // (2 * unit) * unit, member.numel)
 
     def sizes(self, member: Member, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
         """The states of a run that have one value per element or per block; not those of one value, such as step counters.
@@ -118,69 +130,31 @@ class Rules(Protocol):
         Args:
             options: the parameter group.
         """
-
-    def run(self, member: Member, name: str, start: int, stop: int) -> tuple[int, int]:
-        """Where the part of a state for the run ``start`` to ``stop`` of its parameter begins and ends."""
-
-    def placements(self, member: Member, name: str) -> tuple[Placement, ...]:
-        """The placements of a state."""
-
-    def make(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-        """An optimizer of the leaves of ``pieces``, with one parameter group for each of ``groups`` that has a piece."""
-
-    def as_dtensor(self, member: Member, name: str, flat: torch.Tensor) -> DTensor:
-        """A state of all elements of a parameter on this rank, as the optimizer has it without offload."""
-
-
-class ElementWise:
-    """The rules of ``SGD``, ``Adam`` and ``AdamW`` of torch: the states of an element have the parameter's dtype.
-
-    Args:
-        optimizer: the class.
-    """
-
-    CLASSES = (SGD, Adam, AdamW)
-    unsaved: tuple[str, ...] = ()
-
-    def __init__(self, optimizer: Any) -> None:
-        self._class = optimizer
-
-    def cut(self, member: Member, at: int) -> int:
-        """The nearest multiple of 64 elements.
-
-        On the CPU, 16-bit elements in the last, partial vector register of a thread's share are rounded otherwise, and pieces
-        have other shares than their parameter. So such a parameter is not cut if it is large enough for several threads.
-        """
-        is_shared = member.param.device.type == "cpu" and member.param.dtype.itemsize < 4 and member.numel > _GRAIN
-        unit = member.numel if is_shared else CUT
-        return min((2 * at + unit) // (2 * unit) * unit, member.numel)
-
-    def sizes(self, member: Member, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
-        """One value per element and state."""
-        if self._class is SGD:
+        if self._optimizer is SGD:
             names: tuple[str, ...] = ("momentum_buffer",) if options["momentum"] else ()
         else:
             names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
         return {name: (stop - start, member.param.dtype) for name in names}
 
     def run(self, member: Member, name: str, start: int, stop: int) -> tuple[int, int]:
-        """The same run."""
+        """Where the part of a state for the run ``start`` to ``stop`` of its parameter begins and ends."""
         return start, stop
 
     def placements(self, member: Member, name: str) -> tuple[Placement, ...]:
-        """Those of the parameter."""
+        """The placements of a state."""
         return member.param.placements
 
     def make(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-        """An optimizer of the same class."""
-        return self._class(_grouped(pieces, groups))
+        """An optimizer of the leaves of ``pieces``, with one parameter group for each of ``groups`` that has a piece."""
+        return self._optimizer(_grouped(pieces, groups))
 
     def as_dtensor(self, member: Member, name: str, flat: torch.Tensor) -> DTensor:
-        """The state has the parameter's placements."""
-        return member.as_dtensor(flat)
+        """A state of all elements of a parameter on this rank, as the optimizer has it without offload."""
+        assert member.group is not None
+        return dtensor_like(member.group.params[member.index].distribution.local(flat), member.param)
 
 
-class OwnRules:
+class OwnRules(Rules):
     """The rules of an optimizer that brings them: methods ``piece_*`` as those of ``torch_ragged.optim.Adam8bit``.
 
     Args:
@@ -188,40 +162,34 @@ class OwnRules:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self.unsaved: tuple[str, ...] = tuple(getattr(optimizer, "unsaved_options", ()))
+        super().__init__(optimizer)
+        self.unsaved = tuple(getattr(optimizer, "unsaved_options", ()))
 
     def cut(self, member: Member, at: int) -> int:
-        """Where the optimizer can be cut: between its blocks."""
         return self._optimizer.piece_cut(member.param, member.numel, at)
 
     def sizes(self, member: Member, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
-        """What the optimizer has for such a run."""
         return self._optimizer.piece_states(member.param, start, stop)
 
     def run(self, member: Member, name: str, start: int, stop: int) -> tuple[int, int]:
-        """As the optimizer stores it."""
         return self._optimizer.piece_run(member.param, name, start, stop)
 
     def placements(self, member: Member, name: str) -> tuple[Placement, ...]:
-        """Those of the optimizer's state."""
         return self._optimizer.piece_placements(member.param, name)
 
     def make(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-        """The optimizer makes one."""
-        runs = [(piece.leaf, piece.param, piece.number, piece.start, piece.stop) for piece in pieces]
+        runs = [(each.leaf, each.member.param, each.member.number, each.start, each.stop) for each in pieces]
         return self._optimizer.piece_optimizer(runs, _grouped(pieces, groups))
 
     def as_dtensor(self, member: Member, name: str, flat: torch.Tensor) -> DTensor:
-        """The optimizer makes it."""
         return self._optimizer.piece_joined(member.param, name, flat)
 
 
 def _grouped(pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The leaves of ``pieces`` in parameter groups with the options of ``groups``. Groups without a piece are left out."""
     leaves: dict[int, list[torch.Tensor]] = {}
-    for piece in sorted(pieces, key=lambda piece: piece.group_number):
-        leaves.setdefault(piece.group_number, []).append(piece.leaf)
+    for piece in sorted(pieces, key=lambda piece: piece.member.group_number):
+        leaves.setdefault(piece.member.group_number, []).append(piece.leaf)
     return [{**_options(groups[number]), "params": params} for number, params in leaves.items()]
 
 
@@ -241,11 +209,13 @@ class Chunk:
 
     Attributes:
         sizes: what the tier holds for this chunk, by the name of the state.
+        homes: the groups of ``fully_shard`` with its parameters.
     """
 
     def __init__(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]], rules: Rules) -> None:
         self.pieces, self.sizes = list(pieces), StateSizes()
-        self._groups = sorted({piece.group_number for piece in pieces})
+        self.homes = list(dict.fromkeys(each.member.group for each in pieces if each.member.group is not None))
+        self._groups = sorted({piece.member.group_number for piece in pieces})
         self._optimizer = rules.make(pieces, groups)
         # Without hooks: those of the user's optimizer, and those of all optimizers, run in its own step.
         self._step = inspect.unwrap(type(self._optimizer).step)
@@ -266,15 +236,13 @@ class Chunk:
         for mine, number in zip(optimizer.param_groups, self._groups):
             mine.update(_options(groups[number]))
         gradients: dict[torch.Tensor, torch.Tensor] = {}  # The pieces of a parameter share the work of finding it.
-        stepped = []
-        for piece in self.pieces:
-            if not _has_gradient(piece.param):
-                continue
-            stepped.append(piece)
+        stepped = [piece for piece in self.pieces if _has_gradient(piece.member.param)]
+        for piece in stepped:
+            param = piece.member.param
             if not piece.is_whole:
-                if piece.param not in gradients:
-                    gradients[piece.param] = _local_gradient(piece.param)
-                piece.leaf.grad = gradients[piece.param][piece.start : piece.stop]
+                if param not in gradients:
+                    gradients[param] = _local_gradient(param)
+                piece.leaf.grad = gradients[param][piece.start : piece.stop]
             if piece.has_states and piece.sizes:
                 states[piece.leaf].update(piece.views(memory))
         vars(optimizer).update(scaling)
@@ -287,9 +255,8 @@ class Chunk:
                 if not piece.is_whole:
                     piece.leaf.grad = None
         for piece in stepped:
-            mine = states[piece.leaf]
-            for name, view in piece.views(memory).items() if piece.sizes else ():
-                made = mine.pop(name)
+            for name, view in piece.views(memory).items():
+                made = states[piece.leaf].pop(name)
                 if not piece.has_states:  # The optimizer has made it in this step. From now on it lies in the tier.
                     view.copy_(made.view(-1))
             piece.has_states = True
@@ -307,7 +274,7 @@ class Chunk:
     @property
     def has_gradients(self) -> bool:
         """Whether the next step changes something."""
-        return any(_has_gradient(piece.param) for piece in self.pieces)
+        return any(_has_gradient(piece.member.param) for piece in self.pieces)
 
     def states_of(self, piece: Piece, memory: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The states of a piece, in the order in which they were made; empty before its first step."""
@@ -327,8 +294,8 @@ class Chunk:
     def set_states(self, piece: Piece, states: Mapping[str, Any] | None, memory: Mapping[str, torch.Tensor]) -> None:
         """Let a piece have other states; None: those before its first step. States in a tier are copied."""
         piece.has_states = states is not None
-        mine = {} if states is None else dict(states)
-        for name, view in piece.views(memory).items() if mine and piece.sizes else ():
+        mine = dict(states or {})
+        for name, view in piece.views(memory).items() if mine else ():
             view.copy_(mine.pop(name).view(-1))
         self._optimizer.state[piece.leaf] = mine
 
@@ -338,15 +305,10 @@ def _has_gradient(param: torch.Tensor) -> bool:
     return param.grad is not None and not UsedGradients.has(param.grad)
 
 
-def _local_gradient(param: torch.Tensor) -> torch.Tensor:
+def _local_gradient(param: DTensor) -> torch.Tensor:
     """This rank's elements of ``param.grad``, 1-D, in the order of the group's buffer."""
     gradient = param.grad
-    assert isinstance(param, DTensor) and isinstance(gradient, DTensor)
+    assert isinstance(gradient, DTensor)
     if gradient.placements != param.placements:  # The user has set it.
         gradient = gradient.redistribute(placements=param.placements)
     return local_tensor(gradient).reshape(-1)
-
-
-def leaf_of(member: Member, start: int, stop: int) -> nn.Parameter:
-    """A parameter that is a view of a run of ``member``, in the memory of its group."""
-    return nn.Parameter(member.group.sharded.tensor(member.index)[start:stop])

@@ -20,15 +20,8 @@ __all__ = ["Offload"]
 class Offload(OffloadPolicy, FeaturePart):
     """Where the optimizer states of a ``fully_shard`` call lie: a part on the device, the rest in host memory or in files.
 
-    ::
-
-        for block in model.blocks:
-            fully_shard(block, offload_policy=Offload(optimizer=0.5))
-        fully_shard(model, offload_policy=Offload(optimizer=0.5))
-        optimizer = offloaded(torch.optim.AdamW, model, lr=3e-4)  # not torch.optim.AdamW(model.parameters(), lr=3e-4)
-
-    The policy says where; :func:`offloaded` makes the optimizer that follows it. An optimizer that is made without
-    :func:`offloaded` keeps its states beside the parameters, as always.
+    The policy says where; :func:`offloaded`, which has an example, makes the optimizer that follows it. An optimizer that is
+    made without :func:`offloaded` keeps its states beside the parameters, as always.
 
     Args:
         optimizer: the fraction of the elements of each group's shard whose states do not lie on the device, from 0 to 1. They
@@ -84,6 +77,11 @@ class Offload(OffloadPolicy, FeaturePart):
     @property
     def may_fail_alone(self) -> bool:  # type: ignore[override]
         return self.parameters_folder is not None
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of the files of states; None: they lie in memory."""
+        return None if self.to == "cpu" else self.to
 
     @property
     def parameters_folder(self) -> str | None:

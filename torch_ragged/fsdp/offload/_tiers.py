@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from torch_ragged.fsdp.offload._pieces import Chunk
 
-__all__ = [
-    "WINDOW_NUMEL",
-    "DeviceTier",
-    "HostTier",
-    "Memory",
-    "Tier",
-    "TierEvent",
-    "WindowTier",
-    "host_slabs",
-    "tier_of",
-    "window_numel",
-]
+__all__ = ["WINDOW_NUMEL", "Memory", "Tier", "TierEvent", "WindowTier", "host_slabs", "tier_of", "window_numel"]
 
 WINDOW_NUMEL = 1 << 23
 """The most elements of a chunk that is copied to a device: enough for the full bandwidth of a bus, small beside a model."""
@@ -45,56 +35,47 @@ class TierEvent(NamedTuple):
     end: float
 
 
-class Tier(Protocol):
-    """Where chunks have their states.
+class Tier:
+    """Where chunks have their states. Here: in memory that the step itself reads and writes.
 
-    ::
-
-        fetch_ahead(chunk)      the next chunk: begin to bring its states
-        fetch(chunk)            its states, to step with: valid until the next fetch
-        store(chunk)            they have changed
-        look(chunk)             between steps: its states, to read or to write; ``store`` follows if they were written
-        reset()                 a step has failed, and all states are set next
+    Args:
+        slabs: the states of each chunk in host memory. Those of other chunks lie where the optimizer makes them.
 
     Attributes:
         is_transient: whether what :meth:`look` returns is valid until the next call only.
+        has_lost: whether states could not be written.
+        window_nbytes: the bytes of host memory through which files are read and written.
         log: gets an event for what moves, if it is a list. Threads append to it.
     """
 
-    is_transient: bool
-    log: list[TierEvent] | None
-
-    def fetch_ahead(self, chunk: Chunk) -> None: ...
-
-    def fetch(self, chunk: Chunk) -> Memory: ...
-
-    def store(self, chunk: Chunk) -> None: ...
-
-    def look(self, chunk: Chunk) -> Memory: ...
-
-    def reset(self) -> None: ...
-
-
-class DeviceTier:
-    """No tier: the states lie where the optimizer makes them, beside the parameters."""
-
-    is_transient = False
+    is_transient = has_lost = False
+    window_nbytes = 0
     log: list[TierEvent] | None = None
 
+    def __init__(self, slabs: Mapping[Chunk, Memory]) -> None:
+        self._slabs = slabs
+
     def fetch_ahead(self, chunk: Chunk) -> None:
-        pass
+        """``chunk`` is stepped next: begin to bring its states."""
 
     def fetch(self, chunk: Chunk) -> Memory:
-        return {}
+        """The states of ``chunk``, to step with: valid until the next fetch."""
+        return self._slabs.get(chunk, {})
 
     def store(self, chunk: Chunk) -> None:
-        pass
+        """The states of ``chunk`` have changed, after :meth:`fetch` or :meth:`look`."""
 
     def look(self, chunk: Chunk) -> Memory:
-        return {}
+        """Between steps: the states of ``chunk``, to read or to write. :meth:`store` follows if they were written."""
+        return self._slabs.get(chunk, {})
 
     def reset(self) -> None:
-        pass
+        """A step has failed, and all states are set next."""
+
+    def _note(self, kind: str, nbytes: int, begin: float, end: float | None = None) -> None:
+        log = self.log  # One look: another thread may end the watching.
+        if log is not None:
+            log.append(TierEvent(kind, nbytes, begin, time.perf_counter() if end is None else end))
 
 
 def host_slabs(chunks: Sequence[Chunk], is_pinned: bool) -> dict[Chunk, Memory]:
@@ -118,36 +99,7 @@ def host_slabs(chunks: Sequence[Chunk], is_pinned: bool) -> dict[Chunk, Memory]:
     return parts
 
 
-class HostTier:
-    """States in host memory that the step itself reads and writes: the optimizer runs on the CPU.
-
-    Args:
-        slabs: the states of each chunk.
-    """
-
-    is_transient = False
-    log: list[TierEvent] | None = None
-
-    def __init__(self, slabs: Mapping[Chunk, Memory]) -> None:
-        self._slabs = slabs
-
-    def fetch_ahead(self, chunk: Chunk) -> None:
-        pass
-
-    def fetch(self, chunk: Chunk) -> Memory:
-        return self._slabs[chunk]
-
-    def store(self, chunk: Chunk) -> None:
-        pass
-
-    def look(self, chunk: Chunk) -> Memory:
-        return self._slabs[chunk]
-
-    def reset(self) -> None:
-        pass
-
-
-class WindowTier:
+class WindowTier(Tier):
     """States in host memory that a device steps with: two windows of device memory take turns.
 
     ::
@@ -163,11 +115,8 @@ class WindowTier:
         device: where the optimizer steps.
     """
 
-    is_transient = False
-    log: list[TierEvent] | None = None
-
     def __init__(self, slabs: Mapping[Chunk, Memory], device: torch.device) -> None:
-        self._slabs = slabs
+        super().__init__(slabs)
         largest: dict[tuple[str, torch.dtype], int] = {}  # Groups of other dtypes have states of other dtypes.
         for chunk in slabs:
             for name, (numel, dtype) in chunk.sizes.items():
@@ -181,21 +130,14 @@ class WindowTier:
         self._stepped: Chunk | None = None  # The one that is stepped now.
 
     def fetch_ahead(self, chunk: Chunk) -> None:
-        if chunk not in self._held:
-            begin, turn = time.perf_counter(), self._free_window()
-            self._held[chunk] = turn
-            self._copies.copy_in(turn, self._window(chunk, turn), self._slabs[chunk])
-            self._note("tier_read", chunk, begin)
-
-    def _free_window(self) -> int:
-        """A window that no chunk has. If there is none, the chunk that was fetched ahead, and not stepped, loses its own."""
-        holders = {turn: chunk for chunk, turn in self._held.items()}
-        for turn in range(2):
-            if turn not in holders:
-                return turn
-        turn = 0 if holders[1] is self._stepped else 1
-        del self._held[holders[turn]]
-        return turn
+        if chunk in self._held:
+            return
+        begin, holders = time.perf_counter(), {turn: other for other, turn in self._held.items()}
+        if len(holders) == 2:  # The chunk that was fetched ahead, and not stepped, loses its window.
+            del self._held[holders.pop(0 if holders[1] is self._stepped else 1)]
+        turn = self._held[chunk] = 1 if 0 in holders else 0
+        self._copies.copy_in(turn, self._window(chunk, turn), self._slabs[chunk])
+        self._note_copy("tier_read", chunk, begin)
 
     def fetch(self, chunk: Chunk) -> Memory:
         self.fetch_ahead(chunk)
@@ -208,7 +150,7 @@ class WindowTier:
         if turn is not None:  # Otherwise the slab itself was written, between steps.
             begin = time.perf_counter()
             self._copies.copy_out(turn, self._slabs[chunk], self._window(chunk, turn))
-            self._note("tier_write", chunk, begin)
+            self._note_copy("tier_write", chunk, begin)
 
     def look(self, chunk: Chunk) -> Memory:
         self._held.pop(chunk, None)  # A step that raised has fetched it ahead: the next one must not use that window.
@@ -218,38 +160,34 @@ class WindowTier:
     def reset(self) -> None:
         self._held.clear()
 
-    def _note(self, kind: str, chunk: Chunk, begin: float) -> None:
-        if self.log is not None:
-            end = time.perf_counter() if isinstance(self._copies, _HostCopies) else begin
-            self.log.append(TierEvent(kind, chunk.nbytes, begin, end))
+    def _note_copy(self, kind: str, chunk: Chunk, begin: float) -> None:
+        self._note(kind, chunk.nbytes, begin, None if isinstance(self._copies, _HostCopies) else begin)
 
     def _window(self, chunk: Chunk, turn: int) -> Memory:
         return {name: self._windows[turn][name, dtype][:numel] for name, (numel, dtype) in chunk.sizes.items()}
 
 
-def window_numel(device: torch.device) -> int | None:
-    """The most elements of a chunk for an optimizer that steps on ``device``; None: any number."""
-    return None if device.type == "cpu" else WINDOW_NUMEL
+def window_numel(device: torch.device) -> int:
+    """The most elements of a chunk for an optimizer that steps on ``device``: any number on the CPU."""
+    return sys.maxsize if device.type == "cpu" else WINDOW_NUMEL
 
 
 def tier_of(slabs: Mapping[Chunk, Memory], device: torch.device) -> Tier:
     """The tier of states in ``slabs``, for an optimizer that steps on ``device``."""
-    return HostTier(slabs) if device.type == "cpu" else WindowTier(slabs, device)
+    return Tier(slabs) if device.type == "cpu" else WindowTier(slabs, device)
 
 
 class _HostCopies:
     """Copies between host memory and host memory, which end at once."""
 
-    def copy_in(self, turn: int, window: Memory, slab: Memory) -> None:
-        for name, part in slab.items():
-            window[name].copy_(part)
+    def copy_in(self, turn: int, target: Memory, source: Memory) -> None:
+        for name, part in source.items():
+            target[name].copy_(part)
+
+    copy_out = copy_in
 
     def wait_in(self, turn: int) -> None:
         pass
-
-    def copy_out(self, turn: int, slab: Memory, window: Memory) -> None:
-        for name, part in window.items():
-            slab[name].copy_(part)
 
     def wait_out(self) -> None:
         pass
@@ -274,24 +212,24 @@ class _StreamCopies:
         for event in self._left:
             event.record(self._out)
 
-    def copy_in(self, turn: int, window: Memory, slab: Memory) -> None:
+    def copy_in(self, turn: int, target: Memory, source: Memory) -> None:
         # The window's last states are on their way to the host; the chunk's own may be, too, from the other window.
         for event in self._left:
             self._in.wait_event(event)
-        with self._in:
-            for name, part in slab.items():
-                window[name].copy_(part, non_blocking=True)
-        self._arrived[turn].record(self._in)
+        self._copy(self._in, target, source, self._arrived[turn])
+
+    def copy_out(self, turn: int, target: Memory, source: Memory) -> None:
+        self._out.wait_stream(torch.accelerator.current_stream())  # The step that has written them.
+        self._copy(self._out, target, source, self._left[turn])
+
+    def _copy(self, stream: torch.Stream, target: Memory, source: Memory, ended: torch.Event) -> None:
+        with stream:
+            for name, part in source.items():
+                target[name].copy_(part, non_blocking=True)
+        ended.record(stream)
 
     def wait_in(self, turn: int) -> None:
         torch.accelerator.current_stream().wait_event(self._arrived[turn])
-
-    def copy_out(self, turn: int, slab: Memory, window: Memory) -> None:
-        self._out.wait_stream(torch.accelerator.current_stream())  # The step that has written them.
-        with self._out:
-            for name, part in window.items():
-                slab[name].copy_(part, non_blocking=True)
-        self._left[turn].record(self._out)
 
     def wait_out(self) -> None:
         self._out.synchronize()
