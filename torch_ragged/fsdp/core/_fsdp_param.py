@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torch_ragged._register._spmd_types import attributes_of
 from torch_ragged._register._torch import REFUSED_VERSION, dtensor_of, local_tensor, set_versions
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
@@ -408,9 +409,10 @@ def has_extension(param: torch.Tensor) -> bool:
     return pre
 
 
-def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Give ``target`` the ``grad_dtype`` that a user has set on ``source``. By default, it is the tensor's own dtype."""
-    if source.grad_dtype != source.dtype:
+def keep_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give ``target`` what the user has set on ``source``: attributes, such as a mark for an optimizer, and ``grad_dtype``."""
+    vars(target).update(attributes_of(source))
+    if source.grad_dtype != source.dtype:  # By default, it is the tensor's own dtype, and follows a conversion.
         target.grad_dtype = source.grad_dtype
 
 

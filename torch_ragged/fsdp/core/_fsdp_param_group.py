@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._register._spmd_types import attributes_of, untyped
+from torch_ragged._register._spmd_types import untyped
 from torch_ragged._register._torch import (
     as_plain_tensors,
     backward_id,
@@ -36,7 +36,7 @@ from torch_ragged.fsdp.core._fsdp_param import (
     ShardedState,
     group_by_param,
     has_extension,
-    keep_grad_dtype,
+    keep_attributes,
     local_of,
 )
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer, register_last
@@ -223,9 +223,7 @@ class FSDPParamGroup:
         """Store this rank's shard of a parameter, and make the DTensor to register."""
         self.shards.store(index, found.distribution, found.value)
         sharded = nn.Parameter(self.shards.dtensor(index, found.distribution), requires_grad=found.value.requires_grad)
-        # What the user has set on the parameter stays, such as a mark for an optimizer.
-        vars(sharded).update(attributes_of(found.value))
-        keep_grad_dtype(found.value, sharded)
+        keep_attributes(found.value, sharded)
         return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
     def _init_unsharded_params(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
-from torch_ragged.fsdp.core._fsdp_param import FSDPParam, keep_grad_dtype, local_of, owner_of
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam, keep_attributes, local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
 __all__ = ["check_conversion", "convert", "is_whole", "load_converted", "load_replaced"]
@@ -110,8 +110,7 @@ def _put(group: FSDPParamGroup, index: int, parameter: nn.Parameter) -> None:
     """Make the object ``parameter`` a view of the sharded buffer."""
     # Optimizers hold the parameter as an object. So the object stays, and its contents are swapped.
     inside = nn.Parameter(group.shards.dtensor(index, group.params[index].distribution), parameter.requires_grad)
-    vars(inside).update(vars(parameter))
-    keep_grad_dtype(parameter, inside)
+    keep_attributes(parameter, inside)
     gradient, parameter.grad = parameter.grad, None  # It would be swapped, too.
     torch.utils.swap_tensors(parameter, inside)
     parameter.grad = gradient

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged._ranks.meshes import device_of
-from torch_ragged._register._spmd_types import attributes_of
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, keep_grad_dtype
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, keep_attributes
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
@@ -60,8 +59,7 @@ class DormantGroup(FSDPParamGroup):
         device = torch.device("cpu") if self.offloads_params else device_of(self.dp.mesh)
         nothing = torch.empty(0, dtype=found.value.dtype, device=device)
         sharded = nn.Parameter(found.distribution.sharded(nothing, self.layout, index), found.value.requires_grad)
-        keep_grad_dtype(found.value, sharded)
-        vars(sharded).update(attributes_of(found.value))
+        keep_attributes(found.value, sharded)
         return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
     def unshard(self, wait: bool = True, phase: Phase = Phase.BOTH) -> None:

@@ -20,10 +20,9 @@ from torch_ragged import transfer
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages, group_of
 from torch_ragged._ranks.meshes import device_of
-from torch_ragged._register._spmd_types import attributes_of
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.core._fsdp_init import GroupPolicyPart, layout_of, make_group
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, keep_grad_dtype
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, keep_attributes
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._hooks import map_tensors
@@ -378,8 +377,7 @@ def plan_on(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] 
         # Zeros without memory of their own, in the position of the parameter that the user gave to ``fully_shard``.
         zeros = torch.zeros((), dtype=param.sharded.dtype, device=device).expand(param.distribution.shape)
         like = nn.Parameter(zeros, requires_grad=param.sharded.requires_grad)
-        keep_grad_dtype(param.sharded, like)
-        vars(like).update(attributes_of(param.sharded))
+        keep_attributes(param.sharded, like)
         distribution = Distribution(param.fqn, like, dp, param.distribution.shard_dim)
         found.append(FoundParam(param.fqn, param.registered_names, like, distribution))
     parts = [*_parts_of(group), *filter(None, [WeightsPart.of(weights), OutsideMesh.of(dp.mesh)])]
