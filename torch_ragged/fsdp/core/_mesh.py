@@ -15,8 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged._ranks.agreement import agree_on_group
 from torch_ragged._ranks.groups import timeout_of
 from torch_ragged._register._torch import concatenate, drop_advice_to_flatten, flatten, forget_shardings
-from torch_ragged.fsdp.comm._collectives import is_debug
-from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.comm._collectives import Levels, is_debug
 from torch_ragged.tensor._redistribute import ranks_ascend
 
 __all__ = ["OUTSIDE", "DataParallelMesh", "agree_on_groups", "device_of", "forget_equal_meshes", "groups_of"]
