@@ -19,7 +19,7 @@ from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import is_nccl
 from torch_ragged._ranks.meshes import device_of
 from torch_ragged._register._torch import register_composable
-from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
+from torch_ragged.fsdp.comm._choice import IMPLEMENTATIONS, Traffic, choose
 from torch_ragged.fsdp.core._dbuffer import MemoryPool
 from torch_ragged.fsdp.core._fsdp_api import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -32,7 +32,7 @@ from torch_ragged.fsdp.gates._untrained import warn_of_unsharded
 from torch_ragged.fsdp.memory._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.tensor._from_meta import FromMeta
 
-__all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
+__all__ = ["FSDPModule", "make_fsdp_module", "share_comm_ctx"]
 
 _classes: dict[type, type] = {}
 
@@ -46,7 +46,7 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     module.register_load_state_dict_post_hook(_adopt_after_load)
     cls = type(module)
     if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _no_deepcopy})
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     module.__class__ = _classes[cls]
 
 
@@ -70,12 +70,26 @@ class FSDPModule(TorchFSDPModule):
     def _ragged_groups(self, recurse: bool) -> list[FSDPParamGroup]:
         return [group for state in self._ragged_states(recurse) for group in state.groups]
 
+    def _get_fsdp_state(self) -> Any:
+        """This module's state. torch's ``register_fsdp_forward_method`` calls its pre- and post-forward."""
+        return self._ragged_states(recurse=False)[0]
+
+    def _root_state(self, error: str) -> FSDPState:
+        """This module's state; raise if it is not that of the root."""
+        state: FSDPState = self._get_fsdp_state()
+        if state.context.is_initialized and not state.is_root:
+            raise RuntimeError(error)
+        return state
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's parameters now, but not those of FSDP modules inside it. One all-gather per group.
 
         With ``async_op`` the method returns a handle at once. ``handle.wait()`` registers the unsharded parameters.
         """
-        state = self._ragged_states(recurse=False)[0]
+        state = self._get_fsdp_state()
         groups = list(state.groups)
         for group in groups:
             load_replaced(group)
@@ -92,7 +106,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free this module's unsharded parameters, but not those of FSDP modules inside it."""
-        self._ragged_states(recurse=False)[0].reshard()
+        self._get_fsdp_state().reshard()
 
     def reset_iter_state(self) -> None:
         """Recover after a forward or backward that raised: drop its gradients, and reshard all parameters.
@@ -103,10 +117,9 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: this is not the root, the outermost ``fully_shard`` module.
         """
-        state, *inner = self._ragged_states(recurse=True)
-        _check_root(state, "reset_iter_state must be called on the root, the outermost fully_shard module")
+        state = self._root_state("reset_iter_state must be called on the root, the outermost fully_shard module")
         state.context.drop_backward()
-        for each in (state, *inner):
+        for each in self._ragged_states(recurse=True):
             each.reset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -126,13 +139,15 @@ class FSDPModule(TorchFSDPModule):
         groups = [group for state in states for group in state.groups if not group.is_hidden]
         for state in states:
             state.reshard()
+        functions: dict[FSDPParamGroup, Callable[[torch.Tensor], torch.Tensor]] = {}
         for group in groups:
             load_converted(group)
-            check_conversion(group, _of_group(fn, group))
+            functions[group] = fn.at(group.home) if isinstance(fn, FromMeta) else fn
+            check_conversion(group, functions[group])
         with contextlib.ExitStack() as stack:
             for group in groups:
                 if is_whole(group, under):
-                    convert(group, _of_group(fn, group))
+                    convert(group, functions[group])
                     stack.enter_context(group.hidden())  # Otherwise torch's _apply would call fn again.
             super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # Not torch's, which needs its own state.
         for group in groups:
@@ -161,8 +176,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: this is not the root; or a backward pass runs, or is not finalized yet.
         """
-        state = self._ragged_states(recurse=False)[0]
-        _check_root(state, "set_manual_backward_finalization must be called on the root FSDP module")
+        state = self._root_state("set_manual_backward_finalization must be called on the root FSDP module")
         if enabled != state.finalizes_manually:
             if state.context.in_backward or state.context.awaits_finalize:
                 raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
@@ -180,8 +194,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: this is not the root, or an earlier handle was not waited for.
         """
-        state = self._ragged_states(recurse=False)[0]
-        _check_root(state, "finalize_backward must be called on the root FSDP module")
+        state = self._root_state("finalize_backward must be called on the root FSDP module")
         handle = GradientReductionHandle(state.context)
         if async_op:
             return handle
@@ -206,9 +219,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: this is not the root, or a forward or backward runs.
         """
-        state = self._ragged_states(recurse=False)[0]
-        _check_root(state, "synchronize_gradients must be called on the root FSDP module")
-        state.context.synchronize_gradients()
+        self._root_state("synchronize_gradients must be called on the root FSDP module").context.synchronize_gradients()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they accumulate in the gradient buffer, without communication.
@@ -249,8 +260,7 @@ class FSDPModule(TorchFSDPModule):
         With ``ZERO1``, only such a pass reduces gradients. With other placements it changes nothing: every pass finishes its
         reductions and sets ``.grad``.
         """
-        for state in self._ragged_states(recurse=False):
-            state.is_last_backward = is_last_backward
+        self._get_fsdp_state().is_last_backward = is_last_backward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the replicas of HSDP.
@@ -272,7 +282,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if isinstance(max_all_gathers, bool) or not isinstance(max_all_gathers, int) or max_all_gathers < 0:
             raise ValueError(f"max_all_gathers must be an int of at least 0, got {max_all_gathers!r}")
-        self._ragged_states(recurse=False)[0].comm.max_gathers = max_all_gathers
+        self._get_fsdp_state().comm.max_gathers = max_all_gathers
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """In forward, issue the all-gathers of ``modules`` after this module's, instead of those of the next module.
@@ -280,7 +290,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ValueError: one of them is not an FSDP module.
         """
-        self._ragged_states(recurse=False)[0].forward_prefetch = _states_of(modules)
+        self._get_fsdp_state().forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """In backward, issue the all-gathers of ``modules`` after this module's, instead of those of the module before it.
@@ -288,11 +298,11 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ValueError: one of them is not an FSDP module.
         """
-        self._ragged_states(recurse=False)[0].backward_prefetch = _states_of(modules)
+        self._get_fsdp_state().backward_prefetch = _states_of(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters. An embedding, for example, does not."""
-        self._ragged_states(recurse=False)[0].unshard_in_backward = unshard_in_backward
+        self._get_fsdp_state().unshard_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over all ranks by ``factor``, instead of the number of ranks.
@@ -362,7 +372,7 @@ class FSDPModule(TorchFSDPModule):
         In FSDP2, all-gathers wait for the event. Here the current stream waits for it, and all-gathers follow that stream. The
         event is used once: set a new one in every iteration.
         """
-        self._ragged_states(recurse=False)[0].post_optim_event = event
+        self._get_fsdp_state().post_optim_event = event
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether reshard keeps the memory of unsharded parameters, at the same addresses, as CUDA graphs need it."""
@@ -436,17 +446,23 @@ class FSDPModule(TorchFSDPModule):
             members.setdefault(group.dp.shard_group, []).append(group)  # type: ignore[arg-type]
         device = device_of(groups[0].dp.mesh) if groups else torch.device("cpu")
         with agreement(list(members), device, "set_collectives") as claim:
-            check_name(name)
+            if name not in IMPLEMENTATIONS:
+                raise ValueError(f"collectives must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {name!r}")
             _check_no_custom_collectives(groups)
             check_ready(groups)
             if name != "auto" and name != "nccl":
                 _check_equal_shards(groups, f"set_collectives({name!r})")
             claim.append(f"collectives {name}")
-        names = {shards: "nccl" if any(map(_is_weighted, mine)) else name for shards, mine in members.items()}
-        chosen = {shards: choose(names[shards], shards, _traffic_of(mine)) for shards, mine in members.items()}
+        chosen = []
+        for shards, mine in members.items():
+            gathered = max(group.layout.shard_numel * group.param_dtype.itemsize for group in mine)
+            reduced = max(group.layout.numel * group.reduce_dtype.itemsize for group in mine)
+            traffic = Traffic(mine[0].device, [group.process_groups for group in mine], gathered, reduced)
+            has_weights = any(Need.EQUAL_SHARDS in part.terms.breaks for group in mine for part in group.plan.parts)
+            chosen.append(choose("nccl" if has_weights else name, shards, traffic))
         allocators = {}
-        for shards, implementation in chosen.items():
-            for group in members[shards]:
+        for mine, implementation in zip(members.values(), chosen):
+            for group in mine:
                 group.collectives = implementation.collectives(group.process_groups)
                 if implementation.allocate is not None:
                     allocators[group] = implementation.allocate
@@ -454,7 +470,7 @@ class FSDPModule(TorchFSDPModule):
         make_persistent(self._ragged_states(recurse=True), SLOTS, allocators)
         for group in groups:
             group.has_registered_memory = group in allocators
-        return tuple(implementation.name for implementation in chosen.values())
+        return tuple(implementation.name for implementation in chosen)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters use a second process group, so that they do not wait for all-gathers.
@@ -521,10 +537,6 @@ class FSDPModule(TorchFSDPModule):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Does nothing: every all-gather here is asynchronous, as in FSDP2 with ``async_op``."""
 
-    def _get_fsdp_state(self) -> Any:
-        """This module's state. torch's ``register_fsdp_forward_method`` calls its pre- and post-forward."""
-        return self._ragged_states(recurse=False)[0]
-
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     """Let several roots (stages of a pipeline) share their limits on collectives in flight.
@@ -541,38 +553,15 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
             each.join(each.context, states[0].comm)
 
 
-def _of_group(fn: Callable[[torch.Tensor], torch.Tensor], group: FSDPParamGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    return fn.at(group.home) if isinstance(fn, FromMeta) else fn
-
-
-def _check_root(state: FSDPState, text: str) -> None:
-    if state.context.is_initialized and not state.is_root:
-        raise RuntimeError(text)
-
-
 def _states_of(modules: list[TorchFSDPModule]) -> list[FSDPState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
-    return [module._ragged_states(recurse=False)[0] for module in modules]  # type: ignore[attr-defined]
-
-
-def _traffic_of(groups: list[FSDPParamGroup]) -> Traffic:
-    gathered = max(group.layout.shard_numel * group.param_dtype.itemsize for group in groups)
-    reduced = max(group.layout.numel * group.reduce_dtype.itemsize for group in groups)
-    return Traffic(groups[0].device, [group.process_groups for group in groups], gathered, reduced)
-
-
-def _is_weighted(group: FSDPParamGroup) -> bool:
-    return any(Need.EQUAL_SHARDS in part.terms.breaks for part in group.plan.parts)
+    return [module._get_fsdp_state() for module in modules]  # type: ignore[attr-defined]
 
 
 def _check_equal_shards(groups: list[FSDPParamGroup], what: str) -> None:
-    """Raise if a group has shards of other sizes than its collectives can move.
-
-    Raises:
-        ValueError: it has ``weights``.
-    """
+    """Raise if a group has ``weights``: shards of other sizes than ``what`` can move."""
     for group in groups:
         check_pairs([part_of_collectives(what), *group.plan.parts])
 
@@ -613,16 +602,6 @@ class _UnshardHandle(UnshardHandle):
         self._groups = []
 
 
-def check_reshard_after_forward(value: Any, ranks: int) -> None:
-    """Raise if ``value`` is not a bool, None, or an int that divides ``ranks``."""
-    if value is None or isinstance(value, bool):
-        return
-    if not isinstance(value, int):
-        raise TypeError(f"reshard_after_forward must be True, False, a number of ranks or None, got {value!r}")
-    if value < 1 or ranks % value:
-        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {value}")
-
-
 def _wait_for_users(groups: Sequence[FSDPParamGroup]) -> None:
     """A thread may use gradients and parameters, after a backward that raised."""
     for user in dict.fromkeys(group.gradient_user for group in groups):
@@ -631,12 +610,14 @@ def _wait_for_users(groups: Sequence[FSDPParamGroup]) -> None:
 
 
 def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
-    _reshard_state(module)
     state = state_of(module)
-    _wait_for_users(state.groups if state else ())
-    for group in state.groups if state else ():
+    if state is None:
+        return
+    state.reshard()  # Not its groups alone: the state knows which all-gathers were issued ahead of use.
+    _wait_for_users(state.groups)
+    for group in state.groups:
         group.shards.check()
-    if state is not None and state.is_root:
+    if state.is_root:
         warn_of_unsharded(state.modules, state.context.groups)
 
 
@@ -645,13 +626,3 @@ def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:
     state = state_of(module)
     for group in state.groups if state else ():
         load_replaced(group)
-
-
-def _reshard_state(module: nn.Module) -> None:
-    """Not its groups alone: the state knows which all-gathers were issued ahead of use."""
-    if (state := state_of(module)) is not None:
-        state.reshard()
-
-
-def _no_deepcopy(self: Any, memo: Any) -> Any:
-    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")

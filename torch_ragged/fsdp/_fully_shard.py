@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, overload
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch_ragged._ranks.agreement import agree, agreement
 from torch_ragged._ranks.claims import text_of
 from torch_ragged._ranks.meshes import agree_on_groups, device_of, forget_equal_meshes, groups_of
-from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
+from torch_ragged.fsdp._fsdp_module import FSDPModule, make_fsdp_module
 from torch_ragged.fsdp._spmd_types import AnnotationPart
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, check_bool
 from torch_ragged.fsdp.core._fsdp_init import (
@@ -163,25 +163,23 @@ def fully_shard(
         PeerError: another rank died, or did not make this call within the timeout.
         RuntimeError: another rank raised.
     """
-    mesh = _default_mesh() if mesh is None else mesh
-    _check_mesh(mesh)
+    if mesh is None:  # All ranks. As in FSDP2, torchrun needs no ``init_process_group``.
+        if not dist.is_initialized():
+            dist.init_process_group()
+        mesh = init_device_mesh(_default_device().type, (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):  # Without process groups of a mesh, all ranks raise.
+        problem = TypeError(f"fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got {mesh!r}")
+        if dist.is_initialized():
+            agree([dist.GroupMember.WORLD], _default_device(), "fully_shard", "", problem)  # type: ignore[list-item]
+        raise problem
     # First: a rank whose arguments are wrong must tell those of model parallelism, too.
     ranks, device = groups_of(mesh) + _model_groups(module, mesh), device_of(mesh)
     agree_on_groups(mesh)
     forget_equal_meshes(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
-        modules, ignored = _root_modules(module), _parameters(ignored_params)
-        _check_offload_policy(offload_policy)
-        check_bool("fully_shard", "optional", optional)
-        check_bool("fully_shard", "check_replicas", check_replicas)
-        _check_mp_policy(mp_policy)
-        if placements is not None and not isinstance(placements, BufferPlacements):
-            raise TypeError(
-                f"placements={placements!r} is a {type(placements).__name__}: pass ZERO1, ZERO2, ZERO3 or HIERARCHICAL, which "
-                "torch_ragged.fsdp has (placements=ZERO2)"
-            )
-        _check_function("orig_param_policy", orig_param_policy)
-        _check_function("shard_placement_fn", shard_placement_fn)
+        modules, ignored = _root_modules(module), _ignored(ignored_params)
+        _check_types(offload_policy, optional, check_replicas, mp_policy, placements)
+        _check_functions(orig_param_policy, shard_placement_fn)
         DataParallelMesh.check(mesh, dp_mesh_dims)
         options = {
             "dp_mesh_dims": dp_mesh_dims,
@@ -198,10 +196,12 @@ def fully_shard(
         if placements is not None:
             placements.check_mesh(mesh, dp_mesh_dims)
         # What users write, which must be equal on all ranks. The results of the two functions are compared below.
+        named = [name for each in modules for name, param in each.named_parameters() if param in ignored] if ignored else []
         shape = (mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names)
-        options = {"mesh": shape, **options, "check_replicas": bool(check_replicas), "ignored_params": _names(modules, ignored)}
-        texts = {name: each.text() if isinstance(each, FeaturePart) else text_of(each) for name, each in options.items()}
-        written = [f"{name}: {text}" for name, text in texts.items()]
+        options = {"mesh": shape, **options, "check_replicas": bool(check_replicas), "ignored_params": named}
+        written = []
+        for name, option in options.items():
+            written.append(f"{name}: {option.text() if isinstance(option, FeaturePart) else text_of(option)}")
         claim += written if any(part.makes_groups for part in parts) else []
     with agreement(ranks, device, "fully_shard") as claim:
         dp = DataParallelMesh.of(mesh, dp_mesh_dims)
@@ -219,8 +219,9 @@ def fully_shard(
         claim.append("groups")  # One may fail on one rank: then no rank replaces a parameter.
     note_ignored(ignored)
     watch_optimizers()
-    for param in [param for plan in plans for param in plan.params]:
-        note_replaced(param.value, param.fqn, *param.registered_names[0])
+    for plan in plans:
+        for param in plan.params:
+            note_replaced(param.value, param.fqn, *param.registered_names[0])
     for group in groups:
         group.register_sharded()
     if not isinstance(reshard_after_forward, (bool, type(None))):
@@ -236,41 +237,149 @@ def fully_shard(
     return module
 
 
-def _state(module: nn.Module) -> FSDPState | None:
-    """``fully_shard.state(module)``, as in FSDP2: the state of ``module``, or None if ``fully_shard`` was not called on it."""
-    return state_of(module)
+fully_shard.state = state_of  # type: ignore[attr-defined]  # As in FSDP2: the state of a module, or None.
 
 
-fully_shard.state = _state  # type: ignore[attr-defined]
+def parts_of(arguments: Mapping[str, Any]) -> list[FeaturePart]:
+    """The parts of the arguments of ``fully_shard``, in the order in which they equip a group. What is absent brings none."""
+    parts: list[FeaturePart | None] = []
+    for name in _EQUIP:
+        value = arguments.get(name)
+        if isinstance(value, FeaturePart):  # A policy of this package, or of a user.
+            parts.append(value)
+        elif name == "module" and value is not None and len(value) > 1:
+            parts.append(PlainPart(Terms("a list of several modules", breaks=(Need.ONE_MODULE,))))
+        elif name == "optional" and value:
+            parts.append(PlainPart(Terms("optional=True", {Need.ONE_MODULE: ": call fully_shard for each of them"})))
+        elif name == "dp_mesh_dims" and value is not None:
+            given = "parallelize" if getattr(value, "counts_once", False) else f"dp_mesh_dims={value}"
+            terms = Terms(given, {Need.IN_MESH: OUTSIDE}, breaks=(Need.MOVABLE, Need.OWN_MESH))
+            parts.append(PlainPart(terms, makes_groups=True))
+        elif name == "offload_policy" and isinstance(value, CPUOffloadPolicy):
+            parts.append(CPUOffloadPart(value.pin_memory))
+        elif name == "weights" and value is not None:
+            parts.append(WeightsPart.of(value))
+        elif name == "orig_param_policy" and isinstance(value, GroupPolicy):
+            parts.append(GroupPolicyPart(value))
+        elif name == "reshard_after_forward" and isinstance(value, int) and not isinstance(value, bool):
+            parts.append(NeighboursPart(value))
+        elif name == "mesh" and value is not None and value.get_coordinate() is None:
+            parts.append(OutsideMesh.of(value))
+    return list(filter(None, parts))
+
+
+_EQUIP: tuple[str, ...] = ("module", "optional", "dp_mesh_dims", "offload_policy", "mp_policy", "weights", "orig_param_policy")
+_EQUIP += ("reshard_after_forward", "placements", "mesh")
+"""The arguments that bring parts. The mesh is the last one: it takes away what the others have chosen."""
 
 
 # -- checks --------------------------------------------------------------------------------------------------------------
 
 
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else accelerator
+
+
+def _model_groups(module: Any, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The process groups of the meshes that the parameters to shard are distributed over, without those of ``mesh``."""
+    meshes: dict[DeviceMesh, None] = {}
+    for each in module if isinstance(module, (list, tuple)) else [module]:
+        for param in each.parameters() if isinstance(each, nn.Module) else ():
+            if isinstance(param, DTensor):
+                meshes[param.device_mesh] = None
+    known = groups_of(mesh)
+    return [group for other in meshes for group in groups_of(other) if group not in known]
+
+
 def _root_modules(module: Any) -> tuple[nn.Module, ...]:
     """The modules to shard. A module inside another one of the list is left out."""
-    modules = (module,) if isinstance(module, nn.Module) else tuple(module) if isinstance(module, (list, tuple)) else ()
+    if isinstance(module, nn.Module):
+        return (module,)
+    modules = tuple(module) if isinstance(module, (list, tuple)) else ()
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise TypeError(
             f"fully_shard expects an nn.Module or a list of them, got {module if modules else type(module).__name__}"
         )
-    twice = next((each for index, each in enumerate(modules) if each in modules[:index]), None)
-    if twice is not None:
-        raise InvalidArgument(f"fully_shard got a {type(twice).__name__} twice in one list: name each module once")
-    inside = {child for each in modules for child in each.modules() if child is not each}
+    inside: set[nn.Module] = set()
+    for index, each in enumerate(modules):
+        if each in modules[:index]:
+            raise InvalidArgument(f"fully_shard got a {type(each).__name__} twice in one list: name each module once")
+        inside.update(list(each.modules())[1:])
     return tuple(each for each in modules if each not in inside)
 
 
-def _parameters(ignored: Any) -> set[nn.Parameter]:
+def _ignored(params: Any) -> set[nn.Parameter]:
     """``ignored_params`` as a set."""
-    found = list(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, (str, torch.Tensor)) else [ignored]
-    wrong = [each for each in found if not isinstance(each, torch.Tensor)]
-    if ignored is not None and wrong:
+    if params is None:
+        return set()
+    found = list(params) if isinstance(params, Iterable) and not isinstance(params, (str, torch.Tensor)) else [params]
+    for param in found:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(
+                f"ignored_params expects a set of parameters, got {param!r} in it: pass the parameters themselves, as "
+                "{model.head.weight} or set(model.head.parameters()), not names or modules"
+            )
+    return set(found)
+
+
+def _check_types(offload_policy: Any, optional: Any, check_replicas: Any, mp_policy: Any, placements: Any) -> None:
+    """Raise if an argument has another type, such as the class of a policy."""
+    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):  # FSDP2 takes None, too.
         raise TypeError(
-            f"ignored_params expects a set of parameters, got {wrong[0]!r} in it: pass the parameters themselves, as "
-            "{model.head.weight} or set(model.head.parameters()), not names or modules"
+            f"offload_policy={offload_policy!r} is no policy: pass offload_policy=CPUOffloadPolicy(), which "
+            "torch.distributed.fsdp has, or leave it out"
         )
-    return set(found) if ignored is not None else set()
+    check_bool("fully_shard", "optional", optional)
+    check_bool("fully_shard", "check_replicas", check_replicas)
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        example = mp_policy if isinstance(mp_policy, torch.dtype) else torch.bfloat16
+        raise TypeError(
+            f"mp_policy={mp_policy!r} is no policy: pass mp_policy=MixedPrecisionPolicy(param_dtype={example}), which "
+            "torch.distributed.fsdp has"
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"{name}={dtype!r} of mp_policy is no floating-point dtype of torch: pass one, such as {name}=torch.bfloat16, "
+                "or None"
+            )
+    if placements is not None and not isinstance(placements, BufferPlacements):
+        raise TypeError(
+            f"placements={placements!r} is a {type(placements).__name__}: pass ZERO1, ZERO2, ZERO3 or HIERARCHICAL, which "
+            "torch_ragged.fsdp has (placements=ZERO2)"
+        )
+
+
+def _check_functions(orig_param_policy: Any, shard_placement_fn: Any) -> None:
+    """Raise if one of them is no function, or takes other arguments than ``fully_shard`` gives."""
+    for name, function, arguments, result in (
+        ("orig_param_policy", orig_param_policy, "fqn, parameter", "rows(32)"),
+        ("shard_placement_fn", shard_placement_fn, "parameter", "Shard(0)"),
+    ):
+        if function is None:
+            continue
+        if isinstance(function, Granularity):
+            raise TypeError(
+                f"{name}={function.text} is a granularity: pass a function that returns one for each parameter, {name}=lambda "
+                f"{arguments}: {function.text}"
+            )
+        example = f"{name}=lambda {arguments}: {result}"
+        if not callable(function):
+            raise TypeError(f"{name}={function!r} is no function: pass one of ({arguments}), such as {example}")
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # It is written in C.
+            continue
+        try:
+            signature.bind(*arguments.split(", "))
+        except TypeError as error:
+            given = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+            raise TypeError(
+                f"{name} got {given}, which fully_shard cannot call with ({arguments}): {error}. Pass a function of these "
+                f"arguments, such as {example}"
+            ) from error
 
 
 def _check_modules(
@@ -281,14 +390,21 @@ def _check_modules(
     ignored: set[nn.Parameter],
 ) -> dict[str, tuple[nn.Parameter, RegisteredNames]]:
     """Check the modules and their parameters, and return the parameters to shard."""
+    of_torch: dict[nn.Parameter, str] = {}  # Sharded by torch's fully_shard, with the name of the module that it was called on.
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(f"fully_shard cannot shard a {type(module).__name__}, which has no forward: shard its members")
         if state_of(module):
             raise InvalidArgument(f"{type(module).__name__} is sharded by fully_shard already: call it once for each module")
-    check_reshard_after_forward(reshard_after_forward, dp.ranks)
+        for name, each in module.named_modules():
+            if isinstance(each, TorchFSDPModule) and not isinstance(each, FSDPModule):
+                of_torch.update(dict.fromkeys(each.parameters(), name or type(each).__name__))  # type: ignore[attr-defined]
+    value = reshard_after_forward
+    if not isinstance(value, (int, type(None))):
+        raise TypeError(f"reshard_after_forward must be True, False, a number of ranks or None, got {value!r}")
+    if isinstance(value, int) and not isinstance(value, bool) and (value < 1 or dp.ranks % value):
+        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {dp.ranks}, not {value}")
     found = find_params(modules, ignored, lambda module: state_of(module) is not None)
-    of_torch = _sharded_by_torch(modules)
     for fqn, (param, _) in found.items():
         if param in of_torch:
             raise ValueError(
@@ -310,91 +426,21 @@ def _check_modules(
     return found
 
 
-def _sharded_by_torch(modules: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
-    """The parameters under modules that torch's ``fully_shard`` was called on, with the name of such a module."""
-    named = [pair for module in modules for pair in module.named_modules()]
-    torchs = [(name, isinstance(each, TorchFSDPModule) and not isinstance(each, FSDPModule), each) for name, each in named]
-    theirs = [(name, each) for name, is_torchs, each in torchs if is_torchs]
-    return {param: name or type(each).__name__ for name, each in theirs for param in each.parameters()}
-
-
 def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, RegisteredNames]], device: torch.device) -> None:
     """Move the parameters to shard, and the modules' buffers, to ``device``. Those on the meta device stay there."""
-    tensors = [param for param, _ in found.values() if not isinstance(param, DTensor)]
-    inside = {child for module in modules for child in module.modules() if child not in modules and state_of(child)}
-    sharded = {each for child in inside for each in child.modules()}
-    tensors += [
-        b for module in modules for each in module.modules() if each not in sharded for b in each.buffers(recurse=False)
-    ]  # type: ignore[misc]
+    tensors: list[torch.Tensor] = [param for param, _ in found.values() if not isinstance(param, DTensor)]
+    sharded: set[nn.Module] = set()  # Of earlier calls, which have moved their buffers.
+    for module in modules:
+        for child in module.modules():
+            if child not in modules and state_of(child):
+                sharded.update(child.modules())
+    for module in modules:
+        for each in module.modules():
+            if each not in sharded:
+                tensors += each.buffers(recurse=False)
     for tensor in tensors:
         if tensor.device.type not in (device.type, "meta"):
             tensor.data = tensor.data.to(device)
-
-
-def parts_of(arguments: Mapping[str, Any]) -> list[FeaturePart]:
-    """The parts of the arguments of ``fully_shard``, in the order in which they equip a group. What is absent brings none."""
-    given = [(arguments[name], part_of) for name, part_of in _PARTS.items() if name in arguments]
-    parts = [value if isinstance(value, FeaturePart) else part_of(value) for value, part_of in given]
-    return [part for part in parts if part is not None]
-
-
-def _part_of_dims(dims: Any) -> FeaturePart:
-    given = "parallelize" if getattr(dims, "counts_once", False) else f"dp_mesh_dims={dims}"
-    return PlainPart(Terms(given, {Need.IN_MESH: OUTSIDE}, breaks=(Need.MOVABLE, Need.OWN_MESH)), makes_groups=True)
-
-
-_SEVERAL = PlainPart(Terms("a list of several modules", breaks=(Need.ONE_MODULE,)))
-_OPTIONAL = PlainPart(Terms("optional=True", {Need.ONE_MODULE: ": call fully_shard for each of them"}))
-
-_PARTS: dict[str, Callable[[Any], FeaturePart | None]] = {
-    "module": lambda given: _SEVERAL if len(given) > 1 else None,
-    "optional": lambda given: _OPTIONAL if given else None,
-    "dp_mesh_dims": lambda given: None if given is None else _part_of_dims(given),
-    "offload_policy": lambda given: CPUOffloadPart(given.pin_memory) if isinstance(given, CPUOffloadPolicy) else None,
-    "mp_policy": lambda given: None,  # Torch's own is no part.
-    "weights": WeightsPart.of,
-    "orig_param_policy": lambda given: GroupPolicyPart(given) if isinstance(given, GroupPolicy) else None,
-    "reshard_after_forward": lambda k: NeighboursPart(k) if isinstance(k, int) and not isinstance(k, bool) else None,
-    "placements": lambda given: None,
-    "mesh": OutsideMesh.of,  # The last one: it takes away what the others have chosen.
-}
-"""By argument, what makes the part of a value that is none itself."""
-
-
-def _default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator, or on the CPU if there is none. As in FSDP2, torchrun needs no ``init_process_group``."""
-    if not dist.is_initialized():
-        dist.init_process_group()
-    return init_device_mesh(_default_device().type, (dist.get_world_size(),))
-
-
-def _default_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else accelerator
-
-
-def _check_mesh(mesh: Any) -> None:
-    """Raise if ``mesh`` is not a mesh, which has process groups over which ranks can agree. All ranks raise."""
-    if isinstance(mesh, DeviceMesh):
-        return
-    problem = TypeError(f"fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got {mesh!r}")
-    if dist.is_initialized():
-        agree([dist.GroupMember.WORLD], _default_device(), "fully_shard", "", problem)  # type: ignore[list-item]
-    raise problem
-
-
-def _model_groups(module: Any, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The process groups of the meshes that the parameters to shard are distributed over, without those of ``mesh``."""
-    modules = [each for each in (module if isinstance(module, (list, tuple)) else [module]) if isinstance(each, nn.Module)]
-    params = [param for each in modules for param in each.parameters() if isinstance(param, DTensor)]
-    meshes = dict.fromkeys(param.device_mesh for param in params)
-    known = groups_of(mesh)
-    return [group for other in meshes for group in groups_of(other) if group not in known]
-
-
-def _names(modules: Sequence[nn.Module], params: set[nn.Parameter]) -> list[str]:
-    """The names of those of ``params`` that are in the modules."""
-    return [name for each in modules for name, param in each.named_parameters() if param in params] if params else []
 
 
 def _claim(plans: Sequence[GroupPlan], names: Sequence[str]) -> list[str]:
@@ -405,88 +451,17 @@ def _claim(plans: Sequence[GroupPlan], names: Sequence[str]) -> list[str]:
     pairs = {param.fqn: (param, spec) for plan in plans for param, spec in zip(plan.params, plan.layout.tensors)}
     # In the order of the modules. The first line that differs is in the error.
     lines = [f"{len(names)} parameters{f', {names[0]} to {names[-1]}' if names else ''}"]
-    for param, spec in map(pairs.__getitem__, names):
-        value, frozen, cut = param.value, "" if param.value.requires_grad else ", frozen", param.distribution.shard_dim
-        lines.append(f"{param.fqn} of {value.dtype} and shape {param.distribution.text}{frozen}")
+    for name in names:
+        param, spec = pairs[name]
+        cut, frozen = param.distribution.shard_dim, "" if param.value.requires_grad else ", frozen"
+        lines.append(f"{name} of {param.value.dtype} and shape {param.distribution.text}{frozen}")
         where = (spec.text or "in single elements") if cut is None else f"along dimension {cut}"
-        lines.append(f"orig_param_policy or shard_placement_fn of {param.fqn}: cut {where}")
+        lines.append(f"orig_param_policy or shard_placement_fn of {name}: cut {where}")
     for plan in plans:
         layout, mesh = plan.layout, plan.dp.mesh
         casts = f"param_dtype {plan.param_dtype}, reduce_dtype {plan.reduce_dtype}"
         where = f"{layout.ranks} shards of {layout.shard_numel} elements, on a mesh of {tuple(mesh.shape)}"
-        names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-        lines.append(f"a buffer of {layout.tensors[0].name} and others with {casts}, in {where}{names}")
+        dims = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        lines.append(f"a buffer of {layout.tensors[0].name} and others with {casts}, in {where}{dims}")
         lines += [f"{spec.name} {spec.shape} at {offset}" for spec, offset in zip(layout.tensors, layout.offsets)]
     return lines
-
-
-_EXAMPLES = {
-    "orig_param_policy": ("fqn, parameter", "rows(32)"),
-    "shard_placement_fn": ("parameter", "Shard(0)"),
-}
-"""By argument of ``fully_shard``: the arguments of such a function, and what it may return."""
-
-
-def _check_mp_policy(mp_policy: Any) -> None:
-    """Raise if ``mp_policy`` is no policy, or has a dtype that parameters cannot have.
-
-    Raises:
-        TypeError: it is.
-    """
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        example = mp_policy if isinstance(mp_policy, torch.dtype) else torch.bfloat16
-        raise TypeError(
-            f"mp_policy={mp_policy!r} is no policy: pass mp_policy=MixedPrecisionPolicy(param_dtype={example}), which "
-            "torch.distributed.fsdp has"
-        )
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(mp_policy, name)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(
-                f"{name}={dtype!r} of mp_policy is no floating-point dtype of torch: pass one, such as {name}=torch.bfloat16, "
-                "or None"
-            )
-
-
-def _check_offload_policy(offload_policy: Any) -> None:
-    """Raise if ``offload_policy`` is no policy, such as the class of one. FSDP2 would ignore it; it takes None, too.
-
-    Raises:
-        TypeError: it is.
-    """
-    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(
-            f"offload_policy={offload_policy!r} is no policy: pass offload_policy=CPUOffloadPolicy(), which "
-            "torch.distributed.fsdp has, or leave it out"
-        )
-
-
-def _check_function(name: str, function: Any) -> None:
-    """Raise if ``function`` cannot be called as the argument ``name`` of ``fully_shard`` is.
-
-    Raises:
-        TypeError: it is no function, or takes other arguments.
-    """
-    if function is None:
-        return
-    arguments, result = _EXAMPLES[name]
-    example = f"{name}=lambda {arguments}: {result}"
-    if isinstance(function, Granularity):
-        raise TypeError(
-            f"{name}={function.text} is a granularity: pass a function that returns one for each parameter, {name}=lambda "
-            f"{arguments}: {function.text}"
-        )
-    if not callable(function):
-        raise TypeError(f"{name}={function!r} is no function: pass one of ({arguments}), such as {example}")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # It is written in C.
-        return
-    try:
-        signature.bind(*arguments.split(", "))
-    except TypeError as error:
-        given = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
-        raise TypeError(
-            f"{name} got {given}, which fully_shard cannot call with ({arguments}): {error}. Pass a function of these "
-            f"arguments, such as {example}"
-        ) from error

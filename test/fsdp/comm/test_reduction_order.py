@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, comm, fully_shard
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, UnequalCollectives
 from torch_ragged.fsdp.comm._reduction import Reduction
-from torch_ragged.fsdp.comm._unequal import UnequalCollectives
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._multicast import MulticastCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory

@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged.fsdp import HIERARCHICAL, fully_shard
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, UnequalCollectives
 from torch_ragged.fsdp.comm._reduction import Reduction, Steps
-from torch_ragged.fsdp.comm._unequal import UnequalCollectives
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory
 

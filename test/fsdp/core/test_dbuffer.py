@@ -12,10 +12,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged.fsdp import BufferLayout, TensorSpec
-from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.comm._collectives import Levels
 from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, allocate_storage, free_storage, in_buffer_form
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
-from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
+from torch_ragged.fsdp.layout._buffer_layout import RowsLayout, rows_layout
 
 CPU = torch.device("cpu")
 TENSORS = tuple(TensorSpec(name, shape, (), 1) for name, shape in (("a", (2, 3)), ("b", (7,)), ("c", (3, 5)), ("d", ())))

@@ -30,7 +30,7 @@ from torch_ragged.fsdp import (
     tensor,
 )
 from torch_ragged.fsdp._groups import named_groups
-from torch_ragged.fsdp.codes._float8 import _SLICE_ALIGNMENT, Float8Encoding, _Slices, keeps_tiles
+from torch_ragged.fsdp.codes._float8 import _SLICE_ALIGNMENT, Float8Encoding, keeps_tiles
 from torch_ragged.granularity import TensorSpec
 
 BFLOAT16 = Float8Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -89,15 +89,14 @@ def test_each_element_is_in_one_run_of_one_rank():
         for ranks in (1, 2, 3, 4):
             specs = [TensorSpec(str(index), shape, (0,), shape[-1]) for index, shape in enumerate(shapes)]
             layout = plan_layout(specs, ranks)
-            whole, slices, scales = torch.zeros(layout.numel), _Slices(layout, (1, 128)), []
-            for rank in range(ranks):
-                scales.append(sum(math.prod(run.sizes[:2]) for run in slices.runs_of(rank, gathered=True)))
-                for run in slices.runs_of(rank, gathered=True):
-                    whole[run.values : run.values + math.prod(run.sizes)] += 1
+            whole, encoding, scales = torch.zeros(layout.numel), Float8Encoding(layout, 0, (1, 128)), [0] * ranks
+            for run in encoding._everything.runs:
+                scales[run.values // layout.shard_numel] += math.prod(run.sizes[:2])
+                whole[run.values : run.values + math.prod(run.sizes)] += 1
             for spec, offset in zip(layout.tensors, layout.offsets, strict=True):
                 assert torch.equal(whole[offset : offset + spec.numel], torch.ones(spec.numel)), (shapes, ranks)
             assert whole.sum() == sum(spec.numel for spec in layout.tensors)
-            assert 0 <= slices.layout.shard_numel - (layout.shard_numel + 4 * max(scales)) < _SLICE_ALIGNMENT
+            assert 0 <= encoding.slices.shard_numel - (layout.shard_numel + 4 * max(scales)) < _SLICE_ALIGNMENT
 
 
 def test_an_embedding_is_not_quantized_even_if_it_is_tied():

@@ -13,6 +13,7 @@ from torch_ragged.fsdp import TensorSpec, elements, rows
 from torch_ragged.fsdp.layout import _bound
 from torch_ragged.fsdp.layout import _planner as planner
 from torch_ragged.fsdp.layout._bound import Bound, lower_bound
+from torch_ragged.fsdp.layout._orders import sorted_and_permuted
 from torch_ragged.fsdp.layout._packing import Kind
 from torch_ragged.offline import ModelPlanner, granularity_policy, load_model
 
@@ -126,7 +127,7 @@ class BoundTest(unittest.TestCase):
                 tensors = [Kind.of(one) for one in kind.tensors]
                 trivial = -(-sum(one.numel for one in tensors) // (64 * ranks)) * 64
                 bound = lower_bound(tensors, ranks, 64).shard
-                for _, order in planner.sorted_orders(tensors):
+                for _, order in sorted_and_permuted(tensors, 0):
                     shard = planner.smallest_shard([tensors[i] for i in order], ranks, 64, trivial)
                     self.assertGreaterEqual(shard, bound, (model, granularity, ranks))
 

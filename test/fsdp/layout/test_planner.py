@@ -12,7 +12,7 @@ from planner_oracle import fits, is_cut
 
 from torch_ragged.fsdp import BufferLayout, TensorSpec, blocks, elements, plan_layout, rows, tensor
 from torch_ragged.fsdp.layout import _planner as planner
-from torch_ragged.fsdp.layout._interleave import interleaved_order
+from torch_ragged.fsdp.layout._orders import interleaved_order, permutations, sorted_and_permuted
 from torch_ragged.fsdp.layout._packing import Kind, place
 from torch_ragged.offline import ModelPlanner, granularity_policy, load_model
 from torch_ragged.tensor._ownership import owned
@@ -182,7 +182,7 @@ class PlannerTest(unittest.TestCase):
         kinds = tuple(map(Kind.of, tensors))
         layout = plan_layout(tensors, 256, 64)
         self.assertEqual(layout.order, "interleaved")
-        for _, order in planner.sorted_orders(kinds):
+        for _, order in sorted_and_permuted(kinds, 0):
             shard = planner.smallest_shard([kinds[i] for i in order], 256, 64, layout.lower_bound)
             self.assertGreater(shard, layout.shard_numel)
 
@@ -229,10 +229,12 @@ class PlannerTest(unittest.TestCase):
             "block ascending, size descending": [0, 3, 1, 2],
         }
         four = [Kind.of(spec(*one)) for one in ((5, 1), (9, 3), (7, 3), (8, 2))]
-        self.assertEqual(list(planner.sorted_orders(four)), list(orders.items()))
+        self.assertEqual(list(sorted_and_permuted(four, 0)), list(orders.items()))
         twice = [Kind.of(spec(*one)) for one in ((5, 1), (9, 3), (5, 1))]
-        self.assertEqual(list(planner.distinct_orders(twice)), [[0, 2, 1], [0, 1, 2], [1, 0, 2]])
-        self.assertEqual((planner.permutations(twice), planner.permutations(four)), (3, 24))
+        self.assertEqual(list(sorted_and_permuted(four, 23)), list(orders.items()))
+        permuted = [("permuted", order) for order in ([0, 2, 1], [0, 1, 2], [1, 0, 2])]
+        self.assertEqual(list(sorted_and_permuted(twice, 3))[5:], permuted)
+        self.assertEqual((permutations(twice), permutations(four)), (3, 24))
 
     def test_placements_own_what_the_layout_says(self):
         rng = random.Random(2)

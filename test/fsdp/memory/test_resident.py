@@ -8,8 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from torch_ragged.fsdp import BufferLayout, DBuffer, TensorSpec
-from torch_ragged.fsdp.comm._collectives import done
-from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.comm._collectives import Levels, done
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.memory._resident import Resident
 

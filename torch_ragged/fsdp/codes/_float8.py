@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from torch_ragged._kernels import float4, float8
-from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
-from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes, PlanesEncoding, WeightFactory
+from torch_ragged._kernels.tiles import TileRun, TileTable
+from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes, PlanesEncoding, WeightFactory, runs_of_shards
 from torch_ragged.fsdp.codes._float8_weight import float4_weight
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
@@ -153,10 +153,6 @@ class Float8Policy(MixedPrecisionPolicy, FeaturePart):
         else:
             kit.encoding = PlanesEncoding(kit.layout, kit.rank, self.weight_factory, self.forms, self.recomputes)
 
-    def quantizes(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
-        """Whether parameters of ``dtype`` with the layout ``spec`` are all-gathered as float8."""
-        return not self.why_plain(spec, dtype)
-
     def why_plain(self, spec: TensorSpec, dtype: torch.dtype) -> str:
         """Why parameters of ``dtype`` with the layout ``spec`` are not quantized, and what to do; "" if they are."""
         if dtype not in _DTYPES:
@@ -248,19 +244,29 @@ class Float8Encoding(Encoding):
     If neighbours keep a part for backward, they keep it in ``param_dtype``, and all-gather it in ``param_dtype``.
 
     Attributes:
+        slices: the layout of the codes and scales.
         codes: the codes and scales. Allocated from the issue of the all-gather to ``decode``.
     """
 
     def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int]) -> None:
         super().__init__(layout, rank)
-        self._slices = _Slices(layout, tile)
-        self._mine = TileTable(self._slices.runs_of(rank, gathered=False), tile)
-        everything = [run for each in range(layout.ranks) for run in self._slices.runs_of(each, gathered=True)]
-        self._everything = TileTable(everything, tile)
+        shards, scales = runs_of_shards(layout, tile)
+        # One slice for each rank. It has one byte for each element of the shard, at the element's offset, and then the scales.
+        nbytes = -(-(layout.shard_numel + 4 * scales) // _SLICE_ALIGNMENT) * _SLICE_ALIGNMENT
+        why = "the codes of a shard and the largest number of scales of one"
+        self.slices = BufferLayout((), (), nbytes, layout.ranks, _SLICE_ALIGNMENT, nbytes, why, "slices")
+        # Scales are float32, so their offsets count four bytes.
+        mine = [dataclasses.replace(run, scales=layout.shard_numel // 4 + run.scales) for _, run in shards[rank]]
+        everything = []
+        for shard, runs in enumerate(shards):
+            values, codes = shard * layout.shard_numel, shard * nbytes
+            first_scale = (codes + layout.shard_numel) // 4
+            everything += [TileRun(values + r.values, codes + r.codes, first_scale + r.scales, r.sizes) for _, r in runs]
+        self._mine, self._everything = TileTable(mine, tile), TileTable(everything, tile)
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         super().make_buffers(dtype, device, pool, log)
-        self.codes = DBuffer(self._slices.layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
+        self.codes = DBuffer(self.slices, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
         self.codes.free()
 
     def buffers(self) -> list[DBuffer]:
@@ -268,7 +274,7 @@ class Float8Encoding(Encoding):
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return {**super().numel_by_dtype, torch.uint8: self._slices.layout.numel}
+        return {**super().numel_by_dtype, torch.uint8: self.slices.numel}
 
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         self.codes.allocate()
@@ -285,36 +291,3 @@ class Float8Encoding(Encoding):
     def free(self, keeps_buffer: bool) -> None:
         super().free(keeps_buffer)
         self.codes.free()
-
-
-class _Slices:
-    """The offsets of codes and scales in the buffer that is all-gathered: one slice for each rank's shard.
-
-    A slice has one byte for each element of the shard, at the element's offset, and then the scales of the tiles.
-    """
-
-    def __init__(self, layout: BufferLayout, tile: tuple[int, int]) -> None:
-        self._shard, self._tile = layout.shard_numel, tile
-        self._pieces: list[list[tuple[int, tuple[int, int, int]]]] = [[] for _ in range(layout.ranks)]
-        for index, (spec, offset) in enumerate(zip(layout.tensors, layout.offsets)):
-            rows, columns = spec.shape[-2:]
-            for rank in range(offset // self._shard, (offset + spec.numel - 1) // self._shard + 1):
-                start, stop = layout.local_range(index, rank)
-                for first, sizes in matrix_runs(start, stop, rows, columns):
-                    self._pieces[rank].append((offset + first - rank * self._shard, sizes))
-        scales = max(sum(self._scales(sizes) for _, sizes in pieces) for pieces in self._pieces)
-        nbytes = -(-(self._shard + 4 * scales) // _SLICE_ALIGNMENT) * _SLICE_ALIGNMENT
-        why = "the codes of a shard and the largest number of scales of one"
-        self.layout = BufferLayout((), (), nbytes, layout.ranks, _SLICE_ALIGNMENT, nbytes, why, "slices")
-
-    def _scales(self, sizes: tuple[int, int, int]) -> int:
-        return math.prod(TileRun(0, 0, 0, sizes).grid(self._tile))
-
-    def runs_of(self, rank: int, gathered: bool) -> list[TileRun]:
-        """The runs of a rank's shard: in the gathered buffers, or in the shard and its slice."""
-        values, codes = (rank * self._shard, rank * self.layout.shard_numel) if gathered else (0, 0)
-        runs, scale = [], (codes + self._shard) // 4
-        for offset, sizes in self._pieces[rank]:
-            runs.append(TileRun(values + offset, codes + offset, scale, sizes))
-            scale += self._scales(sizes)
-        return runs

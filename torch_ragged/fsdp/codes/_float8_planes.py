@@ -26,7 +26,7 @@ from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["Float4Planes", "Float8Planes", "PlanesEncoding", "WeightFactory"]
+__all__ = ["Float4Planes", "Float8Planes", "PlanesEncoding", "WeightFactory", "runs_of_shards"]
 
 _SCALES_ALIGNMENT = 128  # Bytes.
 
@@ -246,13 +246,21 @@ class _PlaneSet:
     def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int], kind: type[Float8Planes]) -> None:
         self._layout = layout if kind.per_byte == 1 else layout.packed(kind.per_byte)
         self._rank, self._tile, self._kind = rank, tile, kind
-        slices = _ScaleSlices(layout, tile, kind)
-        self._scale_layout, self._pieces = slices.layout, slices.pieces
-        self._mine = TileTable(slices.runs_of(rank), tile)
         self.is_gathered = False
+        shards, scales = runs_of_shards(layout, tile)
+        self._mine = TileTable([dataclasses.replace(run, codes=run.codes // kind.per_byte) for _, run in shards[rank]], tile)
+        # Slices have one length, that of the most scales: a rank's all-gather sends its own slice.
+        alignment = _SCALES_ALIGNMENT // kind.scale_storage.itemsize
+        size, why = -(-scales // alignment) * alignment, "the largest number of scales of a shard"
+        self._scale_layout = BufferLayout((), (), size, layout.ranks, alignment, size, why, "scales")
+        # Of each parameter, where its scales begin in that buffer, and how many follow: one pair for each run.
+        self._pieces: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
+        for shard, runs in enumerate(shards):
+            for index, run in runs:
+                self._pieces[index].append((shard * size + run.scales, math.prod(run.grid(tile))))
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
-        self._dtype, self._log, storage = dtype, log, self._kind.scale_storage
+        self._log, storage = log, self._kind.scale_storage
         self.buffer = DBuffer(self._layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
         self.scales = DBuffer(self._scale_layout, Replicate(), self._rank, storage, device, pool=pool, log=log)
         counts = [sum(count for _, count in pieces) for pieces in self._pieces]
@@ -262,15 +270,14 @@ class _PlaneSet:
         parts = self.whole.split(counts)
         self._to = [piece for part, pieces in zip(parts, self._pieces) for piece in part.split([n for _, n in pieces])]
         self._from = [self.scales.flat[start : start + n] for pieces in self._pieces for start, n in pieces]
-        self.planes = [self._planes_of(index, part) for index, part in enumerate(parts)]
+        self.planes = []
+        for index, part in enumerate(parts):
+            codes = self.buffer.tensor(index)
+            *stack, rows, nbytes = codes.shape
+            shape = (*stack, -(-rows // self._tile[0]), -(-nbytes * self._kind.per_byte // self._tile[1]))
+            of_codes, of_scales = self._kind.dtypes
+            self.planes.append(self._kind(codes.view(of_codes), part.view(shape).view(of_scales), self._tile, dtype))
         self.scales.free()
-
-    def _planes_of(self, index: int, scales: torch.Tensor) -> Float8Planes:
-        of_codes, of_scales = self._kind.dtypes
-        codes = self.buffer.tensor(index)
-        *stack, rows, nbytes = codes.shape
-        shape = (*stack, -(-rows // self._tile[0]), -(-nbytes * self._kind.per_byte // self._tile[1]))
-        return self._kind(codes.view(of_codes), scales.view(shape).view(of_scales), self._tile, self._dtype)
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
@@ -299,35 +306,18 @@ class _PlaneSet:
             free_storage(self.whole, self._log)
 
 
-class _ScaleSlices:
-    """The offsets of scales in the buffer that is all-gathered: one slice for each rank's shard.
+def runs_of_shards(layout: BufferLayout, tile: tuple[int, int]) -> tuple[list[list[tuple[int, TileRun]]], int]:
+    """Of each rank's shard, the parameter and its run, in the order of scales; and the most scales that a shard has.
 
-    Attributes:
-        pieces: of each parameter, where its scales begin in that buffer, and how many follow: one pair for each run.
+    All offsets of a run count from the start of the shard, and of its scales.
     """
-
-    def __init__(self, layout: BufferLayout, tile: tuple[int, int], kind: type[Float8Planes]) -> None:
-        self._per_byte = kind.per_byte
-        alignment = _SCALES_ALIGNMENT // kind.scale_storage.itemsize
-        self._runs: list[list[tuple[int, tuple[int, int, int], int]]] = [[] for _ in range(layout.ranks)]
-        counts, found = [0] * layout.ranks, []
-        for index, (spec, offset) in enumerate(zip(layout.tensors, layout.offsets)):
-            rows, columns = spec.shape[-2:]
-            mine = []
-            first, last = offset // layout.shard_numel, (offset + spec.numel - 1) // layout.shard_numel
-            for rank in range(first, last + 1):
-                start, stop = layout.local_range(index, rank)
-                for begin, sizes in matrix_runs(start, stop, rows, columns):
-                    self._runs[rank].append((offset + begin - rank * layout.shard_numel, sizes, counts[rank]))
-                    count = math.prod(TileRun(0, 0, 0, sizes).grid(tile))
-                    mine.append((rank, counts[rank], count))
-                    counts[rank] += count
-            found.append(mine)
-        size = -(-max(counts) // alignment) * alignment
-        why = "the largest number of scales of a shard"
-        self.layout = BufferLayout((), (), size, layout.ranks, alignment, size, why, "scales")
-        self.pieces = [[(rank * size + start, count) for rank, start, count in mine] for mine in found]
-
-    def runs_of(self, rank: int) -> list[TileRun]:
-        """The runs of a rank's shard, in its shard, its codes and its slice of the scales."""
-        return [TileRun(offset, offset // self._per_byte, scale, sizes) for offset, sizes, scale in self._runs[rank]]
+    found: list[list[tuple[int, TileRun]]] = [[] for _ in range(layout.ranks)]
+    counts = [0] * layout.ranks
+    for index, (spec, offset) in enumerate(zip(layout.tensors, layout.offsets)):
+        for rank in range(offset // layout.shard_numel, (offset + spec.numel - 1) // layout.shard_numel + 1):
+            for begin, sizes in matrix_runs(*layout.local_range(index, rank), *spec.shape[-2:]):
+                at = offset + begin - rank * layout.shard_numel
+                run = TileRun(at, at, counts[rank], sizes)
+                found[rank].append((index, run))
+                counts[rank] += math.prod(run.grid(tile))
+    return found, max(counts)

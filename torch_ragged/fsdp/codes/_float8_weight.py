@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,13 +85,17 @@ class Float8Weight(torch.Tensor):
     """A parameter whose values are the codes of ``planes``, of 8 or 4 bits, times their scales. It cannot be written to.
 
     Attributes:
-        codes, scales: those of ``planes``.
+        codes, scales: those of ``planes``; ``backward_codes`` and ``backward_scales``, if backward has others.
         planes: what it holds.
         multiplies_codes: whether ``F.linear`` quantizes its input and multiplies codes.
         gradient_target: where ``F.linear`` writes the gradient; None: autograd gets it.
     """
 
     planes: Float8Planes
+    codes: torch.Tensor
+    scales: torch.Tensor
+    backward_codes: torch.Tensor
+    backward_scales: torch.Tensor
     multiplies_codes: bool
     gradient_target: GradientTarget | None = None
 
@@ -104,6 +106,9 @@ class Float8Weight(torch.Tensor):
             cls, planes.shape, strides=strides, dtype=planes.dtype, device=device, requires_grad=False
         )
         self.planes, self.multiplies_codes = planes, multiplies_codes
+        self.codes, self.scales = planes.codes, planes.scales
+        if planes.backward is not None:
+            self.backward_codes, self.backward_scales = planes.backward.codes, planes.backward.scales
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,14 +118,6 @@ class Float8Weight(torch.Tensor):
     def parameter(self) -> Float8Weight:
         """Itself: see ``weight_gradient``."""
         return self
-
-    @property
-    def codes(self) -> torch.Tensor:
-        return self.planes.codes
-
-    @property
-    def scales(self) -> torch.Tensor:
-        return self.planes.scales
 
     def planes_of(self, in_backward: bool) -> Float8Planes:
         """The planes of a phase.
@@ -146,16 +143,6 @@ class Float8Weight(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self._name}(shape={tuple(self.shape)}, dtype={self.dtype}, tile={self.planes.tile})"
 
-    @property
-    def backward_codes(self) -> torch.Tensor:
-        assert self.planes.backward is not None
-        return self.planes.backward.codes
-
-    @property
-    def backward_scales(self) -> torch.Tensor:
-        assert self.planes.backward is not None
-        return self.planes.backward.scales
-
     def __tensor_flatten__(self) -> Any:
         planes, backward = self.planes, self.planes.backward
         forms = [(type(each), each.tile) for each in (planes, backward) if each is not None]
@@ -172,15 +159,19 @@ class Float8Weight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with as_plain_tensors(), _called_from_python():
-            if func is F.linear:
-                x, weight, bias = _operands(*args, **(kwargs or {}))
-                if _is_linear(x, weight, bias):
-                    # Without a record, nothing is saved, and a recomputation must not end there.
-                    operands = [operand for operand in (x, weight, bias) if operand is not None]
-                    is_recorded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-                    return _Linear.apply(x, weight, bias) if is_recorded else _linear(x, weight, bias)
-            return func(*args, **(kwargs or {}))
+        token = _called_in.set(backward_id())  # Calls by the program, in no backward pass or in this one.
+        try:
+            with as_plain_tensors():
+                if func is F.linear:
+                    x, weight, bias = _operands(*args, **(kwargs or {}))
+                    if _is_linear(x, weight, bias):
+                        # Without a record, nothing is saved, and a recomputation must not end there.
+                        operands = [operand for operand in (x, weight, bias) if operand is not None]
+                        is_recorded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+                        return _Linear.apply(x, weight, bias) if is_recorded else _linear(x, weight, bias)
+                return func(*args, **(kwargs or {}))
+        finally:
+            _called_in.reset(token)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -206,16 +197,6 @@ class Float8Weight(torch.Tensor):
 
 
 _called_in: contextvars.ContextVar[int] = contextvars.ContextVar("called_in", default=-1)
-
-
-@contextlib.contextmanager
-def _called_from_python() -> Iterator[None]:
-    """A context of calls by the program, in no backward pass or in this one."""
-    token = _called_in.set(backward_id())
-    try:
-        yield
-    finally:
-        _called_in.reset(token)
 
 
 def _operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:

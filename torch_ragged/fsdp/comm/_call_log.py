@@ -138,7 +138,13 @@ class CallLog:
         self.before_collective()
         self._calls.append(call)
         self._agree(len(self._calls) - 1)
-        self._expect_after(call)
+        # All ranks have made this call. They go on as in the last forward that began in the same way.
+        similar = self._paths.beginning_with(self._calls)
+        if similar is not None:
+            self._expected, self._next = similar, len(self._calls)
+            return
+        with contextlib.suppress(ValueError):  # Some modules are left out, or run again.
+            self._next = self._expected.index(call, self._next) + 1
 
     def finish(self) -> None:
         """The forward of the root ends. No rank waits: the next call that differs is seen by both ranks."""
@@ -155,15 +161,6 @@ class CallLog:
         is_expected = self._next < len(self._expected) and self._expected[self._next] == call
         self._next += is_expected
         return is_expected
-
-    def _expect_after(self, call: str) -> None:
-        """After a call that was not expected, and that all ranks have made."""
-        similar = self._paths.beginning_with(self._calls)
-        if similar is not None:
-            self._expected, self._next = similar, len(self._calls)
-            return
-        with contextlib.suppress(ValueError):  # Some modules are left out, or run again.
-            self._next = self._expected.index(call, self._next) + 1
 
     def check(self) -> None:
         """This rank has waited for long: if another rank waits for a call that this rank did not make, raise.
@@ -198,9 +195,8 @@ class CallLog:
     def _agree(self, position: int) -> None:
         """Return when all ranks make the call at ``position``: one counter in the store, and the wait for it."""
         call, peers, left = self._calls[position], Peers.of(self._ranks), _left[self._rank, self._ranks]
-        deleted = [
-            left.pop() for _ in range(len(left))
-        ]  # Logs of which all ranks have ended the last forward, if they come here.
+        # Of logs of which all ranks have ended the last forward, if they come here.
+        deleted = [left.pop() for _ in range(len(left))]
         with peers_named(f"the forward of {call}", "", lambda: self._ranks, patience=_PATIENCE):
             everyone = self._count(self._forward, position, call)
             deadline = time.monotonic() + self._timeout.total_seconds()
@@ -337,9 +333,9 @@ def wait_for(work: Any) -> None:
     Raises:
         RuntimeError: they have; or the collective has failed, here or on another rank.
     """
-    _wait_for(work, _check_all)
 
+    def look() -> None:
+        for log in [log for log in _logs if log.is_current]:
+            log.check()
 
-def _check_all() -> None:
-    for log in [log for log in _logs if log.is_current]:
-        log.check()
+    _wait_for(work, look)

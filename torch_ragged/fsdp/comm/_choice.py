@@ -10,7 +10,6 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectiv
 from torch_ragged.fsdp.comm.experimental._multicast import MulticastCollectives, SymmetricSlabs
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory, PeerMemory, SymmetricPeerMemory, host_of
 
-__all__ = ["IMPLEMENTATIONS", "Facts", "Implementation", "Traffic", "check_name", "choose", "why_not"]
+__all__ = ["IMPLEMENTATIONS", "Facts", "Implementation", "Traffic", "choose", "why_not"]
 
 _logger = logging.getLogger("torch_ragged.fsdp")
 
@@ -43,7 +42,6 @@ class Traffic:
     """The transfers of all parameter groups that have their shards over one process group.
 
     Attributes:
-        device: the device of their buffers.
         process_groups: the collectives of each parameter group.
         gathered_nbytes: bytes of the largest shard that is all-gathered.
         reduced_nbytes: bytes of the largest buffer that is reduce-scattered.
@@ -60,7 +58,6 @@ class Implementation:
     """The implementation of the collectives that the ranks of a process group have agreed on.
 
     Attributes:
-        name: its name in :data:`IMPLEMENTATIONS`.
         collectives: makes a parameter group's collectives from those of its process groups.
         allocate: allocates memory for gathered parameters and for gradients, which must stay at its address. None if the
             implementation works on any memory.
@@ -72,16 +69,6 @@ class Implementation:
 
 
 _PROCESS_GROUPS = Implementation("nccl", lambda process_groups: process_groups)
-
-
-def check_name(name: Any) -> None:
-    """Check that there is an implementation with this name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"collectives must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {name!r}")
 
 
 def choose(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
@@ -236,20 +223,17 @@ def _not_together(facts: Sequence[Facts], may_overlap: bool) -> str:
 def _facts(group: dist.ProcessGroup, device: torch.device) -> Facts:
     found = Facts(problems=dict.fromkeys(("symm", "multimem"), f"it is for GPUs, parameters are on {device.type}"))
     if device.type == "cuda":
-        others = [index for index in range(torch.cuda.device_count()) if index != device.index]
-        out_of_reach = [_gpu(each) for each in others if not torch.cuda.can_device_access_peer(device.index, each)]
-        may_overlap = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "") not in ("", "0")
-        problems = {name: why for name, why in _problems_of_gpu(group, device).items() if why}
-        found = Facts("", _gpu(device.index), frozenset(out_of_reach), may_overlap, problems)
+        ids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+        others = [index for index in range(len(ids)) if index != device.index]
+        found.gpu = ids[device.index]
+        found.out_of_reach = frozenset(ids[i] for i in others if not torch.cuda.can_device_access_peer(device.index, i))
+        found.may_overlap = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "") not in ("", "0")
+        found.problems = {name: why for name, why in _problems_of_gpu(group, device).items() if why}
     try:
         found.host = host_of()
     except OSError as error:
         found.problems = dict.fromkeys(("copy_engine", "multimem"), str(error)) | found.problems
     return found
-
-
-def _gpu(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def _problems_of_gpu(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The collectives of a parameter group: the protocol, and its implementation over a process group (gloo, NCCL).
+"""The collectives of a parameter group: what each kind has, and its implementation over a process group (gloo, NCCL).
 
 Nothing here knows of parameters, or of the layout of a buffer, but for the names in errors (:class:`NamedCollectives`).
 """
@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
@@ -22,17 +23,18 @@ from torch_ragged._ranks.meshes import is_debug
 from torch_ragged._ranks.peers import Issued, issued_on, peers_named
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo
-from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.fsdp.comm._reduction import OPS, Reduction, ops_of
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
 
 __all__ = [
     "Collectives",
+    "Levels",
     "NamedCollectives",
     "ProcessGroupCollectives",
     "ReduceScatterTraits",
     "Then",
+    "UnequalCollectives",
     "Work",
     "WrappedCollectives",
     "all_gather_single",
@@ -74,73 +76,84 @@ class ReduceScatterTraits(NamedTuple):
     holds_second_buffer: bool
 
 
-class Collectives(Protocol):
-    """The collectives that a group calls. All calls return at once.
+class Collectives:
+    """The collectives that a group calls. All calls return at once. A subclass overrides what it carries, or :meth:`issue`.
 
-    The caller must keep their tensors alive, and must not write to them, until ``wait()``.
+    The caller must keep their tensors alive, and must not write to them, until ``wait()``. Argument ``group``: a process group
+    of some of the ranks; None for all ranks that share the buffer.
     """
+
+    def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
+        """Issue the collective with that name and these arguments. ``largest``: its largest tensor."""
+        raise NotImplementedError
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S elements; with weights, each rank has its own S).
 
-        Args:
-            output: gets the shards in the order of ranks.
-            shard: may be this rank's slice of ``output``.
-            group: a process group of some of the ranks; None for all ranks that share the buffer.
+        Shards are in the order of ranks. ``shard`` may be this rank's slice of ``output``.
         """
+        return self.issue("all_gather", output, output, shard, group)
 
     def reduce_scatter(
         self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
     ) -> Work:
-        """Reduce ``buffer`` (ranks * S elements) over ranks; ``output`` gets this rank's slice (S elements).
-
-        Args:
-            group: a process group of some of the ranks; None for all ranks that share the buffer.
-        """
+        """Reduce ``buffer`` (ranks * S elements) over ranks; ``output`` gets this rank's slice (S elements)."""
+        return self.issue("reduce_scatter", buffer, output, buffer, reduction, group)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
         """Reduce ``tensor`` over replicas, or over the ranks of another process group, in place.
 
         A reduce-scatter has applied the user's divisor already: see :meth:`Reduction.rest`.
         """
-
-    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
-        """The properties of reduce-scatters on ``device``."""
+        return self.issue("all_reduce", tensor, tensor, reduction, group)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         """Element-wise maximum over ranks and replicas, in place."""
+        return self.issue("all_reduce_max", tensor, tensor)
+
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        """The properties of reduce-scatters on ``device``."""
+        raise NotImplementedError
 
 
-class WrappedCollectives:
+class WrappedCollectives(Collectives):
     """The collectives of ``inner``. A subclass overrides :meth:`issue`, or what it carries itself."""
 
     def __init__(self, inner: Collectives) -> None:
         self.inner = inner
 
     def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
-        """Issue the collective with that name and these arguments. ``largest``: its largest tensor."""
         work: Work = getattr(self.inner, name)(*arguments)
         return work
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        return self.issue("all_gather", output, output, shard, group)
-
-    def reduce_scatter(
-        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
-    ) -> Work:
-        return self.issue("reduce_scatter", buffer, output, buffer, reduction, group)
-
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
-        return self.issue("all_reduce", tensor, tensor, reduction, group)
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        return self.issue("all_reduce_max", tensor, tensor)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return self.inner.reduce_scatter_traits(device)
 
 
-class ProcessGroupCollectives:
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """The ranks of a buffer as ``nodes`` nodes of ``per_node`` consecutive ranks each, with two process groups of this rank.
+
+    Rank j of node n holds shard ``n * per_node + j``.
+
+    Attributes:
+        across: the ranks with the same j in all nodes.
+        within: the ranks of this rank's node; None if a node has one rank.
+    """
+
+    across: dist.ProcessGroup
+    within: dist.ProcessGroup | None
+
+    @property
+    def nodes(self) -> int:
+        return self.across.size()
+
+    @property
+    def per_node(self) -> int:
+        return 1 if self.within is None else self.within.size()
+
+
+class ProcessGroupCollectives(Collectives):
     """Collectives of a process group of shards and of a process group of replicas (HSDP). One code serves gloo and NCCL.
 
     If there is no process group of shards, parameters are replicated only and this rank's shard is the whole buffer.
@@ -148,13 +161,8 @@ class ProcessGroupCollectives:
     With NCCL, a collective starts behind the work that the current stream holds when it is issued. It overlaps later work of
     this stream. ``wait()`` orders the current stream behind the collective and does not block the host.
 
-    Args:
-        group: the process group of the shards.
-        replicas: that of the replicas.
-        levels: the process groups of the two mesh dimensions, if shards lie over both. Each is reduced in a step of its own.
-
     Attributes:
-        levels: as above.
+        levels: the process groups of the two mesh dimensions, if shards lie over both. Each is reduced in a step of its own.
         custom_all_gather, custom_reduce_scatter: if set, they replace the process group's collectives. Their ``allocate`` is
             never called, because they work on the group's own buffers.
         separate_groups: by process group, the one for its reductions. An all-gather and a reduce-scatter can then run at once.
@@ -252,10 +260,57 @@ class ProcessGroupCollectives:
         tensors = tuple(as_real(each) if isinstance(each, torch.Tensor) else each for each in tensors)
         if custom is not None:
             return custom(*tensors, **options, group=group, async_op=True) or done  # A synchronous one returns None.
-        work: dist.Work | None = collective(*tensors, **options, group=group, async_op=True)
-        assert work is not None, "this rank is not part of the collective's process group"
+        work = _gloo.issued(collective, *tensors, **options, group=group)
         device = next(each.device for each in tensors if isinstance(each, torch.Tensor))
         return wait_all([work]) if is_gloo(group, device) else work  # gloo's blocks the host: other ranks are looked at then.
+
+
+class UnequalCollectives(ProcessGroupCollectives):
+    """An all-gather is a broadcast of each shard to its place, and a reduce-scatter is a reduction of each part to its rank.
+
+    NCCL issues these broadcasts, or reductions, as one call. Over gloo, small shards are padded to the largest one and
+    all-gathered, and a reduce-scatter is an all-to-all and a local sum in the order of ranks, as with equal shards: sums have
+    the same bits. A rank of weight 0 sends no shard, and gets none.
+
+    Args:
+        weights: of the ranks of ``group``: the elements of a buffer are divided in proportion to them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None, weights: Sequence[int]) -> None:
+        super().__init__(group, replicas)
+        self._weights = tuple(weights)
+
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        assert group is self._group, "shards of weights are gathered by all of their ranks"
+        parts = self._parts(output)
+        if not is_gloo(group, output.device):
+            return self._issue(dist.all_gather, None, parts, shard, group=group)
+        largest = max(parts, key=torch.Tensor.numel)  # Equal on all ranks, unlike ``shard``.
+        if _gloo.is_worth_broadcasts(largest, group):
+            return _gloo.all_gather(parts, shard, group)
+        # Padded to the largest one. ``wait()`` copies them to their places.
+        own, gathered = shard.new_zeros(largest.numel()), shard.new_empty(len(parts), largest.numel())
+        own[: shard.numel()] = shard
+        work = self._issue(all_gather_single, None, gathered.view(-1), own, group=group)
+        return Then(work, functools.partial(_unpad, parts, gathered, own))
+
+    def _scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
+        output, buffer = as_real(output), as_real(buffer)
+        parts = self._parts(buffer)
+        if op is dist.ReduceOp.SUM and is_gloo(group, buffer.device):
+            return _gloo.reduce_scatter(output, buffer, group, divisor, [part.numel() for part in parts])
+        return divided(self._issue(dist.reduce_scatter, None, output, parts, op=op, group=group), output, divisor)
+
+    def _parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        unit = buffer.numel() // sum(self._weights)
+        return list(buffer.split([weight * unit for weight in self._weights]))
+
+
+def _unpad(parts: Sequence[torch.Tensor], gathered: torch.Tensor, own: torch.Tensor) -> None:
+    """Copy padded shards to their places. ``own``, this rank's, must live until then: the collective has read it."""
+    with torch.inference_mode():
+        for part, padded in zip(parts, gathered):
+            part.copy_(padded[: part.numel()])
 
 
 class _All:
@@ -304,13 +359,13 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _CALL = "a collective (TORCH_RAGGED_DEBUG=1)"
-_WAITS = {
-    "all-gather": "all_gather_wait",
-    "reduce-scatter": "reduce_scatter_wait",
-    "all-reduce": "all_reduce_wait",
-    "all-reduce of used parameters": "unused_parameters_all_reduce_wait",
+_NAMES = {
+    "all_gather": ("all-gather", "all_gather_wait"),
+    "reduce_scatter": ("reduce-scatter", "reduce_scatter_wait"),
+    "all_reduce": ("all-reduce", "all_reduce_wait"),
+    "all_reduce_max": ("all-reduce of used parameters", "unused_parameters_all_reduce_wait"),
 }
-"""By collective: the name of the profiler's range in which a rank waits for it."""
+"""By method: what errors call the collective, and the profiler's range in which a rank waits for it."""
 
 _ADVICE = (
     "all ranks must use equal models and policies, and run the same fully_shard modules in the same order. If a rank may skip "
@@ -324,7 +379,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = we
 """The number of the groups of parameters that a process group has."""
 
 
-class NamedCollectives:
+class NamedCollectives(WrappedCollectives):
     """The collectives of one group of parameters.
 
     If a collective fails because of another rank, or of the network, it raises :class:`torch_ragged.PeerError`.
@@ -333,14 +388,12 @@ class NamedCollectives:
     group's parameters and layout, and shapes and dtypes: one more all-reduce of 24 bytes, which the host waits for.
 
     Args:
-        inner: what carries them.
         mesh: the mesh of the shards and the replicas.
         shards, replicas: its process groups; None if there is none.
         parameters: the first parameter's name and the number of the others.
-        layout: the layout of their buffer.
 
     Attributes:
-        inner: as above; it may be replaced.
+        inner: what carries them; it may be replaced.
         number: of the group among those of its process group; 0 before :meth:`take_number`.
         fqn: the name of the group's module; empty before the root's first forward.
         parameters: what the collectives carry, for errors.
@@ -355,7 +408,8 @@ class NamedCollectives:
         parameters: str,
         layout: BufferLayout,
     ) -> None:
-        self.inner, self.fqn = inner, ""
+        super().__init__(inner)
+        self.fqn = ""
         self._mesh, self._shards, self._replicas = mesh, shards, replicas
         self._own_parameters, self._layout = parameters, layout
         self._issued: dict[dist.ProcessGroup | None, Issued | None] = {None: None}
@@ -380,67 +434,40 @@ class NamedCollectives:
 
     def ranks(self) -> list[int]:
         """The global ranks of the mesh."""
-        ranks: list[int] = self._mesh.mesh.flatten().tolist()
-        return ranks
+        return self._mesh.mesh.flatten().tolist()
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        if self._before_all_gather is not None and (group or self._shards) is not None:
-            self._before_all_gather()
-        groups = [group or self._shards]
-        return self._named("all-gather", groups, (shard, output), self.inner.all_gather, output, shard, group)
-
-    def reduce_scatter(
-        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
-    ) -> Work:
-        groups, tensors = [group or self._shards], (buffer, output)
-        return self._named("reduce-scatter", groups, tensors, self.inner.reduce_scatter, output, buffer, reduction, group)
-
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
-        groups = [group or self._replicas]
-        return self._named("all-reduce", groups, (tensor,), self.inner.all_reduce, tensor, reduction, group)
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        groups = [self._shards, self._replicas]
-        return self._named("all-reduce of used parameters", groups, (tensor,), self.inner.all_reduce_max, tensor)
-
-    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
-        return self.inner.reduce_scatter_traits(device)
-
-    def _named(
-        self,
-        collective: str,
-        groups: Sequence[dist.ProcessGroup | None],
-        tensors: Sequence[torch.Tensor],
-        issue: Callable[..., Work],
-        *arguments: Any,
-    ) -> Work:
+    def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
         """Issue a collective, which :func:`issued_on` notes; in debug mode, ranks compare it before. Its errors name ranks.
 
         Raises:
             ValueError: ranks issue different collectives.
         """
-        parameters, tickets = self.parameters, []
+        if name == "all_reduce_max":
+            groups = [self._shards, self._replicas]
+        else:
+            groups = [arguments[-1] or (self._replicas if name == "all_reduce" else self._shards)]
+        if name == "all_gather" and self._before_all_gather is not None and groups[0] is not None:
+            self._before_all_gather()
+        (collective, waiting), parameters, tickets = _NAMES[name], self.parameters, []
         # None on the meta device: a memory report runs there, on one rank alone.
-        for group in () if tensors[0].is_meta else groups:
+        for group in () if largest.is_meta else groups:
             if group is not None and group not in self._issued:
                 self._issued[group] = issued_on(group) if group.size() > 1 else None  # Without other ranks, there is none.
             issued = self._issued[group]
             if issued is not None:
                 if self._is_debug and group is not None:
-                    self._compare(collective, group, tensors)
+                    self._compare(collective, group, [each for each in reversed(arguments) if isinstance(each, torch.Tensor)])
                 tickets.append(issued.issue(collective, parameters))
         named = _NamedWork(collective, parameters, self.ranks, tickets)
-        named.fqn = self.fqn
+        named.waiting, named.fqn = waiting, self.fqn
         with named:
-            named.work = issue(*arguments)
+            named.work = getattr(self.inner, name)(*arguments)
         return named
 
     @functools.cached_property
     def _layout_text(self) -> str:
         """Equal for equal parameters, granularities and ranks; different otherwise."""
-        weights = self._layout.weights if isinstance(self._layout, WeightedLayout) else ()
-        parts = (self._layout.tensors, self._layout.offsets, self._layout.shard_numel, self._layout.ranks, weights)
-        return hashlib.sha1(repr(parts).encode(), usedforsecurity=False).hexdigest()[:12]
+        return hashlib.sha1(repr(self._layout).encode(), usedforsecurity=False).hexdigest()[:12]
 
     def _compare(self, collective: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
         if isinstance(self._layout, WeightedLayout):  # Shards differ between ranks. The buffer does not.
@@ -456,12 +483,14 @@ class _NamedWork(peers_named):
 
     Attributes:
         work: the collective in flight.
+        waiting: the profiler's range in which a rank waits for it.
         fqn: the name of the group's module.
     """
 
     work: Work
-    fqn = ""
+    waiting: str
+    fqn: str
 
     def wait(self) -> None:
-        with profiler_range(_WAITS[self._collective], self.fqn), self:
+        with profiler_range(self.waiting, self.fqn), self:
             self.work.wait()

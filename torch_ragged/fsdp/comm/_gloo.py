@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from torch_ragged.fsdp.comm._call_log import wait_for
 
-__all__ = ["all_gather", "errors_of", "is_worth_broadcasts", "reduce_scatter", "sum_parts"]
+__all__ = ["all_gather", "errors_of", "is_worth_broadcasts", "issued", "reduce_scatter", "sum_parts"]
 
 _SMALLEST_BROADCAST = 2**18
 _MOST_BROADCASTS = 8
@@ -59,7 +59,7 @@ def all_gather(parts: Sequence[torch.Tensor], shard: torch.Tensor, group: dist.P
     # All ranks issue the broadcasts in the order of source ranks, so that they match. This rank sends ``shard``, not its copy
     # in ``output``. So the copy can be made while the broadcasts are in flight.
     works = [
-        _issued(dist.broadcast, shard if source == rank else part, group=group, group_src=source)
+        issued(dist.broadcast, shard if source == rank else part, group=group, group_src=source)
         for source, part in enumerate(parts)
         if part.numel()
     ]
@@ -83,20 +83,16 @@ def reduce_scatter(
     """
     # Equal on all ranks, because parts have one size: one all-to-all does not match two.
     is_large = sizes is None and output.numel() * buffer.element_size() >= _SMALLEST_PAIR
-    works, parts = _exchange_with_others(buffer, group) if is_large else _exchange(buffer, group, sizes)
+    if is_large:
+        works, parts = _exchange_with_others(buffer, group)
+    else:  # From all ranks, so that its own part is copied to the receive buffer.
+        ranks = group.size()
+        own = buffer.numel() // ranks if sizes is None else sizes[group.rank()]
+        received = buffer.new_empty(ranks * own)
+        splits = () if sizes is None else ([own] * ranks, list(sizes))
+        works = [issued(dist.all_to_all_single, received, buffer, *splits, group=group)]
+        parts = list(received.view(ranks, own))
     return Assisted(works, _sum, parts, output, divisor, needs_works=True)
-
-
-def _exchange(
-    buffer: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None
-) -> tuple[list[dist.Work], list[torch.Tensor]]:
-    """Receive this rank's part from all ranks. Its own part is copied to the receive buffer."""
-    ranks = group.size()
-    own = buffer.numel() // ranks if sizes is None else sizes[group.rank()]
-    received = buffer.new_empty(ranks * own)
-    splits = () if sizes is None else ([own] * ranks, list(sizes))
-    work = _issued(dist.all_to_all_single, received, buffer, *splits, group=group)
-    return [work], list(received.view(ranks, own))
 
 
 def _exchange_with_others(buffer: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[dist.Work], list[torch.Tensor]]:
@@ -119,8 +115,8 @@ def _exchange_with_others(buffer: torch.Tensor, group: dist.ProcessGroup) -> tup
     # On all ranks, the first call sends to lower ranks and the second call sends to higher ranks: each call receives what the
     # peers send in the same call.
     works = [
-        _issued(dist.all_to_all_single, from_above, to_below, above, below, group=group),
-        _issued(dist.all_to_all_single, from_below, to_above, below, above, group=group),
+        issued(dist.all_to_all_single, from_above, to_below, above, below, group=group),
+        issued(dist.all_to_all_single, from_below, to_above, below, above, group=group),
     ]
     return works, [*from_below.view(rank, part), own, *from_above.view(size - rank - 1, part)]
 
@@ -155,7 +151,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
             target.copy_(source)
 
 
-def _issued(collective: Callable[..., Any], *arguments: Any, **options: Any) -> dist.Work:
+def issued(collective: Callable[..., Any], *arguments: Any, **options: Any) -> dist.Work:
+    """The work of one of torch's collectives, which is in flight."""
     work = collective(*arguments, **options, async_op=True)
     assert work is not None, "this rank is not part of the collective's process group"
     return work
@@ -165,9 +162,6 @@ class Assisted:
     """Collectives in flight and a local ``step``, which runs once: on the assistant's thread or in ``wait()``.
 
     Args:
-        works: the collectives in flight.
-        step: the local work, such as a sum.
-        arguments: the arguments of ``step``.
         needs_works: whether ``step`` reads the results of ``works``.
     """
 

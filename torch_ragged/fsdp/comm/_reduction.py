@@ -63,18 +63,17 @@ class Reduction:
     sum_only: bool = False
 
     def steps(self, size: int, dtype: torch.dtype, averages: bool) -> Steps:
-        """The steps over ``size`` ranks with an output of ``dtype``.
-
-        Args:
-            averages: whether the carrier divides by the number of ranks itself.
-        """
+        """The steps over ``size`` ranks with an output of ``dtype``, by a carrier that may average itself."""
         divisor = size if self.divisor is None else self.divisor
         # NCCL's AVG divides inside the collective, which saves a kernel over the output.
         if averages and not self.sum_only and divisor == size and dtype != torch.float16 and size > 1:
             return Steps(dist.ReduceOp.AVG)
         # A sum of many float16 values may overflow, and dividing all of them first may underflow. So about the square root of
         # the divisor is applied before the sum, and the rest after it. One rank adds nothing.
-        before = _power_of_two_near_root(divisor) if dtype == torch.float16 and size > 1 else 1
+        before = 1
+        if dtype == torch.float16 and size > 1:
+            while divisor % before == 0 and divisor / before > before:  # Powers of two, as FSDP2 chooses them.
+                before *= 2
         return Steps(dist.ReduceOp.SUM, before, divisor / before)
 
     @property
@@ -90,11 +89,7 @@ class Reduction:
         return self if self.divisor in (None, 1) else dataclasses.replace(self, divisor=1.0)
 
     def begin(self, output: torch.Tensor, source: torch.Tensor, size: int, ops: Ops) -> tuple[Any, float]:
-        """Divide ``source`` in place; return the op to issue, and what ``output`` is divided by after that.
-
-        Args:
-            size: the number of ranks.
-            ops: the ops that the carrier computes.
+        """Divide ``source`` in place; return the op to issue over ``size`` ranks, and what ``output`` is divided by after that.
 
         Raises:
             ValueError: the carrier does not compute the op. Nothing is written or sent then, on any rank: reductions and
@@ -111,11 +106,3 @@ class Reduction:
         if steps.before != 1:
             source.div_(steps.before)  # On the current stream: the collective is issued behind it.
         return steps.op, steps.after
-
-
-def _power_of_two_near_root(divisor: float) -> int:
-    """A power of two near the square root of ``divisor``, chosen as FSDP2 does."""
-    factor = 1
-    while divisor % factor == 0 and divisor / factor > factor:
-        factor *= 2
-    return factor

@@ -31,8 +31,6 @@ class WideGradients:
         the second buffer      | a a | a . | b . | . . |                      one part per rank, padded to the longest part
 
     Args:
-        layout: the layout of the group.
-        rank: this rank among the shards.
         indices: the parameters that may have wide gradients, the same on all ranks.
 
     Attributes:
@@ -80,9 +78,7 @@ class WideGradients:
     ) -> Work:
         """Reduce ``buffer`` and, by a second reduce-scatter, what is kept. ``wait()`` adds both in ``output``.
 
-        Args:
-            output: gets this rank's shard (S elements), in the wide dtype.
-            buffer: all gradients (ranks * S elements), in the narrow dtype.
+        The output, this rank's shard, is in the wide dtype, and the buffer in the narrow one.
         """
         narrow = collectives.reduce_scatter(output, buffer, reduction)
         if not self._part:  # No rank has an element of a wide gradient.

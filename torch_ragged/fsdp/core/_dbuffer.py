@@ -15,11 +15,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import storage_ids
-from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
-from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.comm._collectives import Collectives, Levels, Work, wait_all
 from torch_ragged.fsdp.comm._reduction import Reduction
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
-from torch_ragged.fsdp.layout._rows_layout import RowsLayout
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, RowsLayout
 
 __all__ = [
     "ALLOCATOR",

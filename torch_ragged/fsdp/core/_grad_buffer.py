@@ -23,8 +23,7 @@ from torch_ragged.fsdp.core._dbuffer import (
     order_behind,
 )
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
-from torch_ragged.fsdp.layout._rows_layout import RowsLayout
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, RowsLayout
 
 __all__ = ["GradBuffer", "register_last"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_ragged.fsdp.comm._unequal import UnequalCollectives
+from torch_ragged.fsdp.comm._collectives import UnequalCollectives
 from torch_ragged.fsdp.core._kit import Draft, FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.layout._weighted import WeightedLayout, check_weights
 

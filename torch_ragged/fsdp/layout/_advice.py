@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec, total_numel
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
 
 __all__ = ["PADDING_LIMIT", "Remedy", "advise", "remedies"]
@@ -69,21 +69,17 @@ def remedies(
     """For each sort of change, the smallest change whose padding is within ``limit``. If a sort has none, its best change.
 
     Args:
-        layout: the layout of the group.
-        limit: the most padding, relative to the elements of the group.
         count: the number of groups with equal tensors, this one included.
         neighbours: names and layouts of other groups, with which this one can be merged.
     """
-    sorts = (_finer(layout), _split(layout), _merged(layout, count, neighbours), _smaller_sizes(layout))
     found = []
-    for sort in sorts:
-        best: Remedy | None = None
+    for sort in (_finer(layout), _split(layout), _merged(layout, count, neighbours), _smaller_sizes(layout)):
+        best = Remedy("no change", layout.padding_fraction)
         for remedy in sort:
-            if best is None or remedy.padding_fraction < best.padding_fraction:
-                best = remedy
-            if best.padding_fraction <= limit:
+            best = min(best, remedy, key=lambda each: each.padding_fraction)
+            if remedy.padding_fraction <= limit:
                 break
-        if best is not None and best.padding_fraction < layout.padding_fraction:
+        if best.padding_fraction < layout.padding_fraction:
             found.append(best)
     return found
 
@@ -160,7 +156,7 @@ def _smaller_sizes(layout: BufferLayout) -> Iterator[Remedy]:
 def _padding(groups: Sequence[Sequence[TensorSpec]], layout: BufferLayout) -> float:
     """The padding of all ``groups`` together, each planned with the ranks and the alignment of ``layout``."""
     planned = [plan_layout(tensors, layout.ranks, layout.alignment) for tensors in groups]
-    return sum(one.padding_numel for one in planned) / max(1, sum(map(total_numel, groups)))
+    return sum(one.padding_numel for one in planned) / max(1, sum(tensor.numel for tensors in groups for tensor in tensors))
 
 
 def _rows(tensor: TensorSpec) -> int:

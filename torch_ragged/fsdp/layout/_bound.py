@@ -57,7 +57,10 @@ def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
     # max() returns the first of equal bounds: the simplest reason, then the largest divisor.
     best = max(bounds, key=lambda bound: _round_up(bound.shard, alignment))
     best = replace(best, shard=max(alignment, _round_up(best.shard, alignment)))
-    divisors, counts = _divisors(kinds), Counter(kinds)
+    counts = Counter(kinds)
+    blocks = sorted({kind.grain for kind in kinds if kind.runs or (kind.numel % kind.block == 0 and kind.block > 1)})
+    common = {math.gcd(a, b) for a, b in itertools.combinations(blocks[-8:], 2)}
+    divisors = sorted({*blocks, *common} - {1}, reverse=True)
     for _ in range(_MAX_RAISES):
         raised = [best, *(_of_divisor(counts, ranks, divisor, best) for divisor in divisors)]
         raised += [_of_whole_shards(kinds, alignment, best), _of_single_cuts(counts, ranks, alignment, best)]
@@ -66,12 +69,6 @@ def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
             break
         best = replace(farthest, shard=_round_up(farthest.shard, alignment))
     return best
-
-
-def _divisors(kinds: Sequence[Kind]) -> list[int]:
-    blocks = sorted({kind.grain for kind in kinds if kind.runs or (kind.numel % kind.block == 0 and kind.block > 1)})
-    common = {math.gcd(a, b) for a, b in itertools.combinations(blocks[-8:], 2)}
-    return sorted({*blocks, *common} - {1}, reverse=True)
 
 
 def _of_divisor(counts: Mapping[Kind, int], ranks: int, divisor: int, bound: Bound) -> Bound:
@@ -131,8 +128,10 @@ def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, boun
 
 def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bound:
     """Raise ``bound`` until the shard is a multiple of the blocks of all tensors, and segments, of more than two shards."""
-    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    parts = {part: index for kind, index in first.items() for part in _parts(kind)}
+    parts: dict[_Part, int] = {}
+    for index, kind in reversed(list(enumerate(kinds))):  # Of tensors of equal kind, the first one is named.
+        parts[_Part(kind.numel, kind.grain, kind, True)] = index
+        parts.update({_Part(stop - start, block, kind, False): index for start, stop, block in kind.runs})
     while True:
         inside = [part for part in parts if part.numel > 2 * bound.shard]
         shard = _round_up(bound.shard, math.lcm(alignment, *[part.unit for part in inside]))
@@ -152,11 +151,6 @@ class _Part(NamedTuple):
     unit: int
     kind: Kind
     is_whole: bool
-
-
-def _parts(kind: Kind) -> list[_Part]:
-    segments = [_Part(stop - start, block, kind, False) for start, stop, block in kind.runs]
-    return [_Part(kind.numel, kind.grain, kind, True), *segments]
 
 
 def _round_up(value: int, multiple: int) -> int:

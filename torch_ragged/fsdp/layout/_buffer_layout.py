@@ -1,4 +1,4 @@
-"""The layout of a group of tensors in one buffer of equal shards.
+"""The layout of a group of tensors in one buffer of equal shards: one tensor after the other, or the rows of all in each shard.
 
 A layout is integers only: it owns no memory and does not know the rank of its process.
 """
@@ -16,7 +16,7 @@ from torch_ragged.granularity import TensorSpec
 from torch_ragged.tensor._units import Units
 from torch_ragged.tensor.placement_types import RaggedShard
 
-__all__ = ["BufferLayout", "TensorSpec"]
+__all__ = ["BufferLayout", "RowsLayout", "TensorSpec", "rows_layout"]
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,26 @@ class BufferLayout:
             if offset < end:
                 raise ValueError(f"{tensor.name} at offset {offset} overlaps {previous}, which ends at {end}")
             end, previous = offset + numel, tensor.name
-            if shard - offset % shard < numel:
+            if shard - offset % shard < numel and tensor.block > 1:
                 self._check_cuts(offset, tensor)
         if end > self.numel:
             raise ValueError(f"{previous} ends at {end}, beyond the buffer of {self.numel} elements")
 
     def _check_cuts(self, offset: int, tensor: TensorSpec) -> None:
         """Raise if a shard boundary is inside a block of ``tensor``."""
+        shard = self.shard_numel
         if tensor.segments:
-            return self._check_cuts_of_segments(offset, tensor)
-        shard, numel, block, period = self.shard_numel, tensor.numel, tensor.block, tensor.period or tensor.numel
+            for start, stop, block in tensor.runs:
+                # The first boundary in this run. If shards have whole blocks, all other boundaries in it are like the first.
+                first = start + (-(offset + start)) % shard
+                for cut in range(first, min(stop, first + shard + 1), shard):
+                    if (cut - start) % block:
+                        raise ValueError(
+                            f"shard boundary {(offset + cut) // shard} cuts {tensor.name} at element {cut}, inside a block of "
+                            f"{block} elements (blocks are counted from element {start} to {stop} there)"
+                        )
+            return
+        numel, block, period = tensor.numel, tensor.block, tensor.period or tensor.numel
         first = shard - offset % shard
         if first + shard < numel and first % period % block == 0:
             if shard % (block if period == numel or period % block == 0 else period) == 0:
@@ -87,26 +97,16 @@ class BufferLayout:
                     f"elements{anew}"
                 )
 
-    def _check_cuts_of_segments(self, offset: int, tensor: TensorSpec) -> None:
-        shard = self.shard_numel
-        for start, stop, block in tensor.runs:
-            # The first boundary in this run. If shards have whole blocks, all other boundaries in it are like the first.
-            first = start + (-(offset + start)) % shard
-            for cut in range(first, min(stop, first + shard + 1), shard):
-                if (cut - start) % block:
-                    raise ValueError(
-                        f"shard boundary {(offset + cut) // shard} cuts {tensor.name} at element {cut}, inside a block of "
-                        f"{block} elements (blocks are counted from element {start} to {stop} there)"
-                    )
-
     @functools.cached_property  # Asked of each buffer, as ``gaps`` is.
     def numel(self) -> int:
         """Elements of the whole buffer."""
-        return self._numel_with(self.shard_numel)
+        units, largest = self._units
+        return self.shard_numel // largest * units
 
-    def _numel_with(self, shard: int) -> int:
-        """Elements of a buffer whose largest shard has ``shard`` elements."""
-        return self.ranks * shard
+    @property
+    def _units(self) -> tuple[int, int]:
+        """Equal units of the buffer, and of its largest shard."""
+        return self.ranks, 1
 
     @property
     def padding_numel(self) -> int:
@@ -121,19 +121,15 @@ class BufferLayout:
     @property
     def bound_fraction(self) -> float:
         """The padding at the lower bound, which no layout of these tensors avoids, relative to their elements."""
-        used = self.numel - self.padding_numel
-        return (self._numel_with(self.lower_bound) - used) / max(1, used)
+        used, (units, largest) = self.numel - self.padding_numel, self._units
+        return (self.lower_bound // largest * units - used) / max(1, used)
 
     @property
     def granularity_fraction(self) -> float:
         """The padding beyond that of single elements in aligned shards, relative to the elements of the tensors."""
-        used, smallest = self.numel - self.padding_numel, self._smallest_numel
+        # All buffers are multiples of the smallest one.
+        used, smallest = self.numel - self.padding_numel, self._units[0] * self.alignment
         return (self.numel - max(1, -(-used // smallest)) * smallest) / max(1, used)
-
-    @property
-    def _smallest_numel(self) -> int:
-        """Elements of the smallest buffer. All others are multiples of it."""
-        return self.ranks * self.alignment
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """The interval of the buffer that is the shard of ``rank``: start and stop, in elements."""
@@ -213,6 +209,70 @@ class BufferLayout:
         )
 
 
-def total_numel(tensors: Sequence[TensorSpec]) -> int:
-    """Elements of all tensors."""
-    return sum(tensor.numel for tensor in tensors)
+@dataclass(frozen=True)
+class RowsLayout(BufferLayout):
+    """Each shard has this rank's rows of every tensor, one tensor after the other.
+
+    Two tensors of five rows and of two rows on three ranks; ``.`` is padding::
+
+        | a a b | a a b | a . . |
+
+    So a tensor is not contiguous in the buffer: :meth:`sizes` has its form there. ``offsets`` count from the start of a shard,
+    and are equal in all shards. A block is a row.
+    """
+
+    def __post_init__(self) -> None:
+        offsets, end = _packed(self.tensors, self.ranks)
+        if self.offsets != offsets or self.shard_numel != end:
+            raise ValueError(
+                f"a shard of rows has its tensors at offsets {offsets} of {end} elements, got {self.offsets} of "
+                f"{self.shard_numel}"
+            )
+
+    def rows(self, index: int) -> int:
+        """The rows of tensor ``index`` in each shard. The last ones are padding if the number of ranks does not divide them."""
+        return _rows(self.tensors[index], self.ranks)[0]
+
+    def sizes(self, index: int) -> tuple[int, ...]:
+        """The sizes of tensor ``index`` in the buffer: the ranks, the rows of a shard, and the sizes of a row."""
+        return (self.ranks, self.rows(index), *self.tensors[index].shape[1:])
+
+    def local_range(self, index: int, rank: int) -> tuple[int, int]:
+        numel, part = self.tensors[index].numel, math.prod(_rows(self.tensors[index], self.ranks))
+        return min(rank * part, numel), min((rank + 1) * part, numel)
+
+    def local_offset(self, index: int, rank: int) -> int:
+        return self.offsets[index]
+
+    def placement(self, index: int) -> RaggedShard:
+        if not self.tensors[index].numel:
+            return super().placement(index)
+        _, row = _rows(self.tensors[index], self.ranks)
+        ranges = [self.local_range(index, rank) for rank in range(self.ranks)]
+        return RaggedShard((0,), Units([((stop - start) // row, 1) for start, stop in ranges]))
+
+    @functools.cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """None, unless all tensors are empty: the padding of a tensor's last rows is written with the tensor."""
+        return () if any(tensor.numel for tensor in self.tensors) else ((0, self.numel),)
+
+
+def rows_layout(tensors: Sequence[TensorSpec], ranks: int) -> RowsLayout:
+    """The layout of ``tensors``, whose blocks are rows. There is no padding between them."""
+    offsets, shard = _packed(tensors, ranks)
+    why = f"Shard(0) of {tensors[0].name}{f' and {len(tensors) - 1} more' if len(tensors) > 1 else ''}"
+    return RowsLayout(tuple(tensors), offsets, shard, ranks, 1, lower_bound=shard, forced_by=why, order="rows")
+
+
+def _packed(tensors: Sequence[TensorSpec], ranks: int) -> tuple[tuple[int, ...], int]:
+    """The offset of each tensor in a shard, and the elements of a shard, which is not empty."""
+    offsets, end = [], 0
+    for spec in tensors:
+        offsets.append(end)
+        end += math.prod(_rows(spec, ranks))
+    return tuple(offsets), max(1, end)
+
+
+def _rows(spec: TensorSpec, ranks: int) -> tuple[int, int]:
+    """The rows of a tensor in each shard, and the elements of a row; 0 if the tensor is empty."""
+    return -(-spec.shape[0] // ranks), spec.numel // spec.shape[0] if spec.numel else 0

@@ -1,6 +1,6 @@
 """Packing tensors into equal shards in a given order: each tensor at the smallest offset at which no block is cut.
 
-Nothing here chooses the order or the shard size.
+Nothing here chooses the order, nor the shard sizes that are tried.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from torch_ragged.fsdp.layout._buffer_layout import TensorSpec
 from torch_ragged.granularity import Run
 
-__all__ = ["Kind", "advance", "fits", "last_cut", "may_span", "place"]
+__all__ = ["Kind", "advance", "first_that_works", "fits", "last_cut", "may_span", "place", "run_at"]
 
 
 class Kind(NamedTuple):
@@ -80,18 +80,12 @@ def place(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int] | None:
 def advance(offset: int, kind: Kind, count: int, shard: int, spans: bool) -> int | None:
     """The offset after ``count`` tensors of ``kind``, each laid out at the smallest possible offset, from ``offset`` on.
 
-    All tensors that fit in the rest of a shard take one step together. A tensor across a boundary takes one step.
+    All tensors that fit in the rest of a shard take one step together. A tensor across a boundary takes one step. None if a
+    tensor fits at no offset. This is certain if it fits neither in the shard of ``offset`` nor from the start of the next one,
+    because all other shards are like the next one.
 
     Args:
-        offset: the offset to start from.
-        kind: the kind of the tensors.
-        count: the number of tensors.
-        shard: the shard size.
         spans: whether a tensor may contain whole shards.
-
-    Returns:
-        None if a tensor fits at no offset. This is certain if it fits neither in the shard of ``offset`` nor from the start of
-        the next shard, because all other shards are like the next one.
     """
     numel, block, period, runs = kind.numel, kind.block, kind.period, kind.runs
     while count:
@@ -126,7 +120,7 @@ def last_cut(kind: Kind, room: int, shard: int, spans: bool) -> int:
     If ``spans``, the boundaries after the first one are between blocks, too.
     """
     if not spans:
-        start, _, block = _run_at(kind.runs, room)
+        start, _, block = run_at(kind.runs, room)
         return room - (room - start) % block
     while room > 0 and (back := _back(kind, room, shard)):
         room -= back
@@ -136,7 +130,7 @@ def last_cut(kind: Kind, room: int, shard: int, spans: bool) -> int:
 def _back(kind: Kind, cut: int, shard: int) -> int:
     """0 if boundaries at ``cut`` and every ``shard`` elements after it cut no block; or a step back: smaller ones cut one."""
     while cut < kind.numel:
-        start, stop, block = _run_at(kind.runs, cut)
+        start, stop, block = run_at(kind.runs, cut)
         if past := (cut - start) % block:
             return past
         others = (stop - cut - 1) // shard  # More boundaries in this run.
@@ -146,7 +140,7 @@ def _back(kind: Kind, cut: int, shard: int) -> int:
     return 0
 
 
-def _run_at(runs: Sequence[Run], cut: int) -> Run:
+def run_at(runs: Sequence[Run], cut: int) -> Run:
     return runs[bisect_left(runs, (cut + 1,)) - 1]
 
 
@@ -155,8 +149,6 @@ def fits(runs: Sequence[tuple[Kind, int]], ranks: int, shard: int, spans: Mappin
 
     Args:
         runs: in order, each kind with the number of its tensors in a row.
-        ranks: the number of shards.
-        shard: the shard size.
         spans: for each kind, whether a tensor may contain whole shards.
     """
     offset = 0
@@ -166,3 +158,22 @@ def fits(runs: Sequence[tuple[Kind, int]], ranks: int, shard: int, spans: Mappin
             return False
         offset = end
     return True
+
+
+def first_that_works(works: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The first number from ``low`` to ``high`` for which ``works`` is true; None if there is none.
+
+    If ``works`` is true for a number, it must be true for all larger ones. The search is fast if the answer is near ``low``.
+    """
+    if low > high or not works(high):
+        return None
+    failed, reach = low - 1, 1
+    while low < high and not works(low):
+        failed, low, reach = low, min(low + reach, high), 2 * reach
+    while low - failed > 1:
+        middle = (failed + low) // 2
+        if works(middle):
+            low = middle
+        else:
+            failed = middle
+    return low

@@ -15,13 +15,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 from torch_ragged.fsdp.layout._bound import Bound, lower_bound
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
-from torch_ragged.fsdp.layout._interleave import interleaved_order
-from torch_ragged.fsdp.layout._orders import distinct_orders, first_that_works, permutations, sorted_orders
-from torch_ragged.fsdp.layout._packing import Kind, fits, last_cut, may_span, place
+from torch_ragged.fsdp.layout._orders import interleaved_order, permutations, sorted_and_permuted
+from torch_ragged.fsdp.layout._packing import Kind, first_that_works, fits, last_cut, may_span, place
 from torch_ragged.fsdp.layout._weighted import check_weights, plan_weighted
 
 __all__ = ["plan_layout", "smallest_shard"]
@@ -62,18 +61,6 @@ def plan_layout(
         ValueError: ``tensors`` is empty or has several dtypes, or another argument is out of range.
     """
     tensors = tuple(tensors)
-    _check(tensors, ranks, alignment, order, threshold)
-    if threshold and weights is not None:
-        raise ValueError(f"plan_layout: threshold={threshold!r} with weights={weights!r} is not supported: leave one out")
-    if weights is not None and len(set(check_weights(weights, ranks))) > 1:
-        return plan_weighted(tensors, check_weights(weights, ranks), alignment, order)
-    plan = _plan(tuple(Kind.of(tensor) for tensor in tensors), ranks, alignment, order, threshold)
-    bound = plan.bound
-    forced_by = bound.explain(tensors)
-    return BufferLayout(tensors, plan.offsets, plan.shard, ranks, alignment, bound.shard, forced_by, plan.order)
-
-
-def _check(tensors: Sequence[TensorSpec], ranks: int, alignment: int, order: str, threshold: float) -> None:
     for name, value in (("ranks", ranks), ("alignment", alignment)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"plan_layout: {name} must be a positive integer, got {value!r}")
@@ -83,57 +70,57 @@ def _check(tensors: Sequence[TensorSpec], ranks: int, alignment: int, order: str
         raise ValueError(f"plan_layout: threshold must be a finite fraction of the shard size, at least 0, got {threshold!r}")
     if not tensors:
         raise ValueError("plan_layout: tensors must have at least one tensor, got none")
-    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-    if len(dtypes) > 1:
-        examples = ", ".join(f"{dtype} ({next(t.name for t in tensors if t.dtype == dtype)})" for dtype in dtypes)
+    named: dict[Any, str] = {}  # By dtype, its first tensor.
+    offsets, end, block = [], 0, 1
+    for tensor in tensors:
+        named.setdefault(tensor.dtype, tensor.name)
+        offsets.append(end)
+        end, block = end + tensor.numel, max(block, tensor.block)
+    if len(named) > 1:
+        examples = ", ".join(f"{dtype} ({name})" for dtype, name in named.items())
         raise ValueError(f"plan_layout: all tensors must have one dtype, got {examples}: plan the tensors of each dtype apart")
-
-
-class _Plan(NamedTuple):
-    shard: int
-    offsets: tuple[int, ...]
-    order: str
-    bound: Bound
+    if threshold and weights is not None:
+        raise ValueError(f"plan_layout: threshold={threshold!r} with weights={weights!r} is not supported: leave one out")
+    if weights is not None and len(set(reduced := check_weights(weights, ranks))) > 1:
+        return plan_weighted(tensors, reduced, alignment, order)
+    if block == 1:  # They lie one behind the other, cut anywhere. The search would find the same.
+        shard = max(1, -(-end // (ranks * alignment))) * alignment
+        why = f"all {end:,} elements must fit into {ranks:,} shards"
+        return BufferLayout(tensors, tuple(offsets), shard, ranks, alignment, shard, why, "given")
+    kinds = tuple(Kind.of(tensor) for tensor in tensors)
+    shard, found, name, bound = _plan(kinds, ranks, alignment, order, threshold)
+    return BufferLayout(tensors, found, shard, ranks, alignment, bound.shard, bound.explain(tensors), name)
 
 
 @lru_cache(maxsize=4096)
-def _plan(kinds: tuple[Kind, ...], ranks: int, alignment: int, policy: str, threshold: float) -> _Plan:
+def _plan(
+    kinds: tuple[Kind, ...], ranks: int, alignment: int, policy: str, threshold: float
+) -> tuple[int, tuple[int, ...], str, Bound]:
+    """The shard size, the offset of each tensor, the name of the order, and the bound."""
     bound = lower_bound(kinds, ranks, alignment)
-    indices = list(range(len(kinds)))
-    given = smallest_shard(kinds, ranks, alignment, bound.shard)
-    assert given is not None, "a shard that holds all tensors fits"
-    best, name, order = given, "given", indices
-    if policy == "auto" and given > bound.shard:
-        limit = math.ceil(given - threshold * given)
-        for other, candidate, shard in _improvements(kinds, ranks, alignment, bound.shard, limit):
-            best, name, order = shard, other, candidate
+    order, name, best = list(range(len(kinds))), "given", smallest_shard(kinds, ranks, alignment, bound.shard)
+    assert best is not None, "a shard that holds all tensors fits"
+    if policy == "auto" and best > bound.shard:
+        below = math.ceil(best - threshold * best)
+        for improved in _improvements(kinds, ranks, alignment, bound.shard, below):
+            name, order, best = improved
     found = place([kinds[i] for i in order], ranks, best)
     assert found is not None
-    offsets = dict(zip(order, found))
-    return _Plan(best, tuple(offsets[i] for i in indices), name, bound)
+    return best, tuple(offset for _, offset in sorted(zip(order, found))), name, bound
 
 
 def _improvements(
     kinds: tuple[Kind, ...], ranks: int, alignment: int, bound: int, below: int
 ) -> Iterator[tuple[str, list[int], int]]:
     """Orders with shards smaller than ``below``, each smaller than the last: (name, order, shard size). Stops at the bound."""
-    for name, order in sorted_orders(kinds):
+    for name, order in sorted_and_permuted(kinds, _MAX_PERMUTATIONS):
         shard = smallest_shard([kinds[i] for i in order], ranks, alignment, bound, below)
         if shard is not None:
             yield name, order, shard
             below = shard
         if below == bound:
             return
-    if permutations(kinds) <= _MAX_PERMUTATIONS:
-        for candidate in distinct_orders(kinds):
-            shard = smallest_shard([kinds[i] for i in candidate], ranks, alignment, bound, below)
-            if shard is not None:
-                yield "permuted", candidate, shard
-                below = shard
-            if below == bound:
-                return
-        return
-    if below <= bound * (1 + _CLOSE):
+    if permutations(kinds) <= _MAX_PERMUTATIONS or below <= bound * (1 + _CLOSE):
         return
     for shard in _round_shards(kinds, alignment, bound, below):
         mixed = interleaved_order(kinds, ranks, shard)

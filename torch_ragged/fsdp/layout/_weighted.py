@@ -16,8 +16,8 @@ from typing import Any
 
 from torch_ragged.fsdp.layout._bound import Bound
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
-from torch_ragged.fsdp.layout._orders import distinct_orders, first_that_works, permutations, sorted_orders
-from torch_ragged.fsdp.layout._packing import Kind
+from torch_ragged.fsdp.layout._orders import sorted_and_permuted
+from torch_ragged.fsdp.layout._packing import Kind, first_that_works, run_at
 from torch_ragged.tensor._units import Units
 
 __all__ = ["WeightedLayout", "check_weights", "plan_weighted"]
@@ -55,19 +55,16 @@ class WeightedLayout(BufferLayout):
                 raise ValueError(f"{tensor.name} at offset {offset} overlaps the tensor before it, which ends at {end}")
             end, kind = offset + tensor.numel, Kind.of(tensor)
             for edge in edges[bisect_right(edges, offset) :]:
-                if edge < end and not _may_cut(kind, edge - offset):
+                if edge < end and _past(kind, edge - offset):
                     raise ValueError(
                         f"the shard boundary at {edge} cuts {tensor.name} at element {edge - offset}, inside a block"
                     )
         if end > edges[-1]:
             raise ValueError(f"the last tensor ends at {end}, beyond the buffer of {edges[-1]} elements")
 
-    def _numel_with(self, shard: int) -> int:
-        return sum(self.weights) * (shard // max(self.weights))
-
     @property
-    def _smallest_numel(self) -> int:
-        return sum(self.weights) * self.alignment
+    def _units(self) -> tuple[int, int]:
+        return sum(self.weights), max(self.weights)
 
     @functools.cached_property
     def _edges(self) -> tuple[int, ...]:
@@ -112,23 +109,13 @@ def check_weights(weights: Any, ranks: int) -> tuple[int, ...]:
     return reduced
 
 
-def plan_weighted(tensors: Sequence[TensorSpec], weights: Sequence[int], alignment: int, order: str = "auto") -> BufferLayout:
+def plan_weighted(tensors: tuple[TensorSpec, ...], weights: tuple[int, ...], alignment: int, order: str) -> BufferLayout:
     """Lay ``tensors`` out over shards in proportion to ``weights``: see :func:`plan_layout`, which checks all arguments."""
-    tensors, weights = tuple(tensors), tuple(weights)
     kinds = tuple(Kind.of(tensor) for tensor in tensors)
     unit, offsets, name, bound = _plan(kinds, weights, alignment, order)
-    largest = max(weights)
-    return WeightedLayout(
-        tensors,
-        offsets,
-        unit * largest,
-        len(weights),
-        alignment,
-        bound.shard * largest,
-        bound.explain(tensors),
-        name,
-        weights=weights,
-    )
+    largest, why = max(weights), bound.explain(tensors)
+    lower, shard = bound.shard * largest, unit * largest
+    return WeightedLayout(tensors, offsets, shard, len(weights), alignment, lower, why, name, weights)
 
 
 @lru_cache(maxsize=1024)
@@ -137,13 +124,10 @@ def _plan(
 ) -> tuple[int, tuple[int, ...], str, Bound]:
     """The unit, the offset of each tensor, the name of the order, and the bound on the unit."""
     bound = _lower_bound(kinds, weights, alignment)
-    best, name, order = _smallest_unit(kinds, weights, alignment, bound.shard, None), "given", list(range(len(kinds)))
+    order, name, best = list(range(len(kinds))), "given", _smallest_unit(kinds, weights, alignment, bound.shard, None)
     assert best is not None, "a largest shard that holds all tensors fits"
     if policy == "auto" and best > bound.shard:
-        orders = sorted_orders(kinds)
-        if permutations(kinds) <= _MAX_PERMUTATIONS:
-            orders = itertools.chain(orders, (("permuted", each) for each in distinct_orders(kinds)))
-        for other, candidate in orders:
+        for other, candidate in sorted_and_permuted(kinds, _MAX_PERMUTATIONS):
             unit = _smallest_unit([kinds[i] for i in candidate], weights, alignment, bound.shard, best)
             if unit is not None:
                 best, name, order = unit, other, candidate
@@ -151,8 +135,7 @@ def _plan(
                 break
     found = _place([kinds[i] for i in order], weights, best)
     assert found is not None
-    offsets = dict(zip(order, found))
-    return best, tuple(offsets[i] for i in range(len(kinds))), name, bound
+    return best, tuple(offset for _, offset in sorted(zip(order, found))), name, bound
 
 
 def _lower_bound(kinds: Sequence[Kind], weights: Sequence[int], alignment: int) -> Bound:
@@ -166,15 +149,11 @@ def _lower_bound(kinds: Sequence[Kind], weights: Sequence[int], alignment: int) 
     ]
     for divisor in {kind.grain for kind in kinds} - {1}:
         pieces = sum(kind.numel for kind in kinds if kind.numel % divisor == kind.grain % divisor == 0) // divisor
-        fit = functools.partial(_pieces_fit, pieces, divisor, weights)
         why = f"{pieces:,} pieces of {divisor:,} elements in shards of weights {tuple(weights)}"
-        bounds.append(Bound(first_that_works(fit, 0, pieces * divisor) or 0, why))
+        unit = first_that_works(lambda unit: sum(each * unit // divisor for each in weights) >= pieces, 0, pieces * divisor)
+        bounds.append(Bound(unit or 0, why))
     best = max(bounds, key=lambda bound: -(-bound.shard // alignment))
     return Bound(max(1, -(-best.shard // alignment)) * alignment, best.why, best.tensor)
-
-
-def _pieces_fit(pieces: int, divisor: int, weights: Sequence[int], unit: int) -> bool:
-    return sum(weight * unit // divisor for weight in weights) >= pieces
 
 
 def _smallest_unit(kinds: Sequence[Kind], weights: Sequence[int], alignment: int, bound: int, below: int | None) -> int | None:
@@ -225,13 +204,13 @@ def _smallest_offset(kind: Kind, offset: int, edges: Sequence[int]) -> int | Non
             return offset
         edge, cut = edges[index], edges[index] - offset
         for _ in range(_MAX_CUTS):
-            while cut > 0 and not _may_cut(kind, cut):
-                cut -= _past(kind, cut)
+            while cut > 0 and (past := _past(kind, cut)):
+                cut -= past
             start = edge - cut
             if cut <= 0 or start + numel > edges[-1]:
                 break
             inside = edges[index + 1 : bisect_right(edges, start + numel - 1)]
-            if all(_may_cut(kind, other - start) for other in inside):
+            if not any(_past(kind, other - start) for other in inside):
                 return start
             if is_uniform:
                 break  # A smaller cut has the same boundaries inside, at the same places of the blocks, and maybe more.
@@ -240,13 +219,9 @@ def _smallest_offset(kind: Kind, offset: int, edges: Sequence[int]) -> int | Non
     return None
 
 
-def _may_cut(kind: Kind, cut: int) -> bool:
-    return _past(kind, cut) == 0
-
-
 def _past(kind: Kind, cut: int) -> int:
-    """How far ``cut`` is behind the start of a block."""
+    """How far ``cut`` is behind the start of a block: 0 if it cuts none."""
     if kind.runs:
-        start, _, block = kind.runs[bisect_right(kind.runs, cut, key=lambda run: run[0]) - 1]
+        start, _, block = run_at(kind.runs, cut)
         return (cut - start) % block
     return cut % kind.period % kind.block

@@ -11,8 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._register._torch import flatten
-from torch_ragged.fsdp.comm._collectives import Collectives, Work, done
-from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.comm._collectives import Collectives, Levels, Work, done
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
 from torch_ragged.fsdp.core._kit import FeaturePart, Need, Terms
 from torch_ragged.fsdp.core._mesh import DataParallelMesh

@@ -6,30 +6,30 @@ It must not communicate, and must not allocate memory on the model's device.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Union
 
+import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_ragged.fsdp._groups import module_states, named_groups
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
+from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.files._mapped_file import MAPPED_IN_MEMORY
-from torch_ragged.fsdp.tools._optimizer_memory import (
-    OptimizerLike,
-    first_state_nbytes,
-    host_nbytes,
-    made_optimizers,
-    state_nbytes,
-)
-from torch_ragged.fsdp.tools._replay import highest_moment
+from torch_ragged.fsdp.tools._replay import Replay
 
-__all__ = ["MemoryReport", "MemoryRow", "memory_report", "transient_nbytes"]
+__all__ = ["MemoryReport", "MemoryRow", "memory_report", "optimizers_of", "transient_nbytes"]
+
+OptimizerMaker = Callable[[list[torch.Tensor]], Optimizer]
+OptimizerLike = Union[Optimizer, OptimizerMaker]
+"""An optimizer, or a class or function that makes one of a list of parameters."""
 
 # In the order of the attributes of MemoryRow.
 _COLUMNS: tuple[str, ...] = ("group", "sharded params", "gathered params", "unreduced grads", ".grad", "optimizer states")
@@ -136,29 +136,53 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
         TypeError: ``optimizer`` is no optimizer, and makes none.
     """
     states = module_states(model)
-    optimizers = made_optimizers(optimizer, [param for param in model.parameters() if param.requires_grad])
-    held = {param: nbytes for one in optimizers for param, nbytes in state_nbytes(one).items()}
-    of_tiers = [host_nbytes(one) for one in optimizers]
-    hosted = {param: nbytes for by_param, _ in of_tiers for param, nbytes in by_param.items()}
-    groups = []
-    for name, group in named_groups(model).items():
-        groups.append(_row_of(name, group, held, hosted))
-    total = MemoryRow("total", *(sum(column) for column in list(zip(*map(astuple, groups)))[1:]))
-    mapped = sorted((group.shards.file_nbytes for group in named_groups(model).values()), reverse=True)
-    windows = sum(windows for _, windows in of_tiers) + sum(mapped[:MAPPED_IN_MEMORY])
-    total = dataclasses.replace(total, host=total.host + windows)
-    moment, predicted = highest_moment(states, _forward_order(list(states.values())))
+    optimizers = []
+    for each in optimizers_of(optimizer, "memory_report"):
+        one = each if isinstance(each, Optimizer) else each([param for param in model.parameters() if param.requires_grad])
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"memory_report got {each!r} as optimizer, which returned {type(one).__name__}: give a torch.optim.Optimizer, "
+                "its class, or a function of a list of parameters that returns one"
+            )
+        optimizers.append(one)
+    held: dict[int, int] = {}  # By the parameter's id, on the device.
+    hosted: dict[int, int] = {}  # In host memory.
+    windows = 0
+    for one in optimizers:
+        if hasattr(one, "tier_nbytes"):  # Of fsdp.offload: reading ``state`` would copy it.
+            held |= one.state_nbytes("device")  # type: ignore[attr-defined]
+            hosted |= one.state_nbytes("host")  # type: ignore[attr-defined]
+            windows += one.tier_nbytes()["windows"]
+        else:
+            held |= {id(param): _nbytes(state.values()) for param, state in one.state.items()}
+    groups = named_groups(model)
+    rows = [_row_of(name, group, held, hosted) for name, group in groups.items()]
+    total = MemoryRow("total", *(sum(column) for column in list(zip(*map(astuple, rows)))[1:]))
+    mapped = sorted((group.shards.file_nbytes for group in groups.values()), reverse=True)
+    total = dataclasses.replace(total, host=total.host + windows + sum(mapped[:MAPPED_IN_MEMORY]))
+    moment, predicted = Replay(states).play(_forward_order(list(states.values())))
     first = [_first_states(one) for one in optimizers if not one.state]
     optimizer_nbytes = total.optimizer + sum(nbytes for nbytes, _ in first)
     peak = MemoryRow(moment, sharded=total.sharded, optimizer=optimizer_nbytes, host=total.host, **predicted)
-    return MemoryReport(tuple(groups), total, peak, tuple(note for _, note in first))
+    return MemoryReport(tuple(rows), total, peak, tuple(note for _, note in first))
 
 
 def _first_states(optimizer: Optimizer) -> tuple[int, str]:
-    """The bytes of the states that the first step makes, and a note."""
+    """The bytes of the states that the first step makes, if all parameters have gradients, and a note.
+
+    An optimizer says it by a method ``first_state_nbytes(param, group)``, as those of ``torch_ragged.optim`` do. Otherwise, a
+    twin of the optimizer makes a step on meta tensors of the local shapes.
+    """
     name = type(optimizer).__name__
+    pairs = [(param, group) for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     try:
-        nbytes = first_state_nbytes(optimizer)
+        if hasattr(optimizer, "first_state_nbytes"):
+            nbytes = sum(optimizer.first_state_nbytes(param, group) for param, group in pairs)
+        else:
+            twin = _twin(optimizer)
+            with torch.no_grad():
+                inspect.unwrap(type(optimizer).step)(twin)
+            nbytes = sum(_nbytes(state.values()) for state in twin.state.values())
     except Exception as error:  # Any code of the optimizer: it may need values, which meta tensors do not have.
         why = (str(error).splitlines() or [type(error).__name__])[0]
         return 0, f"{name} has no states yet. Those of its first step cannot be predicted, and are not in the peak: {why}"
@@ -178,7 +202,7 @@ def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int], hosted: dict
         grad = param.sharded.grad
         grad = grad.reduced if isinstance(grad, FSDPGrad) else grad
         if grad is not None:
-            storage = _local(grad).untyped_storage()
+            storage = local_of(grad).untyped_storage()
             grads[storage.data_ptr()] = storage.nbytes()
     return MemoryRow(
         name,
@@ -189,10 +213,6 @@ def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int], hosted: dict
         optimizer=sum(held.get(id(param.sharded), 0) for param in group.params),
         host=sum(hosted.get(id(param.sharded), 0) for param in group.params),
     )
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _human(nbytes: int) -> str:
@@ -208,3 +228,49 @@ def _forward_order(states: list[FSDPState]) -> list[FSDPState]:
         known = [state for state in calls if state in states]
         order += known or [state for state in states if state.context is context for _ in state.modules]
     return order
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------------------
+
+
+def optimizers_of(optimizer: Any, call: str) -> list[Any]:
+    """One optimizer, several or None, as a list. ``call`` is the name of the function that got it, for the error.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Optimizer) or callable(optimizer):
+        return [optimizer]
+    several = list(optimizer) if isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, bytes)) else [optimizer]
+    for each in several:
+        if not (isinstance(each, Optimizer) or callable(each)):
+            raise TypeError(
+                f"{call} got {each!r} as optimizer: give a torch.optim.Optimizer, such as "
+                "torch.optim.AdamW(model.parameters()), or several of them. memory_report also takes its class, or a function "
+                "of a list of parameters that returns one"
+            )
+    return several
+
+
+def _twin(optimizer: Optimizer) -> Any:
+    """The optimizer with meta tensors as parameters and gradients, without hooks. Its step changes nothing of the optimizer."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.state, twin.param_groups = defaultdict(dict), []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        # Kernels for several tensors, or for graphs, take no meta tensors. They have the same states.
+        options |= {key: False for key in ("foreach", "fused", "capturable") if key in options}
+        if isinstance(options.get("lr"), torch.Tensor):
+            options["lr"] = 0.0
+        params = [torch.nn.Parameter(local_of(param).detach().to("meta")) for param in group["params"] if param.requires_grad]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        twin.param_groups.append({**options, "params": params})
+    return twin
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    return sum(local_of(value).nbytes for value in values if isinstance(value, torch.Tensor))

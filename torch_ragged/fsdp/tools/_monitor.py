@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp._groups import module_states, named_groups
-from torch_ragged.fsdp.comm._collectives import Collectives, Work, WrappedCollectives
+from torch_ragged.fsdp.comm._collectives import Work, WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.tools._memory_report import transient_nbytes
-from torch_ragged.fsdp.tools._optimizer_memory import optimizers_of
+from torch_ragged.fsdp.tools._memory_report import optimizers_of, transient_nbytes
 from torch_ragged.fsdp.tools._replay import high_water
 from torch_ragged.fsdp.tools._timeline import Timeline, timeline_of
 
@@ -113,7 +112,7 @@ class Monitor:
         self._timeline: Timeline | None = None
         self.restart()
         for name, group in self._groups.items():
-            self._watch_group(name, group)
+            self._undo.append(_WatchedCollectives(group, self, name).stop)
         for each in optimizers:
             self._undo.append(each.register_step_pre_hook(self._before_optimizer).remove)
             self._undo.append(each.register_step_post_hook(self._after_optimizer).remove)
@@ -232,7 +231,13 @@ class Monitor:
     def _memory(self) -> tuple[float, float]:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
-        return _resident_set()
+        # The largest resident set of this process so far, and that of now: 0 if the system has no ``/proc``.
+        try:
+            with open("/proc/self/status") as file:
+                sizes = {key: value for key, _, value in (line.partition(":") for line in file)}
+        except OSError:
+            return 0.0, 0.0
+        return tuple(1024.0 * int(sizes[key].split()[0]) if key in sizes else 0.0 for key in ("VmHWM", "VmRSS"))  # type: ignore
 
     # -- watching --------------------------------------------------------------------------------------------------
 
@@ -250,17 +255,6 @@ class Monitor:
             yield
         self._collectives.append(("other", name, begin, begin, self._clock.mark()))
 
-    def _watch_group(self, name: str, group: FSDPParamGroup) -> None:
-        collectives = group.collectives
-        watched = _WatchedCollectives(collectives, self, name)
-        group.collectives = watched
-
-        def undo() -> None:
-            if group.collectives is watched:  # Otherwise, set_collectives() has replaced them, and they stay.
-                group.collectives = collectives
-
-        self._undo.append(undo)
-
     def _count(self, kind: str, nbytes: int) -> None:
         self._counts[f"{kind}_calls"] += 1
         self._counts[f"{kind}_bytes"] += nbytes
@@ -277,9 +271,14 @@ class Monitor:
 class _WatchedCollectives(WrappedCollectives):
     """The collectives of a group, of any implementation, watched by a monitor."""
 
-    def __init__(self, collectives: Collectives, watch: Monitor, name: str) -> None:
-        super().__init__(collectives)
-        self._watch, self._name = watch, name
+    def __init__(self, group: FSDPParamGroup, watch: Monitor, name: str) -> None:
+        super().__init__(group.collectives)
+        self._group, self._watch, self._name = group, watch, name
+        group.collectives = self
+
+    def stop(self) -> None:
+        if self._group.collectives is self:  # Otherwise, set_collectives() has replaced them, and they stay.
+            self._group.collectives = self.inner
 
     def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
         watch, kind = self._watch, name if name in ("all_gather", "reduce_scatter") else "other"
@@ -324,13 +323,3 @@ class _CudaClock(_HostClock):
         begin.synchronize()  # It may be on another stream than the end.
         end.synchronize()
         return begin.elapsed_time(end) / 1000
-
-
-def _resident_set() -> tuple[float, float]:
-    """The largest resident set of this process so far and the resident set now, in bytes. 0 if the system has no ``/proc``."""
-    try:
-        with open("/proc/self/status") as file:
-            sizes = {key: value for key, _, value in (line.partition(":") for line in file)}
-    except OSError:
-        return 0.0, 0.0
-    return tuple(1024.0 * int(sizes[key].split()[0]) if key in sizes else 0.0 for key in ("VmHWM", "VmRSS"))  # type: ignore

@@ -7,15 +7,14 @@ which neither compute nor communicate.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, Work, done
-from torch_ragged.fsdp.comm._reduction import Reduction
+from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Then, Work, done
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param import FoundParam
@@ -23,7 +22,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core._hooks import hook_modules
 
-__all__ = ["highest_moment", "high_water"]
+__all__ = ["Replay", "high_water"]
 
 _COPIED_FROM_STATE = (
     "reshard_after_forward",
@@ -36,24 +35,8 @@ _COPIED_FROM_STATE = (
 )
 
 
-def highest_moment(states: dict[str, FSDPState], order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
-    """Replay a training step of ``states``, and find the moment at which their buffers hold most bytes.
-
-    The step is one forward and one backward. If backward leaves gradients unreduced now, the step accumulates: it has several
-    such passes, and a last one that reduces.
-
-    Args:
-        states: the states of a model by name.
-        order: the calls of a forward. If a module is inside another one, its call is part of the last call of that module.
-
-    Returns:
-        The name of the moment, such as "backward of blocks.0", and the bytes of "gathered", "gradients" and "grad" then.
-    """
-    return _Replay(states).play(order)
-
-
-class _Replay:
-    """Stand-ins of ``states``, as modules that call each other.
+class Replay:
+    """Stand-ins of the states of a model, by name, as modules that call each other.
 
     Attributes:
         labels: the names of the moments that began, in order, such as "backward of blocks.0".
@@ -86,16 +69,13 @@ class _Replay:
         for knob in _COPIED_FROM_STATE:
             setattr(twin, knob, getattr(state, knob))
         twin.comm.max_gathers = state.comm.max_gathers
-        around = self._innermost_around(state)
+        around = [other for other in self._names if self.is_inside(state, other)]
+        innermost = max(around, key=lambda other: sum(self.is_inside(other, each) for each in around), default=None)
         for index, module in enumerate(modules):
             setattr(module, STATE, twin)
-            if around is not None:
-                self._modules[around][0].add_module(f"inner_{self._names[state]}_{index}".replace(".", "_"), module)
+            if innermost is not None:
+                self._modules[innermost][0].add_module(f"inner_{self._names[state]}_{index}".replace(".", "_"), module)
         return twin
-
-    def _innermost_around(self, state: FSDPState) -> FSDPState | None:
-        around = [other for other in self._names if self.is_inside(state, other)]
-        return max(around, key=lambda other: sum(self.is_inside(other, each) for each in around), default=None)
 
     def is_inside(self, state: FSDPState, other: FSDPState) -> bool:
         """Whether the modules of ``state`` are inside the modules of ``other``."""
@@ -119,8 +99,7 @@ class _Replay:
         twin.settings.max_reductions = group.settings.max_reductions
         twin.settings.requires_all_reduce = group.settings.requires_all_reduce
         memory = twin.memory
-        traits = group.collectives.reduce_scatter_traits(group.device)
-        twin.collectives = _NoCollectives(traits, memory.gradients)
+        twin.collectives = _NoCollectives(group.collectives, group.device, memory.gradients)
         for kind, log in (("gathered", memory.gathered), ("gradients", memory.gradients), ("grad", memory.reduced)):
             log.start()
             self._logs.append((kind, log))
@@ -132,7 +111,17 @@ class _Replay:
         self.labels.append(label)
 
     def play(self, order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
-        """Run the step. Forward runs through the calls of ``order``. Returns the result of :func:`highest_moment`."""
+        """Replay a training step, and find the moment at which the buffers hold most bytes.
+
+        The step is one forward and one backward. If backward leaves gradients unreduced now, the step accumulates: it has
+        several such passes, and a last one that reduces.
+
+        Args:
+            order: the calls of a forward. If a module is inside another one, its call is part of the last call of that module.
+
+        Returns:
+            The name of the moment, such as "backward of blocks.0", and the bytes of "gathered", "gradients" and "grad" then.
+        """
         calls: list[_Call] = []  # The outermost calls.
         around: list[_Call] = []  # The open calls, outermost first: the next call may be inside each of them.
         for state in order:
@@ -142,26 +131,22 @@ class _Replay:
                 around.pop()
             (around[-1].inner if around else calls).append(call)
             around.append(call)
-        if self._accumulates():
+        states = self._made.values()
+        groups = [group for state in states for group in state.groups]
+        unsynced = any(not state.requires_gradient_sync for state in states)
+        waiting = any(state.reduces_last_only and not state.is_last_backward for state in states)
+        # Backward leaves gradients for a later one, on this rank or, with HSDP, in each replica.
+        if unsynced or waiting or any(group.reduction.keeps_shards for group in groups):
             self._pass(calls)
             self._pass(calls)  # It holds the gradients of the first one. Further ones hold no more.
-            self._reduce_from_now_on()
+            for state in states:
+                state.requires_gradient_sync = state.is_last_backward = True
+            for group in groups:
+                group.settings.requires_all_reduce = True
         self._pass(calls)
         moment, held = high_water(self._logs, {"gathered": 0, "gradients": 0, "grad": 0})
         begun = [label for (when, _), label in zip(self._clock.events, self.labels) if when <= moment]
         return (begun[-1] if begun else "before forward"), held
-
-    def _accumulates(self) -> bool:
-        """Whether a backward leaves gradients for a later one, on this rank or, with HSDP, in each replica."""
-        unsynced = any(not state.requires_gradient_sync for state in self._made.values())
-        waiting = any(state.reduces_last_only and not state.is_last_backward for state in self._made.values())
-        return unsynced or waiting or any(g.reduction.keeps_shards for state in self._made.values() for g in state.groups)
-
-    def _reduce_from_now_on(self) -> None:
-        for state in self._made.values():
-            state.requires_gradient_sync = state.is_last_backward = True
-            for group in state.groups:
-                group.settings.requires_all_reduce = True
 
     def _pass(self, calls: Sequence[_Call]) -> None:
         """One forward and one backward."""
@@ -173,17 +158,17 @@ class _Replay:
                 x.sum().backward()
 
 
+@dataclasses.dataclass
 class _Call:
     """One call in forward, with the calls inside it."""
 
-    def __init__(self, state: FSDPState, module: _StandIn) -> None:
-        self.state, self._module = state, module
-        self.inner: list[_Call] = []
+    state: FSDPState
+    module: _StandIn
+    inner: list[_Call] = dataclasses.field(default_factory=list)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        module = self._module
-        module.replay.begin(f"forward of {module.name}")
-        return _Begin.apply(module(x, self.inner), module.replay, f"backward of {module.name}")
+        self.module.replay.begin(f"forward of {self.module.name}")
+        return self.module.before_backward(f"backward of {self.module.name}", self.module(x, self.inner))
 
 
 class _StandIn(nn.Module):
@@ -193,7 +178,7 @@ class _StandIn(nn.Module):
     modules inside.
     """
 
-    def __init__(self, replay: _Replay, name: str) -> None:
+    def __init__(self, replay: Replay, name: str) -> None:
         super().__init__()
         self.replay, self.name = replay, name
 
@@ -201,25 +186,17 @@ class _StandIn(nn.Module):
         end = f"backward of {self.name}" if x.requires_grad else "end of backward"
         if not x.requires_grad:  # The first module gets tokens. Its stand-in needs a gradient, so that backward reaches it.
             x = x.detach().requires_grad_()
-        x = _Begin.apply(x, self.replay, end)
+        x = self.before_backward(end, x)
         for call in calls:
             x = call.run(x)
         params = [param for param in self._parameters.values() if param is not None]
         return _Compute.apply(x, *params)
 
-
-class _Begin(torch.autograd.Function):
-    """Identity. When backward reaches it, the moment named ``label`` begins."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, replay: _Replay, label: str) -> torch.Tensor:
-        ctx.replay, ctx.label = replay, label
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.replay.begin(ctx.label)
-        return gradient, None, None
+    def before_backward(self, label: str, x: torch.Tensor) -> torch.Tensor:
+        """``x``: when backward reaches it, the moment named ``label`` begins."""
+        x = x.view_as(x)
+        x.register_hook(lambda gradient: self.replay.begin(label))
+        return x
 
 
 class _Compute(torch.autograd.Function):
@@ -232,63 +209,38 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradient, *(_gradient_of(param) for param in ctx.params)
+        gradients: list[torch.Tensor | None] = []
+        for param in ctx.params:
+            target = getattr(param, "gradient_target", None)
+            if target is not None and target.begin() is not None:  # A matmul writes to the gradient buffer itself.
+                target.done()
+                gradients.append(None)
+            else:
+                gradients.append(torch.empty_like(param) if param.requires_grad else None)
+        return gradient, *gradients
 
 
-def _gradient_of(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient that autograd gets. None if the parameter is frozen, or if a matmul writes to the gradient buffer itself."""
-    target = getattr(param, "gradient_target", None)
-    if target is not None and target.begin() is not None:
-        target.done()
-        return None
-    return torch.empty_like(param) if param.requires_grad else None
+class _NoCollectives(Collectives):
+    """Collectives that send nothing. They log the second buffer that those of ``inner`` would allocate on ``device``."""
 
+    def __init__(self, inner: Collectives, device: torch.device, log: MemoryLog) -> None:
+        self._traits, self._log = inner.reduce_scatter_traits(device), log
 
-class _NoCollectives:
-    """Collectives that send nothing. They log the second buffer that the real collectives would allocate."""
-
-    def __init__(self, traits: ReduceScatterTraits, log: MemoryLog) -> None:
-        self._traits, self._log = traits, log
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        return done
-
-    def reduce_scatter(
-        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
-    ) -> Work:
-        return _Held(buffer.nbytes, self._log) if self._traits.holds_second_buffer else done
-
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
-        return done
+    def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
+        if name != "reduce_scatter" or not self._traits.holds_second_buffer:
+            return done
+        self._log.note(largest.nbytes)
+        return Then(done, functools.partial(self._log.note, -largest.nbytes))
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return self._traits
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        return done
-
-
-class _Held:
-    """A reduce-scatter that holds a second buffer until ``wait()``."""
-
-    def __init__(self, nbytes: int, log: MemoryLog) -> None:
-        self._nbytes, self._log = nbytes, log
-        log.note(nbytes)
-
-    def wait(self) -> None:
-        self._log.note(-self._nbytes)
-        self._nbytes = 0  # A second wait() frees nothing.
-
 
 def high_water(logs: Iterable[tuple[str, MemoryLog]], start: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """The moment with the largest sum over all logs, and the bytes of each kind at that moment.
+    """The moment with the largest sum over all logs (-1: the start), and the bytes of each kind at that moment.
 
     Args:
-        logs: pairs of a kind and a log.
         start: the bytes of each kind when the logs were started.
-
-    Returns:
-        the moment (-1: the start), and the bytes by kind.
     """
     events = sorted((moment, nbytes, kind) for kind, log in logs for moment, nbytes in log.events)
     now = dict(start)

@@ -173,10 +173,8 @@ def timeline_of(
     """The timeline of a step. A wait within an optimizer's step is a wait. What is neither is compute.
 
     Args:
-        seconds: the length of the step.
         collectives: kind, name, and the moments of issue, of the begin of the wait, and of its end.
         optimizers: begin and end of each ``optimizer.step()``.
-        rank: the global rank.
         tiers: kind, begin and end of what tiers did.
     """
     spans, waits = [TimelineSpan(kind, "", begin, end) for kind, begin, end in tiers], []

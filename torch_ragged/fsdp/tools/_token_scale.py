@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +53,13 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
         agree_on_groups(mesh, _CALL)
     device = device_of_messages(groups[0])
     with agreement([group for group in groups if group is not None], device, _CALL) as claim:
-        total = torch.tensor([_count(tokens)], dtype=torch.int64, device=device)
+        if isinstance(tokens, torch.Tensor) and tokens.numel() == 1 and not tokens.dtype.is_floating_point:
+            tokens = tokens.item()  # type: ignore[assignment]
+        if not isinstance(tokens, int) or isinstance(tokens, bool):
+            raise TypeError(f"token_scale: tokens must be an int, or an integer tensor of one element, got {tokens!r}")
+        if tokens < 0:
+            raise ValueError(f"token_scale: tokens must be at least 0, got {tokens}")
+        total = torch.tensor([tokens], dtype=torch.int64, device=device)
         claim.append(_CALL)
     ranks = 1
     for group in groups:
@@ -66,13 +70,3 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
     if not int(total):
         raise ValueError("token_scale: no rank has tokens, so there is no mean: skip the step on all ranks")
     return ranks / int(total)
-
-
-def _count(tokens: Any) -> int:
-    if isinstance(tokens, torch.Tensor) and tokens.numel() == 1 and not tokens.dtype.is_floating_point:
-        tokens = tokens.item()
-    if not isinstance(tokens, int) or isinstance(tokens, bool):
-        raise TypeError(f"token_scale: tokens must be an int, or an integer tensor of one element, got {tokens!r}")
-    if tokens < 0:
-        raise ValueError(f"token_scale: tokens must be at least 0, got {tokens}")
-    return tokens

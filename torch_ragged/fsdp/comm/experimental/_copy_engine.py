@@ -38,9 +38,7 @@ class CopyEngineCollectives(WrappedCollectives):
 
     Args:
         process_groups: collectives of the same ranks. They serve other groups, replicas, and custom collectives.
-        group: the process group of the ranks.
-        gathers: memory for all-gathers.
-        reductions: memory for reduce-scatters; another one, so that neither waits for the other.
+        gathers, reductions: two memories, so that an all-gather and a reduce-scatter do not wait for each other.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class CopyEngineCollectives(WrappedCollectives):
         if group not in (None, self._group) or self._process_groups.custom_all_gather is not None:
             return super().all_gather(output, shard, group)
         memory = self._gathers
-        outputs, source = _bytes(output).chunk(memory.size), _bytes(shard)
+        outputs, source = output.view(torch.uint8).chunk(memory.size), shard.view(torch.uint8)
         works = []
         # All ranks cut at the same offsets, because shards and slots have one size on all ranks. So exchanges match in number.
         for start in range(0, source.numel(), memory.slot_nbytes):
@@ -69,25 +67,21 @@ class CopyEngineCollectives(WrappedCollectives):
         if group not in (None, self._group) or self._process_groups.custom_reduce_scatter is not None:
             return super().reduce_scatter(output, buffer, reduction, group)
         _, divisor = reduction.begin(output, buffer, self._group.size(), SUMS)
-        return self._sum(as_real(output), as_real(buffer), divisor)
-
-    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
-        # No second buffer: a rank receives parts in its slots, which stay allocated.
-        adds_wide = device.type == "cpu" and self._process_groups.custom_reduce_scatter is None
-        return ReduceScatterTraits(adds_wide, holds_second_buffer=False)
-
-    def _sum(self, output: torch.Tensor, buffer: torch.Tensor, divisor: float) -> Work:
-        memory = self._reductions
+        output, buffer, memory = as_real(output), as_real(buffer), self._reductions
         # A slot receives a piece from every rank, itself included. Each piece has whole elements, so that it can be added.
         piece = memory.slot_nbytes // (memory.size * buffer.element_size())
         works = []
         for start in range(0, output.numel(), piece):
             stop = min(start + piece, output.numel())
-            target = output[start:stop]
             parts = [each[start:stop] for each in buffer.chunk(memory.size)]
-            steps = _scatter_and_sum(parts, target, memory.rank, divisor)
+            steps = _scatter_and_sum(parts, output[start:stop], memory.rank, divisor)
             works.append(memory.exchange(*steps, nbytes=memory.size * parts[0].nbytes))
         return wait_all(works)
+
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        # No second buffer: a rank receives parts in its slots, which stay allocated.
+        adds_wide = device.type == "cpu" and self._process_groups.custom_reduce_scatter is None
+        return ReduceScatterTraits(adds_wide, holds_second_buffer=False)
 
 
 def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tuple[Step, Step]:
@@ -132,7 +126,3 @@ def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int,
             output.div_(divisor)
 
     return write, read
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)

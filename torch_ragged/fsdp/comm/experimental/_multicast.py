@@ -86,13 +86,6 @@ class MulticastCollectives(WrappedCollectives):
         if not is_ours or handle is None:
             return super().reduce_scatter(output, buffer, reduction, group)
         _, divisor = reduction.begin(output, buffer, self._group.size(), SUMS)
-        return self._load_sum(handle, output, divisor)
-
-    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
-        # The load instruction returns the dtype that it reads. A rank receives sums only, straight in the output.
-        return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
-
-    def _load_sum(self, handle: Any, output: torch.Tensor, divisor: float) -> Work:
         stream = self._stream("reduce_scatter", output.device, priority=0)
         with torch.cuda.stream(stream):
             # Each rank's barrier is behind the kernels that write its gradients: after it, all ranks' gradients are complete.
@@ -103,6 +96,10 @@ class MulticastCollectives(WrappedCollectives):
             if divisor != 1:
                 output.div_(divisor)
             return StreamWork(stream.record_event())
+
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        # The load instruction returns the dtype that it reads. A rank receives sums only, straight in the output.
+        return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
 
     def _stream(self, name: str, device: torch.device, priority: int) -> torch.cuda.Stream:
         """The stream with this name, ordered behind the work that the current stream holds now."""
@@ -127,7 +124,6 @@ def load_sum(address: int, output: torch.Tensor, blocks: int = 32) -> None:
     """Fill ``output`` with the sum over ranks of the memory at a multicast ``address``. It makes no barrier.
 
     Args:
-        address: the multicast address of the first element.
         output: float32 or bfloat16.
         blocks: the most thread blocks of the kernel. A few saturate the links and leave the other SMs to compute.
     """

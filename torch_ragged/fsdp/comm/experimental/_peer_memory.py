@@ -43,8 +43,7 @@ class PeerMemory(Protocol):
     """Slots of equal size in the memory of each rank, for exchanges. All ranks make the exchanges in the same order.
 
     Attributes:
-        rank: this rank in the group.
-        size: the number of ranks.
+        rank: this rank in the group of ``size`` ranks.
         slot_nbytes: bytes of a slot.
     """
 
@@ -58,10 +57,7 @@ class PeerMemory(Protocol):
         This returns at once. Until ``wait()``, the caller must keep the tensors that ``write`` reads and ``read`` writes alive,
         and must not use them.
 
-        Args:
-            write: writes to slots of any rank.
-            read: reads from slots of any rank.
-            nbytes: the bytes of a slot that the exchange uses; the same on all ranks.
+        Both may use slots of any rank. ``nbytes``: the bytes of a slot that they use; the same on all ranks.
         """
 
 
@@ -344,13 +340,8 @@ class SymmetricPeerMemory:
     An exchange is copies on this stream, with a barrier on the signal pads between them. The barrier is one kernel of one warp.
     So the host does not wait, and the SMs are free to compute.
 
-    All ranks must construct this together; it waits for the device.
-
-    Args:
-        group: the process group of the ranks.
-        device: this rank's GPU.
-        slot_nbytes: bytes of a slot.
-        priority: the priority of the stream; a lower number is more urgent.
+    All ranks must construct this together; it waits for the device. ``priority`` is that of the stream; a lower number is more
+    urgent.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_nbytes: int, priority: int = -1) -> None:

@@ -23,7 +23,7 @@ from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allo
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, local_of
 from torch_ragged.fsdp.core._kit import Draft, FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
-from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
+from torch_ragged.fsdp.layout._buffer_layout import RowsLayout, rows_layout
 
 __all__ = ["TypeEncoding", "TypePart", "TypeShards", "TypeStandIn"]
 
