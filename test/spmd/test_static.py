@@ -724,10 +724,19 @@ class ProgramTest(unittest.TestCase):
     def test_code_around_static_modules_that_uses_their_inputs_more_often_later_keeps_the_order_of_eager_mode():
         """RMSNorm uses its input twice. A hook, an attribute, an argument of the model bring one more use, in a later step."""
 
+        class First(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.calls = nn.Linear(3, 8), 0
+
+            def forward(self, x):
+                self.calls += 1
+                return self.layer(x)
+
         class Model(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.first, self.norm, self.last, self.calls = nn.Linear(3, 8), nn.RMSNorm(8), nn.Linear(8, 8), 0
+                self.first, self.norm, self.last, self.calls = First(), nn.RMSNorm(8), nn.Linear(8, 8), 0
                 self.options, self.adds = {"adds": False}, False
 
             def forward(self, x, adds=False):

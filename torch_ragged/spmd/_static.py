@@ -142,11 +142,11 @@ class StaticModules:
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         watched, self._watched = self._watched, []
-        if self.program != _OUTSIDE:
-            self._around.settle()
-        self.program = _OUTSIDE
         if self._is_changed:
             self._look_around()
+        elif self.program != _OUTSIDE:
+            self._around.settle()
+        self.program = _OUTSIDE
         if not watched:
             return
         # What the script may use: outputs, and what modules and hooks have stored.
@@ -885,7 +885,7 @@ def _fact_of(leaf: Any) -> Any:
     """What of an argument of the model may change which code runs."""
     if isinstance(leaf, torch.Tensor):
         placements = leaf.placements if isinstance(leaf, DTensor) else None
-        return placements, leaf.shape, leaf.dtype, leaf.requires_grad
+        return placements, None if leaf.is_nested else leaf.shape, leaf.dtype, leaf.requires_grad
     is_plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str))
     return type(leaf), leaf if is_plain else None
 

@@ -101,6 +101,8 @@ class Facts:
             get = _getter(chosen)
             self._named.append((place, get, chosen, list(get(place)), path))
         del self._names, self._functions, self._classes
+        if alone:
+            self._seen = {}
         self._flatten()
 
     def _flatten(self) -> None:
@@ -239,8 +241,9 @@ class Facts:
         if isinstance(value, nn.Module):
             self._visit_module(value, path)
         elif isinstance(value, torch.Tensor):
-            self._tensors.append(value)
-            self._tensor_paths.append(path)
+            if not self._alone or isinstance(value, nn.Parameter):
+                self._tensors.append(value)
+                self._tensor_paths.append(path)
         elif isinstance(value, logging.Logger | torch.device | torch.Generator):
             pass
         elif isinstance(value, dict):
@@ -419,6 +422,9 @@ class Surroundings:
                     state.drop(changed)
 
     def _facts(self, module: nn.Module) -> Facts:
+        # A tensor of a forward is another one in the next. Kept here, it would keep its graph.
+        attributes = vars(module)
+        self._changing.update((id(attributes), name) for name, value in attributes.items() if getattr(value, "grad_fn", None))
         facts = Facts(module, alone=True)
         facts.drop(self._changing)
         return facts
