@@ -237,8 +237,14 @@ def _no_hooks() -> tuple[Any, str, Any]:
     return _static, "_users_hook", lambda module, name: None
 
 
+def _no_surroundings() -> tuple[Any, str, Any]:
+    """The code around static modules does in each forward what it did in the first one."""
+    return _static._Kind, "is_known", lambda self, program: bool(self.watched)
+
+
 PLANTS = {
     "facts": _no_facts,
+    "surroundings": _no_surroundings,
     "kinds": _one_kind,
     "reduction": _no_reduction,
     "writes": _no_writes,

@@ -670,6 +670,38 @@ class CallTest(unittest.TestCase):
                 assert param.grad.placements == param.placements, (mode, kind, name)
 
     @ranks(2)
+    def test_a_boundary_whose_gradient_does_not_exist_has_none_and_sends_nothing():
+        """A reentrant checkpoint that has not used its input brings none, and none goes on to what is before it."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.norm, self.factor = nn.Linear(8, 8), nn.LayerNorm(8), nn.Parameter(torch.randn(8))
+                self.kind, self.uses = True, False
+
+            def forward(self, x):
+                y = self.norm(self.first(x))
+                if self.uses:
+                    x = y * 2
+                return x + checkpoint(lambda h: h.detach() * self.factor, y, use_reentrant=self.kind)
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard("norm.<in>", Shard(0), "tp").shard("norm.<out>", Replicate(), "tp").shard("<in>", Replicate(), "tp")
+        for mode, kind, uses in itertools.product(("eager", "static"), (True, False), (False, True)):
+            torch.manual_seed(0)
+            single = Model()
+            model = parallelize(copy.deepcopy(single), plan.default(Replicate()), mesh, mode=mode)
+            for step in range(4):
+                for each in (single, model):
+                    each.kind, each.uses = kind, uses and step != 2
+                    each.zero_grad()
+                    each(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                for one, other in zip(single.parameters(), model.parameters(), strict=True):
+                    assert (one.grad is None) == (other.grad is None), (mode, kind, uses, step)
+                    if one.grad is not None:
+                        torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+
+    @ranks(2)
     def test_a_backward_that_raised_does_not_keep_the_next_ones_from_being_reduced():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         plan = Plan().default(Replicate()).shard("<in:ids>", Shard(0), "dp")

@@ -721,6 +721,65 @@ class ProgramTest(unittest.TestCase):
         assert report.reasons["1.norm"] == "the gradient of input 0 would be added up in another order", report
 
     @ranks(2)
+    def test_code_around_static_modules_that_uses_their_inputs_more_often_later_keeps_the_order_of_eager_mode():
+        """RMSNorm uses its input twice. A hook, an attribute, an argument of the model bring one more use, in a later step."""
+
+        class First(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.calls = nn.Linear(3, 8), 0
+
+            def forward(self, x):
+                self.calls += 1
+                return self.layer(x)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.norm, self.last, self.calls = First(), nn.RMSNorm(8), nn.Linear(8, 8), 0
+                self.options, self.adds = {"adds": False}, False
+
+            def forward(self, x, adds=False):
+                self.calls += 1  # So it is eager, and modules in it may be static.
+                x = self.first(x)
+                y = self.last(self.norm(x))
+                return x * 0.7 + y if adds or self.adds or self.options["adds"] else y
+
+        def keep(module, args, output):
+            module.seen = output
+
+        def change(model, kind, is_on):
+            if kind == "attribute":
+                model.adds = is_on
+            elif kind == "dict":
+                model.options["adds"] = is_on
+            elif kind == "hook" and is_on:
+                model.first.register_forward_hook(keep)
+            elif kind == "closure" and not model.calls:  # From the first step on.
+                model.first.register_forward_hook(lambda module, args, output: kept.append(output))
+            return {"adds": True} if kind == "argument" and is_on else {}
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in>", Shard(0), "a").default(Replicate())
+        kept = []
+        for kind in ("argument", "attribute", "dict", "hook", "closure"):
+            single = Model().double()
+            eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+            for step in range(7):
+                grads = []
+                for model in (eager, static):
+                    model.zero_grad()
+                    options = change(model, kind, step in (2, 4, 5, 6))
+                    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                    loss = model(x, **options).square().mean()
+                    seen = kept.pop() if kept else vars(model.first).pop("seen", None)
+                    (loss if seen is None else loss + seen.sin().mean()).backward()
+                    grads.append([whole(param.grad) for param in model.parameters()])
+                assert all(map(torch.equal, *grads)), (kind, step)
+            report = static.static_modules.report
+            assert "last" in report.modules and "norm" not in report.modules, report
+
+    @ranks(2)
     def test_two_arguments_that_are_one_tensor_are_another_kind_of_call():
         """Self-attention multiplies by all of its weight at once."""
 
@@ -830,6 +889,34 @@ class ProgramTest(unittest.TestCase):
                 for name, grad in one[1].items():
                     assert grad is None or torch.equal(grad, other[1][name]), (kind, name)
             assert "first" in static.static_modules.report.modules, static.static_modules.report
+
+    @ranks(3)
+    def test_a_module_in_a_reentrant_checkpoint_that_is_called_outside_of_it_too_keeps_the_order_of_eager_mode():
+        """The checkpoint's backward adds to .grad, after the gradient of a use that came later in forward."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.block = nn.Linear(3, 8), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())
+
+            def forward(self, x):
+                return checkpoint(self.block, self.first(x), use_reentrant=True)
+
+        mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("tp", "dp"))
+        plan = Plan().shard("<in>", Shard(0), "dp").default(Replicate())
+        torch.manual_seed(0)
+        single = Model().double()
+        eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        for step in range(6):
+            grads = []
+            for model in (eager, static):
+                model.zero_grad()
+                for micro in range(3):
+                    generator = torch.Generator().manual_seed(9 * step + micro)
+                    x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (3, 8))
+                    (model(x).square().mean() + model.block(y).sin().mean()).backward()
+                grads.append([whole(param.grad) for param in model.parameters()])
+            assert all(map(torch.equal, *grads)), step
 
     @ranks(2)
     def test_a_backward_that_raises_leaves_no_gradient_for_the_next_one():

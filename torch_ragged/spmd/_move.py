@@ -99,6 +99,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 class _MoveLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local, move, in_backward):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
         ctx.in_backward = in_backward
         moved = move.run(local, is_gradient=False)
         return local.view_as(local) if moved is local else moved
@@ -106,7 +107,7 @@ class _MoveLocal(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return ctx.in_backward().run(gradient, is_gradient=True), None, None
+        return None if gradient is None else ctx.in_backward().run(gradient, is_gradient=True), None, None
 
 
 def _only_reduction(mesh: DeviceMesh, src: Placed, dst: Placed) -> AllReduce | None:
@@ -184,11 +185,15 @@ def move_dtensor(tensor: DTensor, dst: Placed, before: Placed | None = None, aft
 class _MoveDTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, dst, before, after):  # type: ignore[no-untyped-def]
+        # A gradient that does not exist, as that of a reentrant checkpoint which has not used its input: zeros would be plain.
+        ctx.set_materialize_grads(False)
         ctx.before, ctx.after = before, after
         return _moved(tensor, dst)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if gradient is None:
+            return None, None, None, None
         # A gradient may stay pending: to make a whole one pending would add it up once per rank.
         if ctx.before is not None and not any(isinstance(p, Partial) for p in ctx.before):
             gradient = move_dtensor(gradient, ctx.before)

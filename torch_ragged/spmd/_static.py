@@ -6,7 +6,9 @@ local ops are those of eager mode. Any other call runs in eager mode.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from torch_ragged.spmd._boundary import Redistribution, Shared, as_dtensor, is_o
 from torch_ragged.spmd._gradients import Leaf, LeavesOfCall, PendingGradients, has_hooks, witness
 from torch_ragged.spmd._move import Move, Placed, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
-from torch_ragged.spmd._static_facts import Facts, NoFacts, modes
+from torch_ragged.spmd._static_facts import Facts, NoFacts, Surroundings, modes
 from torch_ragged.spmd._static_trial import (
     Found,
     Island,
@@ -41,6 +43,8 @@ __all__ = ["StaticModules", "StaticReport"]
 
 _KINDS = 64
 """Kinds of calls of one module that are remembered: a call of a further kind runs in eager mode."""
+_OUTSIDE = -1
+"""The program of calls that are not of a forward of the model: nobody watches what becomes of their tensors."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,12 @@ class StaticModules:
             self.forbid(name, reason)
         for name, region in self._regions.items():
             region.around = [other for outer, other in self._regions.items() if _is_in(name, outer)]
-        self._watched: list[tuple[_Kind, Optional[int], Any]] = []
-        model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        self._watched: list[tuple[_Kind, Optional[int], Any, int]] = []
+        self.program = _OUTSIDE
+        """What this forward is called with, and the facts of the modules around static ones: what their code will do."""
+        self._is_changed = True
+        self._around = Surroundings()
+        model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._end_forward)
         for region in self._regions.values():
             inner = [each for each in region.module.modules() if each is not region.module]
@@ -101,49 +109,81 @@ class StaticModules:
             if has_units or not any(isinstance(param, DTensor) for param in region.module.parameters()):
                 region.make_eager()
 
-    def _begin_forward(self, *_: Any) -> None:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         _now.begin_forward()
         self._watched.clear()
+        # Only of forwards with a backward of their own: without gradients, it does not count how often a tensor is used.
+        self.program = _OUTSIDE
+        if torch.is_grad_enabled() and backward_id() < 0:
+            if not self._around:
+                self._look_around()
+            self.program = hash((*map(_fact_of, pytree.tree_leaves((args, kwargs))), modes(), self._around.number()))
+
+    def deviate(self, name: str, number: int) -> None:
+        """A module has other facts than at first. So the code after it may use other tensors, or write to other ones."""
+        self.program = hash((self.program, name, number))
+
+    def _look_around(self) -> None:
+        """Which modules are not static, and with which hooks."""
+        self._is_changed = False
+        self._around.look_at([region.module for region in self._regions.values() if region.is_around()])
 
     def watch_uses(self, kind: _Kind, leaves: Sequence[Any]) -> None:
         """When this forward ends, note how often the inputs of a call in eager mode were used."""
         inputs = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor) and leaf.requires_grad]
         if torch.is_grad_enabled() and inputs:
-            self._watched += [(kind, index, edge_of(leaf)) for index, leaf in inputs]
+            self._watched += [(kind, index, edge_of(leaf), self.program) for index, leaf in inputs]
         else:
-            kind.is_watched = True
+            kind.watched.add(self.program)
 
     def watch_view(self, kind: _Kind, output: torch.Tensor) -> None:
         """When this forward ends, note whether an output that is a view was written to: then autograd has left its node."""
-        self._watched.append((kind, None, edge_of(output)))
+        self._watched.append((kind, None, edge_of(output), self.program))
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         watched, self._watched = self._watched, []
+        if self._is_changed:
+            self._look_around()
+        elif self.program != _OUTSIDE:
+            self._around.settle()
+        self.program = _OUTSIDE
         if not watched:
             return
-        # What the script may use: outputs, and what modules have stored.
+        # What the script may use: outputs, and what modules and hooks have stored.
         kept = [
             value
             for each in module.modules()
             for name, value in vars(each).items()
             if name not in _OF_MODULES and isinstance(value, _KEPT)
         ]
+        kept += [value for each in module.modules() for value in _kept_by_hooks(each)]
         ends = [leaf for leaf in _tensors_in((output, kept)) if leaf.requires_grad]
         used = [*map(edge_of, ends)]
-        edges: dict[Any, Any] = {position: edge for position, (_, _, edge) in enumerate(watched)}
+        edges: dict[Any, Any] = {position: edge for position, (_, _, edge, _) in enumerate(watched)}
         params = self.gradients.edges()
         uses = count_uses(ends, {**edges, **{edge: edge for each in params.values() for edge in each}})
-        for position, (kind, index, edge) in enumerate(watched):
+        for position, (kind, index, edge, program) in enumerate(watched):
             count = uses[position] + used.count(edge)
             if index is None:
                 kind.is_written |= not count
                 continue
             kind.uses[index] = max(count, kind.uses.get(index, 0))
-            kind.is_watched = True
+            kind.watched.add(program)
+        for kind in {id(each[0]): each[0] for each in watched}.values():
+            if kind.found is not None and kind.reason is None:
+                try:
+                    kind.check_uses("", kind.found)
+                except Refused as refused:  # From the next forward on, the module is eager.
+                    kind.reason = refused.reason
         for param, each in params.items():
-            if sum(uses[edge] for edge in each) > 1 and self.gradients.share(param):
-                for region in self._regions.values():
-                    region.forget(param)
+            if sum(uses[edge] for edge in each) > 1:
+                self.leave_leaves(param)
+
+    def leave_leaves(self, param: Any) -> None:
+        """The gradients of ``param`` go to it from now on."""
+        if self.gradients.share(param):
+            for region in self._regions.values():
+                region.forget(param)
 
     @property
     def report(self) -> StaticReport:
@@ -162,12 +202,14 @@ class StaticModules:
                 region.make_eager(reason if other == name else "")
             elif _is_in(other, name):
                 region.wake()
+        self._is_changed = True
 
     def now_static(self, static: _Region) -> None:
         """Modules in a static one cost nothing: their own hooks go. They come again if it becomes eager."""
         for name, region in self._regions.items():
             if region is not static and _is_in(name, static.name):
                 region.sleep()
+        self._is_changed = True
 
 
 def _is_in(name: str, outer: str) -> bool:
@@ -216,12 +258,15 @@ class _Kind:
         uses: how often each input was used, in the whole model.
         found: what the trial found; None before it, or if it refused.
         reason: why calls of this kind are eager, for good.
-        is_watched: whether there was one, in eager mode.
+        watched: the programs of forwards in which there was one, in eager mode.
         is_written: whether nothing used an output that is a view, or the code around the module has written to it.
         pending: those in eager mode whose backward may still come. It may compute a checkpoint again, which must be eager, too.
         others: by the placements of the gradients that have arrived, what a trial with them found; None: it refused.
         given: makes arguments of a trial.
         modes: those of torch, in forward.
+        latest: the last call on local tensors.
+        is_static: whether the last forward of such a call was static. A checkpoint computes it again in the same way.
+        is_due: whether a call was static in a program in which there was none in eager mode.
     """
 
     state: _State
@@ -230,20 +275,42 @@ class _Kind:
     uses: dict[int, int] = field(default_factory=dict)
     found: Optional[Found] = None
     reason: Optional[str] = None
-    is_watched: bool = False
+    watched: set[int] = field(default_factory=set)
     is_written: bool = False
     pending: weakref.WeakSet[_Call] = field(default_factory=weakref.WeakSet)
     others: dict[Any, Optional[Found]] = field(default_factory=dict)
     given: Callable[[], tuple[list[Any], Any]] = lambda: ([], None)
     modes: tuple[Any, ...] = ()
+    latest: Callable[[], Optional[_StaticCall]] = lambda: None
+    is_static: bool = False
+    is_due: bool = False
+
+    def check_uses(self, name: str, found: Found) -> None:
+        """Raises Refused: what was seen of the code around the module forbids what a trial found."""
+        if self.is_written:  # Outputs of a static module are no views, whose gradients take another way.
+            raise Refused(name, "an output of it is a view, which nothing uses or to which the code around it writes")
+        for index, inside in found.uses.items():
+            # Eager mode adds up all gradients of a tensor one by one; a static module adds up its own first.
+            if inside > 1 and self.uses.get(index, 0) > inside:
+                raise Refused(name, f"the gradient of input {index} would be added up in another order")
+
+    def is_known(self, program: int) -> bool:
+        """Whether it was watched what the code around it does with its tensors."""
+        return program in self.watched or len(self.watched) >= _KINDS or (bool(self.watched) and not torch.is_grad_enabled())
+
+    def waits(self) -> bool:
+        """Whether a call on local tensors waits for its backward, in which a checkpoint may run it again."""
+        call = self.latest()
+        return call is not None and call.waits()
 
 
 @dataclass
 class _State:
-    """The kinds of calls of a module with the same :class:`Facts`."""
+    """The kinds of calls of a module with the same :class:`Facts`. ``number``: how many the module had before."""
 
     facts: Facts
     reason: Optional[str]
+    number: int
     kinds: dict[Any, _Kind] = field(default_factory=dict)
 
 
@@ -271,6 +338,10 @@ class _StaticCall(LeavesOfCall):
 
     def move(self, change: Redistribution) -> Move:
         return self.found.moves[change]
+
+    def waits(self) -> bool:
+        """Whether it needs a backward that has not begun."""
+        return bool(self.nodes) and self._backward == -1
 
     def grad_spec(self, key: Any) -> Any:
         """The spec of the gradient of an input, by its position, or of a parameter, by its name; None: it has none."""
@@ -334,8 +405,11 @@ class _Region(Shared):
         self._used_before = -1
         """The number of the backward before which its parameters were last used."""
         self._leaves: list[Leaf] = []
+        self._is_checkpointed = False
         self._owner = owner
         self._states: list[_State] = []
+        self._home: Optional[_State] = None
+        """The first state with static calls."""
         self._running: list[tuple[str, Any]] = []
         self._params = [
             _LocalParam(vars(each), each._parameters, key, f"{prefix}.{key}" if prefix else key)
@@ -351,6 +425,10 @@ class _Region(Shared):
     @property
     def is_static(self) -> bool:
         return any(kind.found for state in self._states for kind in state.kinds.values())
+
+    def is_around(self) -> bool:
+        """Whether its code runs in eager mode: it may use tensors of static modules."""
+        return self.reason is not None or (bool(self._handles) and not self.is_static)
 
     def draws(self) -> dict[str, str]:
         """The modules in it that draw random numbers, with the op."""
@@ -378,7 +456,7 @@ class _Region(Shared):
     def sleep(self) -> None:
         for handle in (*self._handles, *(handle for handles in self._island_hooks.values() for handle in handles)):
             handle.remove()
-        self._handles, self._states, self._running = [], [], []
+        self._handles, self._states, self._running, self._home = [], [], [], None
         self._island_hooks.clear()
 
     def make_eager(self, reason: str = "") -> None:
@@ -402,10 +480,17 @@ class _Region(Shared):
         if torch.is_grad_enabled():
             for region in (self,) if found is not None else self.around:
                 region._used_before = backward
+        elif self._owner.program != _OUTSIDE and not self._is_checkpointed:
+            # A reentrant checkpoint runs it again in a backward of its own, which adds to .grad in the middle of this one. A
+            # gradient on a leaf, of another use, would be added later than in eager mode.
+            self._is_checkpointed = True
+            for each in self._params:
+                self._owner.leave_leaves(each.registered[each.key])
         if found is None:
             return None
         assert kind is not None
         call = _StaticCall(self, kind, found)
+        kind.latest = weakref.ref(call)
         self._running[-1] = ("static", call)
         if found.can_repeat and torch.is_grad_enabled():
             call.given = leaves[:], tree
@@ -421,21 +506,31 @@ class _Region(Shared):
 
     def _found_for(self, kind: _Kind, leaves: Sequence[Any], tree: Any) -> Optional[Found]:
         """What a trial of this kind of calls found, perhaps now; None: this call is eager."""
-        if kind.reason is not None and kind.found is not None and backward_id() < 0:
+        in_backward = backward_id() >= 0
+        if kind.reason is not None and kind.found is not None and not in_backward and not kind.waits():
             kind.found = None  # Not before: a checkpoint whose forward was static is computed again as it was.
             if not self.is_static:
                 self._owner.forbid(self.name, kind.reason)
         if kind.reason is not None and kind.found is None:
             return None
         # Time: the first call of a kind is watched, and a later one is tried, when the gradients of the first have arrived.
-        if kind.found is None:
-            # A call that activation checkpointing runs again is as the first one was.
-            if backward_id() >= 0 or not kind.is_watched or kind.pending:
-                self._running[-1] = ("watched", kind)
-                if backward_id() < 0:
-                    self._owner.watch_uses(kind, leaves)
-                return None
+        # In another program, the code around the module may use its inputs and outputs otherwise: a call there is watched, too.
+        is_known, is_tried = kind.is_known(self._owner.program), kind.found is not None
+        is_eager = not is_known or bool(kind.pending) or kind.is_due
+        if in_backward:  # A call that activation checkpointing runs again is as the first one was.
+            is_eager = not (is_tried and kind.is_static)
+        elif is_tried and kind.waits():  # And a checkpoint cannot tell two calls that wait from each other.
+            is_eager, kind.is_due = False, kind.is_due or not is_known
+        if is_eager:
+            self._running[-1] = ("watched", kind)
+            if not in_backward:
+                kind.is_static, kind.is_due = False, False
+                self._owner.watch_uses(kind, leaves)
+            return None
+        if not is_tried:
             self._try(kind, leaves, tree)
+        if not in_backward:
+            kind.is_static = kind.found is not None
         return kind.found
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -496,6 +591,8 @@ class _Region(Shared):
             state = self._new_state()
             if state is None:
                 return None
+        if self._home is not None and state is not self._home and backward_id() < 0:
+            self._owner.deviate(self.name, state.number)
         if state.reason is not None:
             return None
         kind = state.kinds.get(whole)
@@ -509,7 +606,7 @@ class _Region(Shared):
         if len(self._states) >= _KINDS:
             return None
         try:
-            state = _State(Facts(self.module), _users_hook(self.module, self.name))
+            state = _State(Facts(self.module), _users_hook(self.module, self.name), len(self._states))
         except NoFacts as error:
             self._owner.forbid(self.name, str(error))
             return None
@@ -524,16 +621,12 @@ class _Region(Shared):
         kind.given, kind.modes = functools.partial(_alike, [*map(_meta_of, leaves)], [*map(id, leaves)], tree), modes()
         _now.enter(self, None)  # Modules in it are called on trial, and must not watch or try themselves.
         try:
-            if kind.is_written:  # Outputs of a static module are no views, whose gradients take another way.
-                raise Refused(self.name, "an output of it is a view, which nothing uses or to which the code around it writes")
+            kind.check_uses(self.name, Found([]))  # What needs no trial.
             kind.found = self._run_trial(kind, leaves, tree, kind.arrivals)
             changed = state.facts.changed()
             if changed is not None:
                 raise Refused(self.name, f"its forward changes {changed}")
-            for index, inside in kind.found.uses.items():
-                # Eager mode adds up all gradients of a tensor one by one; a static module adds up its own first.
-                if inside > 1 and kind.uses.get(index, 0) > inside:
-                    raise Refused(self.name, f"the gradient of input {index} would be added up in another order")
+            kind.check_uses(self.name, kind.found)
         except Refused as error:
             kind.found, kind.reason, refused = None, error.reason, error
         finally:
@@ -546,6 +639,7 @@ class _Region(Shared):
                 owner.forbid(refused.module, refused.reason)  # After restore(), which brings back hooks that are removed here.
             return
         assert kind.found is not None
+        self._home = self._home or state
         owner.now_static(self)
         for module in kind.found.islands:
             if module not in self._island_hooks:
@@ -757,6 +851,25 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in (*leaves, *pytree.tree_leaves(inner)) if isinstance(leaf, torch.Tensor)]
 
 
+def _kept_by_hooks(module: nn.Module) -> list[Any]:
+    """What the hooks of the user on a module may have stored a tensor in: their closures, globals, arguments and objects."""
+    found: list[Any] = []
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if is_own_hook(hook):
+            continue
+        while isinstance(hook, functools.partial):
+            found += (*hook.args, *hook.keywords.values())
+            hook = hook.func
+        if isinstance(hook, types.MethodType):
+            found.append(hook.__self__)
+            hook = hook.__func__
+        if isinstance(hook, types.FunctionType):
+            with contextlib.suppress(ValueError):  # A cell that is not filled yet.
+                found += [cell.cell_contents for cell in hook.__closure__ or ()]
+            found += [hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__]
+    return [value for value in found if not isinstance(value, (nn.Module, type, types.ModuleType))]
+
+
 def _users_hook(module: nn.Module, name: str) -> Optional[str]:
     """Why hooks of the user keep a module eager: they are called with DTensors, and may do anything with them."""
     for inner, each in module.named_modules():
@@ -766,6 +879,15 @@ def _users_hook(module: nn.Module, name: str) -> Optional[str]:
                     where = ".".join(filter(None, (name, inner))) or "the model"
                     return f"a hook on {where} is called with DTensors"
     return None
+
+
+def _fact_of(leaf: Any) -> Any:
+    """What of an argument of the model may change which code runs."""
+    if isinstance(leaf, torch.Tensor):
+        placements = leaf.placements if isinstance(leaf, DTensor) else None
+        return placements, None if leaf.is_nested else leaf.shape, leaf.dtype, leaf.requires_grad
+    is_plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str))
+    return type(leaf), leaf if is_plain else None
 
 
 def _note_arrival(kind: _Kind, call: _Call, index: int, gradient: Any) -> None:
@@ -844,6 +966,7 @@ class _ToPending(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local, shares):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
         for size in shares:
             local = local / size
         return local
@@ -859,6 +982,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor, call, key):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
         ctx.spec, ctx.call, ctx.key = tensor._spec, call, key
         local = tensor._local_tensor
         return local.view_as(local)
@@ -868,6 +992,8 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         if ctx.call.repeated is not None:  # Instead of the local gradient, which is none.
             return ctx.call.repeated.get(ctx.key), None, None
+        if gradient is None:
+            return None, None, None
         spec = ctx.call.grad_spec(ctx.key)
         if spec is not None:
             return DTensor(gradient, spec, requires_grad=False), None, None
@@ -883,6 +1009,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local, call, index, spec, given, *witnesses):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
         ctx.call, ctx.index, ctx.mesh, ctx.witnesses = call, index, spec.mesh, len(witnesses)
         call.nodes[index] = weakref.ref(ctx)
         ctx.given = None
@@ -896,6 +1023,8 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if gradient is None:  # Eager mode has none in the module, and sends nothing for it.
+            return None, None, None, None, None, *(None,) * ctx.witnesses
         call = ctx.call
         call.region.gradients.collect(call)
         gradient = as_dtensor(gradient, ctx.mesh)  # Behind a backward hook, that of an unused output is plain zeros.
@@ -916,12 +1045,15 @@ class _ToIsland(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local, call, module, index, spec):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
         ctx.call, ctx.module, ctx.index, ctx.placements = call, module, index, clean(spec.placements)
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if gradient is None:
+            return None, None, None, None, None
         wanted = ctx.call.found.islands[ctx.module].input_grads.get(ctx.index, ctx.placements)
         if gradient.placements != wanted:
             gradient = move_dtensor(gradient, wanted)
@@ -933,6 +1065,7 @@ class _FromIsland(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor, call, module, index, spec):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
         ctx.call, ctx.module, ctx.index, ctx.spec = call, module, index, spec
         local = tensor._local_tensor
         return local.view_as(local)
@@ -940,6 +1073,8 @@ class _FromIsland(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if gradient is None:
+            return None, None, None, None, None
         spec = ctx.spec
         placements = ctx.call.found.islands[ctx.module].output_grads.get(ctx.index, clean(spec.placements))
         return make_dtensor(gradient.contiguous(), spec.mesh, placements, spec.shape), None, None, None, None

@@ -13,7 +13,7 @@ import logging
 import os
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, Optional
@@ -23,10 +23,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
-__all__ = ["Facts", "NoFacts", "modes"]
+__all__ = ["Facts", "NoFacts", "Surroundings", "modes"]
 
 _LIMIT = 20_000
 """Values that are watched for one module, at most."""
+_STATES = 64
+"""States of the modules around static ones that are told apart; further ones count as one."""
 _OF_OTHERS = tuple(
     os.path.join(path, "")
     for path in {
@@ -71,12 +73,15 @@ class Facts:
     the environment, and the state of objects that are not Python's. Code that uses such a module of Python
     (``os``, ``random``, ``time``), or that prints, has no facts.
 
+    Args:
+        alone: without the modules in it. What no guard can see is left out.
+
     Raises:
         NoFacts: the code reads what no guard can see.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, alone: bool = False) -> None:
+        self._module, self._alone = module, alone
         self._whole: list[tuple[dict[Any, Any], list[Any], list[Any], str]] = []
         self._listed: list[tuple[Any, list[Any], str]] = []
         self._named: list[tuple[Any, Callable[[Any], tuple[Any, ...]], tuple[str, ...], list[Any], str]] = []
@@ -88,14 +93,16 @@ class Facts:
         self._code: set[str] = set()  # All names that the code uses.
         self._functions: list[tuple[types.FunctionType, str]] = []
         self._classes: dict[type, str] = {}
-        for name, each in module.named_modules():
+        for name, each in (("", module),) if alone else module.named_modules():
             self._visit(each, name or type(module).__name__)
         self._follow()
         for path, place, names in self._names.values():
             chosen = tuple(sorted(names))
-            get = itemgetter(*chosen) if len(chosen) > 1 else functools.partial(_one, chosen[0])
+            get = _getter(chosen)
             self._named.append((place, get, chosen, list(get(place)), path))
         del self._names, self._functions, self._classes
+        if alone:
+            self._seen = {}
         self._flatten()
 
     def _flatten(self) -> None:
@@ -160,6 +167,44 @@ class Facts:
                 return path
         return None
 
+    def differing(self) -> set[tuple[int, Any]]:
+        """All entries of dicts, lists and cells that are others now: by the identity of what has them, and the key."""
+        found: set[tuple[int, Any]] = set()
+        for place, keys, values, _ in self._whole:
+            before = dict(zip(keys, values))
+            found |= {(id(place), key) for key in {**place, **before} if place.get(key, self) is not before.get(key, self)}
+        for sequence, values, _ in self._listed:
+            if len(sequence) != len(values) or not all(map(is_, sequence, values)):
+                found.add((id(sequence), None))
+        for place, _, names, values, _ in self._named:
+            attributes = place if isinstance(place, dict) else dict(place)
+            found |= {(id(place), name) for name, value in zip(names, values) if attributes.get(name, self) is not value}
+        found |= {(id(cell), None) for cell, value, _ in self._cells if cell.cell_contents is not value}
+        metas = zip(self._tensors, self._metas)
+        return found | {(id(tensor), None) for tensor, meta in metas if _changes_in_place(tensor) != meta}
+
+    def drop(self, changing: set[tuple[int, Any]]) -> None:
+        """Compare some entries no more."""
+        if not changing:
+            return
+        named = [(place, names, values, path) for place, _, names, values, path in self._named]
+        whole, self._whole, self._named = self._whole, [], []
+        for place, keys, values, path in whole:
+            if len(place) == len(keys) and not any((id(place), key) in changing for key in keys):
+                self._whole.append((place, keys, values, path))
+            else:
+                named.append((place, tuple(keys), values, path))
+        for place, names, values, path in named:
+            pairs = [(name, value) for name, value in zip(names, values) if (id(place), name) not in changing]
+            if pairs:
+                chosen = tuple([name for name, _ in pairs])
+                self._named.append((place, _getter(chosen), chosen, [value for _, value in pairs], path))
+        self._listed = [each for each in self._listed if (id(each[0]), None) not in changing]
+        self._cells = [each for each in self._cells if (id(each[0]), None) not in changing]
+        tensors = [(t, path) for t, path in zip(self._tensors, self._tensor_paths) if (id(t), None) not in changing]
+        self._tensors, self._tensor_paths = [t for t, _ in tensors], [path for _, path in tensors]
+        self._flatten()
+
     def restore(self) -> None:
         """Undo what code that was called on trial has changed."""
         for place, keys, values, _ in self._whole:
@@ -181,14 +226,24 @@ class Facts:
     def _visit(self, value: Any, path: str) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
+        if self._alone and isinstance(value, nn.Module) and value is not self._module:
+            return
+        try:
+            self._visit_new(value, path)
+        except NoFacts:
+            if not self._alone:
+                raise
+
+    def _visit_new(self, value: Any, path: str) -> None:
         self._seen[id(value)] = value
         if len(self._seen) > _LIMIT:
             raise NoFacts(f"it refers to more than {_LIMIT} values, such as {path}")
         if isinstance(value, nn.Module):
             self._visit_module(value, path)
         elif isinstance(value, torch.Tensor):
-            self._tensors.append(value)
-            self._tensor_paths.append(path)
+            if not self._alone or isinstance(value, nn.Parameter):
+                self._tensors.append(value)
+                self._tensor_paths.append(path)
         elif isinstance(value, logging.Logger | torch.device | torch.Generator):
             pass
         elif isinstance(value, dict):
@@ -287,7 +342,11 @@ class Facts:
                 names = _names_of(function.__code__)
                 self._code |= names
                 for name in names:
-                    self._read_global(function, name, names)
+                    try:
+                        self._read_global(function, name, names)
+                    except NoFacts:
+                        if not self._alone:
+                            raise
             # A name may be that of a class attribute or method of any object that was found.
             for kind, path in list(self._classes.items()):
                 if _is_others(kind.__module__):
@@ -316,6 +375,61 @@ class Facts:
         self._watch_name(place, function.__module__ or "a function", name)
 
 
+class Surroundings:
+    """Facts of the modules around static ones, each alone: by them, their code uses a tensor once, or more often.
+
+    What forwards themselves change, such as a count of calls, does not count: it is another one each time.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[nn.Module, list[Facts]] = {}
+        self._now: dict[nn.Module, int] = {}
+        self._changing: set[tuple[int, Any]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def look_at(self, modules: Sequence[nn.Module]) -> None:
+        """Take ``modules`` as the modules around static ones. Their hooks may have changed, which is no other state."""
+        before, self._of = self._of, {}
+        for module in modules:
+            states = self._of[module] = before.get(module, [])
+            number = self._now[module] = min(self._now.get(module, 0), len(states))
+            states[number : number + 1] = [self._facts(module)]
+
+    def number(self) -> int:
+        """A number for what holds now; 0: each module is as it was at first."""
+        other = []
+        for module, states in self._of.items():
+            number = self._now[module]
+            if number >= len(states) or not states[number].hold():
+                number = next((n for n, state in enumerate(states) if state.hold()), len(states))
+                if number == len(states) < _STATES:
+                    states.append(self._facts(module))
+                self._now[module] = number
+            if number:
+                other.append((id(module), number))
+        return hash(tuple(other)) if other else 0
+
+    def settle(self) -> None:
+        """A forward has ended: what has changed since it began is not compared again."""
+        for module, states in self._of.items():
+            number = self._now[module]
+            if number < len(states) and not states[number].hold():
+                changed = states[number].differing()
+                self._changing |= changed
+                for state in states:
+                    state.drop(changed)
+
+    def _facts(self, module: nn.Module) -> Facts:
+        # A tensor of a forward is another one in the next. Kept here, it would keep its graph.
+        attributes = vars(module)
+        self._changing.update((id(attributes), name) for name, value in attributes.items() if getattr(value, "grad_fn", None))
+        facts = Facts(module, alone=True)
+        facts.drop(self._changing)
+        return facts
+
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.layout, torch.memory_format, range)
 
 
@@ -334,7 +448,11 @@ _values_of = methodcaller("values")
 _changes_in_place = attrgetter("requires_grad", "dtype", "shape")
 
 
-def _one(name: str, place: Any) -> tuple[Any, ...]:
+def _getter(names: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return itemgetter(*names) if len(names) > 1 else functools.partial(_one, names[0])
+
+
+def _one(name: Any, place: Any) -> tuple[Any, ...]:
     return (place[name],)
 
 

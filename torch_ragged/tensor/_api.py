@@ -257,6 +257,7 @@ class _RaggedRedistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor, placements, async_op, forward_dtype, backward_dtype, is_explicit=True):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)  # Zeros would be no DTensor.
         spec, local, dtype = tensor._spec, tensor._local_tensor, tensor.dtype
         ctx.placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
         ctx.async_op, ctx.dtype, ctx.backward_dtype = async_op, dtype, backward_dtype or dtype
@@ -270,6 +271,8 @@ class _RaggedRedistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if gradient is None:
+            return (None,) * 6
         gradient = gradient.to(ctx.backward_dtype)
         moved = _RaggedRedistribute.apply(gradient, ctx.placements, ctx.async_op, None, None, False)
         return moved.to(ctx.dtype), *[None] * 5
