@@ -153,12 +153,18 @@ class WindowTier(Tier):
             self._note_copy("tier_write", chunk, begin)
 
     def look(self, chunk: Chunk) -> Memory:
-        self._held.pop(chunk, None)  # A step that raised has fetched it ahead: the next one must not use that window.
+        if chunk in self._held:  # A step that raised has fetched it ahead: the next one must not use that window.
+            self._forget(chunk)
         self._copies.wait_out()
         return self._slabs[chunk]
 
     def reset(self) -> None:
-        self._held.clear()
+        for chunk in list(self._held):
+            self._forget(chunk)
+
+    def _forget(self, chunk: Chunk) -> None:
+        """Free the window of a chunk that was fetched ahead. Its slab, which the copy reads, may be written next."""
+        self._copies.wait_in(self._held.pop(chunk))
 
     def _note_copy(self, kind: str, chunk: Chunk, begin: float) -> None:
         self._note(kind, chunk.nbytes, begin, None if isinstance(self._copies, _HostCopies) else begin)
