@@ -71,7 +71,7 @@ def widening():
 @contextlib.contextmanager
 def reduced_dtypes(log):
     """Note the dtype of every buffer that a reduce-scatter over gloo, or by the copy engine, reads."""
-    exchange, copies = implementation._gloo.reduce_scatter, CopyEngineCollectives._sum
+    exchange, copies = implementation._gloo.reduce_scatter, CopyEngineCollectives.reduce_scatter
 
     def noted_exchange(output, buffer, *others, **options):
         log.append(buffer.dtype)
@@ -83,7 +83,7 @@ def reduced_dtypes(log):
 
     with (
         mock.patch.object(implementation._gloo, "reduce_scatter", noted_exchange),
-        mock.patch.object(CopyEngineCollectives, "_sum", noted_copies),
+        mock.patch.object(CopyEngineCollectives, "reduce_scatter", noted_copies),
     ):
         yield
 
