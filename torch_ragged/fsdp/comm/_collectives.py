@@ -257,7 +257,7 @@ class ProcessGroupCollectives(Collectives):
         self, collective: Any, custom: CustomCollective | None, *tensors: Any, group: dist.ProcessGroup, **options: Any
     ) -> Work:
         """Issue ``custom`` if it is set, otherwise ``collective``. Tensors are real, or complex: those are sent as pairs."""
-        tensors = tuple(as_real(each) if isinstance(each, torch.Tensor) else each for each in tensors)
+        tensors = tuple([as_real(each) if isinstance(each, torch.Tensor) else each for each in tensors])
         if custom is not None:
             return custom(*tensors, **options, group=group, async_op=True) or done  # A synchronous one returns None.
         work = _gloo.issued(collective, *tensors, **options, group=group)

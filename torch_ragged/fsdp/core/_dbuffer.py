@@ -405,27 +405,28 @@ class DBuffer:
         before, runs, group = self.placements, 1, None
         if len(before) < len(placements):
             before *= len(placements)
-        dim = len(before) - 1 if before[-1] != placements[-1] else 0
+        # By class: placements of torch compare slowly, and this runs in each collective.
+        dim = len(before) - 1 if type(before[-1]) is not type(placements[-1]) else 0
         if out is None:
             self.placements = placements
-            # Each rank has all elements already: in place, without another buffer.
-            return collectives.all_reduce(self.flat, reduction)
+            return collectives.all_reduce(self.flat, reduction)  # Each rank has all elements already: no other buffer.
         levels = self.levels or out.levels
         if levels is not None:
             # Within a node for each node's shards; then once over nodes. Ranks of a node are neighbours in the order of shards.
             runs, group = (levels.nodes, levels.within) if dim else (1, levels.across)
-        source = self.flat
-        issue: Callable[..., Work] = collectives.all_gather
-        if isinstance(before[dim], Partial):
-            issue = functools.partial(collectives.reduce_scatter, reduction=reduction)
-        else:
+        source, reduces = self.flat, isinstance(before[dim], Partial)
+        if not reduces:
             out.allocate()  # Not before: a group that is not in use holds no unsharded parameters.
             # Cast into this rank's slice: the all-gather then needs no other buffer, and sends the dtype of ``out``.
             if (source.dtype, source.device) != (out.flat.dtype, out.flat.device):
                 source = scaled_copy_(out.shard(), source, non_blocking=True)
-        if runs == 1:
-            return issue(out.flat, source, group=group)
-        return wait_all([issue(*pair, group=group) for pair in zip(out.flat.chunk(runs), source.chunk(runs))])
+        works = []
+        for target, part in ((out.flat, source),) if runs == 1 else zip(out.flat.chunk(runs), source.chunk(runs)):
+            if reduces:
+                works.append(collectives.reduce_scatter(target, part, reduction, group))
+            else:
+                works.append(collectives.all_gather(target, part, group))
+        return works[0] if runs == 1 else wait_all(works)
 
 
 def in_buffer_form(tensor: torch.Tensor, layout: BufferLayout, index: int) -> torch.Tensor:

@@ -342,7 +342,7 @@ class GradReduction:
 
     def find_hooks(self) -> None:
         """A forward begins: look whether the user has hooks on gradients of sharded parameters."""
-        self.has_hooks = any([_has_hooks(param.sharded) for param in self._params])
+        self.has_hooks = any([param.sharded._backward_hooks or _post_hooks(param.sharded) for param in self._params])
 
     def set_grads_early(self, used_anywhere: Iterable[bool] | None) -> bool:
         """Before the end of backward: set ``.grad``, if it is known to be complete; return whether it was set.
