@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import itertools
 import random
+import re
 import textwrap
 import unittest
 from types import SimpleNamespace
@@ -1083,7 +1084,12 @@ class OutputTest(unittest.TestCase):
                     assert torch.equal(grad, found[1][key]), (is_eager, in_unit, step, name, key)
             report = static.static_modules.report
             # On trial, the model does not know yet with which placements gradients reach outputs without one.
-            assert {"first", "parts", "last", "head"} == set(report.modules), report
+            modules = {"first", "parts", "last", "head"}
+            if hasattr(torch.distributed, "all_gather_single"):
+                assert modules == set(report.modules), report
+            # Before torch 2.13, eager mode redistributes some of these gradients: such a module is eager, and says so.
+            for name in modules - set(report.modules):
+                assert re.search(rf"eager: {name}.*add a rule with grad=", str(report)), report
 
     @ranks(2)
     def test_gradients_with_which_eager_mode_redistributes_have_its_bits_and_the_module_is_eager_from_then_on():
