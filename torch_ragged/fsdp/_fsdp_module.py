@@ -154,7 +154,7 @@ class FSDPModule(TorchFSDPModule):
             load_converted(group)
         return self
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True, **others: Any) -> None:
         """As ``torch.nn.Module.zero_grad``. Also gradients of parameters that are unsharded now, which is FSDP2's trap.
 
         Between forward and backward, after a backward that raised, or without resharding after backward,
@@ -163,7 +163,7 @@ class FSDPModule(TorchFSDPModule):
         """
         groups = self._ragged_groups(recurse=True)
         _wait_for_users(groups)
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none, **others)  # type: ignore[misc]  # The model's own may take more.
         for param in [param for group in groups if group.is_unsharded for param in group.params]:
             if set_to_none:
                 param.sharded.grad = None

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, fully_shard
 from torch_ragged.fsdp.core._hooks import map_tensors, tensors_in
 
 DIM = 6
@@ -441,6 +441,46 @@ class BackwardTest(unittest.TestCase):
 
 
 class OffloadTest(unittest.TestCase):
+    @ranks(4)
+    def test_gradients_in_host_memory_have_the_bits_of_those_on_the_device():
+        """Beside what changes shards, reductions, or when gradients are set. The second pass adds to ``.grad``."""
+        line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+
+        def hooks(model):
+            for param in model.parameters():
+                param.register_hook(lambda gradient: gradient * 2)
+
+        def dtypes(model):
+            for param in list(model.parameters())[::2]:
+                param.grad_dtype = torch.float64
+
+        cases = {
+            "plain": (line, {}, None),
+            "HSDP": (square, {}, None),
+            "HIERARCHICAL": (square, {"placements": HIERARCHICAL}, None),
+            "ZERO1": (line, {"placements": ZERO1}, None),
+            "ZERO2": (line, {"placements": ZERO2}, None),
+            "weights": (line, {"weights": [3, 0, 1, 2]}, None),
+            "bfloat16": (line, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, None),
+            "two reductions in flight": (line, {}, lambda model: model.set_reduce_scatter_max_input_buffers(2)),
+            "hooks on gradients": (line, {}, hooks),
+            "dtypes of gradients": (line, {}, dtypes),
+        }
+        for name, (mesh, options, prepare) in cases.items():
+            found = []
+            for offload in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE != "cpu")}):
+                torch.manual_seed(0)
+                layers = [nn.Linear(DIM, DIM) for _ in range(3)]
+                model = nn.Sequential(*layers)
+                for module in (*layers, model):
+                    fully_shard(module, mesh=mesh, **options, **offload)
+                if prepare is not None:
+                    prepare(model)
+                for step in range(2):
+                    model(torch.full((2, DIM), 1.0 + step + dist.get_rank())).square().sum().backward()
+                found.append([param.grad.to_local().cpu() for param in model.parameters()])
+            assert all(map(torch.equal, *found)), name
+
     @unittest.skipIf(DEVICE == "cpu", "gradients are in host memory")
     @ranks(2)
     def test_gradients_are_copied_to_host_memory_while_backward_goes_on():

@@ -141,6 +141,7 @@ def _back(kind: Kind, cut: int, shard: int) -> int:
 
 
 def run_at(runs: Sequence[Run], cut: int) -> Run:
+    """The run that begins at ``cut``, or the last one that begins before it."""
     return runs[bisect_left(runs, (cut + 1,)) - 1]
 
 
