@@ -122,7 +122,7 @@ def area_of(module: str) -> str:
 def entry(message: Message) -> str:
     """One message as an item of a list."""
     kind = {"unsupported": "NotImplementedError", "NoLocalWay": "NotImplementedError", "InvalidArgument": "ValueError"}
-    kind |= {"Refused": "RuntimeError"}
+    kind |= {"Refused": "RuntimeError", "PeerRaised": "ValueError"}
     hint = next((hint for part, hint in HINTS.items() if part in message.text), "")
     code = message.text.replace("`", "'")
     return f"- `{code}`\\\n  {kind.get(message.kind, message.kind)}, from `{message.module}`.{' ' + hint if hint else ''}"

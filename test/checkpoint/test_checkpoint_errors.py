@@ -61,7 +61,7 @@ def check_one_rank_without_a_group(path):
     checkpoint.async_save(path, state, process_group=group).result(timeout=100)
     text = error_of(checkpoint.async_save, path, state, process_group=None if rank == 1 else group)
     own = "ValueError: async_save got no process_group"
-    assert text.startswith(own if rank == 1 else f"ValueError: async_save failed on rank 1: {own}"), text
+    assert text.startswith(own if rank == 1 else f"PeerRaised: async_save failed on rank 1: {own}"), text
     store.set(f"rank {rank}", "")
     assert store.wait([f"rank {each}" for each in range(dist.get_world_size())], 60)
 

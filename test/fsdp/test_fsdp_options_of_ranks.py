@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common import error_of, ranks
+from common import error_of, ranks, run_mortal_ranks
 from delays import delays
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -111,6 +111,14 @@ WRONG = {
 }
 
 
+# What is wrong with one rank's mesh or module, and words of the error of each rank.
+WRONG_MODEL = {
+    "module": "expects an nn.Module",
+    "plain": "weight of torch.float32 and shape (8, 8) plain",
+    "mesh": "expects a Dev",
+}
+
+
 def linear(mesh=None):
     """A layer of a plain weight; with ``mesh``, of one that tensor parallelism cuts in its last dimension."""
     module = nn.Linear(8, 8, bias=False)
@@ -132,6 +140,12 @@ def check_each_option(mesh, tp=None, odd_rank=0, names=WRONG, **options):
             assert type(module) is nn.Linear
     dist.barrier()
     fully_shard(linear(tp), mesh=mesh, **options)
+
+
+def another_dimension():
+    """Rank 0 passes the mesh of tensor parallelism: it waits for a rank that waits for others. Connections close then."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return error_of(fully_shard, linear(mesh["tp"]), mesh=mesh["tp" if dist.get_rank() == 0 else "dp"])
 
 
 def check_under_delays(seeds):
@@ -207,6 +221,26 @@ class OptionsOfRanksTest(unittest.TestCase):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for odd_rank in (0, 3):
             check_each_option(mesh["dp"], mesh["tp"], odd_rank)
+
+    @ranks(4)
+    def test_one_rank_has_a_wrong_mesh_or_module_and_its_tensor_parallel_peers_raise():
+        for odd_rank, kind in ((0, "module"), (3, "module"), (1, "plain"), (2, "mesh")):
+            # New groups in each round: those in which ranks have waited for the one that failed are ended. With new names:
+            # torch's caches take a mesh for an equal one.
+            names = (f"dp {kind} {odd_rank}", f"tp {kind} {odd_rank}")
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            module, shards = linear(mesh[names[1]]), mesh[names[0]]
+            if dist.get_rank() == odd_rank:
+                module = {"module": "model", "plain": linear()}.get(kind, module)
+                shards = "dp" if kind == "mesh" else shards
+            text = error_of(fully_shard, module, mesh=shards)
+            assert WRONG_MODEL[kind] in text, (kind, odd_rank, text)
+            assert kind == "plain" or dist.get_rank() == odd_rank or f"failed on rank {odd_rank}" in text, text
+            dist.barrier()
+
+    def test_one_rank_passes_another_dimension_of_the_mesh_and_all_raise(self):
+        for rank, text in run_mortal_ranks(4, set(), another_dimension).items():
+            self.assertIn("rank 0 in fully_shard of a mesh with ranks 0, 1", text, rank)
 
     @ranks(4)
     def test_one_rank_differs_and_ranks_come_at_any_time():

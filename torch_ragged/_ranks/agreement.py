@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import end_messages, is_gloo
-from torch_ragged._ranks.peers import Peers, issued_on, name_of, peers_named, wait_for
+from torch_ragged._ranks.peers import Peers, issued_on, name_of, peers_named, shown, wait_for
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import default_store
@@ -57,21 +57,33 @@ def before_groups(call: str) -> Iterator[None]:
     except Exception as error:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # The store is lost, or one of simulated ranks.
             store = SharedStore(f"refused/{call}/{begun[call]}")
-            store.set(f"rank {dist.get_rank()}", f"{type(error).__name__}: {error}")
+            store.set(f"rank {dist.get_rank()}", _cause(error))
             store.set("any", "")
         raise
 
 
-def _look_for_refusals(group: dist.ProcessGroup, device: torch.device, call: str) -> None:
-    """This rank has waited long: raise if another rank of ``group`` has left this ``call`` with an error."""
+class PeerRaised(ValueError):
+    """A rank that this one waits for has left the call with an error, in :func:`before_groups`.
+
+    It is no RuntimeError: those count as errors of the backend, by their text.
+    """
+
+
+def _look_for_refusals(ranks: Sequence[int], call: str) -> None:
+    """This rank has waited long: raise if another one of ``ranks`` has left this ``call`` with an error."""
     store = SharedStore(f"refused/{call}/{_begun.get(default_store(), Counter())[call]}")
     if not store.has("any"):
         return
-    refused = [rank for rank in dist.get_process_group_ranks(group) if store.has(f"rank {rank}")]
+    refused = [rank for rank in ranks if store.has(f"rank {rank}")]
     if refused:
-        end_messages(group, device)  # Or what waits here would match what these ranks send next.
-        # No RuntimeError: those count as errors of the backend, by their text.
-        raise ValueError(f"{call} failed on " + "; ".join(f"rank {rank}: {store.get(f'rank {rank}')}" for rank in refused))
+        raise PeerRaised(f"{call} failed on {store.get(f'rank {refused[0]}')}")
+
+
+def _cause(error: Exception) -> str:
+    """The first rank that has failed, and its error: that of this rank, or the one that it has been told."""
+    if isinstance(error, PeerRaised):
+        return str(error).partition(" failed on ")[2]
+    return f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
@@ -130,15 +142,21 @@ def agree(
     # it equals the smallest digest, all digests are equal.
     digest = int.from_bytes(hashlib.sha256(claim.encode()).digest()[:7], "big")
     state = torch.tensor([0 if problem else 1, digest, -digest], dtype=torch.int64, device=device)
+    met = []
     # In place: the all-reduce over a mesh dimension starts from the minima over the dimensions before it.
     for group in groups:
-        reduce_min(state, group, call)
+        try:
+            reduce_min(state, group, call)
+            met.append(group)
+        except PeerRaised as refused:  # A rank without a model knows no groups of tensor parallelism, and left this one alone.
+            problem = problem or refused
+            state[0] = 0  # It goes on over the groups behind, so that their ranks raise, too.
     is_fine, lowest, negative = state.tolist()
     # These numbers are equal on all ranks: either all ranks return here, or all take part in the all-gathers below.
     if is_fine and lowest == -negative:
         return
-    answers = {dist.get_rank(): (f"{type(problem).__name__}: {problem}" if problem else "", claim)}
-    for group in groups:
+    answers = {dist.get_rank(): (_cause(problem) if problem else "", claim)}
+    for group in met:
         received: list[dict[int, tuple[str, str]]] = [{}] * group.size()
         with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group)):
             dist.all_gather_object(received, answers, group=group)
@@ -146,9 +164,8 @@ def agree(
     # Raised after the all-gathers, because the other ranks need this rank's part in them.
     if problem is not None:
         raise problem
-    failed = {rank: text for rank, (text, _) in answers.items() if text}
-    if failed:
-        raise RuntimeError(f"{call} failed on " + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+    if failed := dict.fromkeys(text for text, _ in answers.values() if text):
+        raise RuntimeError(f"{call} failed on {'; '.join(failed)}")
     raise ValueError(f"{call} was called differently on different ranks: {_difference(answers, claim)}: {advice}")
 
 
@@ -157,18 +174,27 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
 
     Raises:
         PeerError: a rank died, or did not take part; the error names ``call``.
-        ValueError: a rank has left ``call`` with an error, in :func:`before_groups`. ``group`` is not usable any more.
+        PeerRaised: a rank has left ``call`` with an error, in :func:`before_groups`. ``group`` is not usable any more.
     """
+    ranks = functools.partial(dist.get_process_group_ranks, group)
+
+    def look() -> None:
+        try:
+            _look_for_refusals(ranks(), call)
+        except PeerRaised:
+            end_messages(group, numbers.device)  # Or what waits here would match what these ranks send next.
+            raise
+
     is_watched = is_gloo(group, numbers.device)
     if is_watched:
         announce()  # It may be the first call of this package: other ranks find out that this one waits here.
     # One name on all ranks: ranks that wait here in calls with different names come to an agreement, too.
     ticket = issued_on(group).issue("agreement")
-    with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group), [ticket]):
+    with peers_named(call, "", ranks, [ticket]):
         # Over gloo, a rank that waits looks at times whether others have failed.
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_watched)
         if isinstance(work, dist.Work):
-            wait_for(work, functools.partial(_look_for_refusals, group, numbers.device, call))
+            wait_for(work, look)
         elif work is not None:  # Of a simulated group.
             work.wait()
 
@@ -221,11 +247,13 @@ def agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: flo
 
     Raises:
         ValueError: another rank passes another process group or another mesh.
+        PeerRaised: a rank has left ``call`` with an error, in :func:`before_groups`.
         PeerError: a rank died, or did not make this call in time.
     """
     ranks = dist.get_process_group_ranks(group)
     announce()
-    with peers_named(call, "", lambda: ranks):
+    # By its ranks: one that waits here for another mesh's ranks is in another call, which ends a standstill.
+    with peers_named(call, f"a mesh with {shown(ranks)}", lambda: ranks):
         # Ranks make their calls with one set of ranks in one order.
         number = next(_numbers.setdefault(default_store(), defaultdict(itertools.count))[tuple(ranks)])
         store = SharedStore(f"agreement/{name_of(ranks)}/{number}")
@@ -238,6 +266,7 @@ def agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: flo
         deadline = time.monotonic() + seconds
         while not store.wait(["all"], _SLICE) and not store.has("problem"):
             missing = [rank for rank in ranks if not store.has(f"rank {rank}")]
+            _look_for_refusals(missing, call)
             Peers.of(ranks).check_alive(missing)
             if time.monotonic() > deadline:
                 text = f"rank {dist.get_rank()} waited {seconds:g} s, and ranks {missing} made no such call with this mesh"

@@ -354,6 +354,12 @@ def name_of(ranks: Sequence[int]) -> str:
     return f"{len(ranks)}-{hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()[:16]}"
 
 
+def shown(ranks: Sequence[int]) -> str:
+    """Some ranks, for errors: at most eight of them."""
+    text = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
+    return f"{text} and {len(ranks) - 8} more" if len(ranks) > 8 else text
+
+
 class Peers:
     """The ranks that take part in the same collectives. If one of them fails, it reports it, so that the others end too.
 

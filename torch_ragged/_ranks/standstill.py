@@ -10,13 +10,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import end_messages, is_gloo
-from torch_ragged._ranks.peers import STANDSTILL, Fate, Peers, Whereabouts, fates_of, is_watched, listen, tracker
+from torch_ragged._ranks.peers import STANDSTILL, Fate, Peers, Whereabouts, fates_of, is_watched, listen, shown, tracker
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged._ranks.termination import tell_when_terminated
 from torch_ragged._register._torch import process_groups
@@ -106,13 +105,8 @@ def _text(fates: dict[int, Fate], stuck: set[int]) -> str:
     for rank in sorted(stuck):
         fate = fates[rank]
         ranks.setdefault(fate.where.text if fate.where is not None else "at the end of its program", []).append(rank)
-    parts = [f"rank{'s' if len(some) > 1 else ''} {_shown(some)} {text}" for text, some in ranks.items()]
+    parts = [f"{shown(some)} {text}" for text, some in ranks.items()]
     return f"ranks wait for each other in different calls: {'; '.join(parts)}. {_ADVICE}"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:8]))
-    return f"{text} and {len(ranks) - 8} more" if len(ranks) > 8 else text
 
 
 class _Watch:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
-from torch_ragged._ranks.agreement import agree, agreement
+from torch_ragged._ranks.agreement import agreement, before_groups
 from torch_ragged._ranks.claims import text_of
 from torch_ragged._ranks.meshes import agree_on_groups, device_of, forget_equal_meshes, groups_of
 from torch_ragged.fsdp._fsdp_module import FSDPModule, make_fsdp_module
@@ -56,6 +56,7 @@ __all__ = ["fully_shard", "parts_of"]
 def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
 @overload
 def fully_shard(module: list[nn.Module], **options: Any) -> list[FSDPModule]: ...
+@before_groups("fully_shard")  # A rank with a wrong mesh or module does not know all ranks that wait for it.
 def fully_shard(
     module: Any,
     *,
@@ -167,11 +168,8 @@ def fully_shard(
         if not dist.is_initialized():
             dist.init_process_group()
         mesh = init_device_mesh(_default_device().type, (dist.get_world_size(),))
-    if not isinstance(mesh, DeviceMesh):  # Without process groups of a mesh, all ranks raise.
-        problem = TypeError(f"fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got {mesh!r}")
-        if dist.is_initialized():
-            agree([dist.GroupMember.WORLD], _default_device(), "fully_shard", "", problem)  # type: ignore[list-item]
-        raise problem
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got {mesh!r}")
     # First: a rank whose arguments are wrong must tell those of model parallelism, too.
     ranks, device = groups_of(mesh) + _model_groups(module, mesh), device_of(mesh)
     agree_on_groups(mesh)

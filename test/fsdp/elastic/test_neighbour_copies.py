@@ -442,7 +442,7 @@ class NeighbourCopiesTest(unittest.TestCase):
         NeighbourCopies(model, optimizer)
         text = error_of(NeighbourCopies, nn.Linear(4, 4) if dist.get_rank() else model, optimizer)
         own = "ValueError: expected a module that torch_ragged.fsdp.fully_shard was called on"
-        assert text.startswith(own if dist.get_rank() else f"ValueError: NeighbourCopies failed on rank 1: {own}"), text
+        assert text.startswith(own if dist.get_rank() else f"PeerRaised: NeighbourCopies failed on rank 1: {own}"), text
         store = SharedStore("told")  # The rank that was wrong computes until the other one has raised.
         store.set(f"rank {dist.get_rank()}", "")
         assert store.wait(["rank 0"], 60)
