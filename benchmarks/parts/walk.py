@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -143,11 +144,14 @@ def traced(package: str, action: Callable[[], Any], thing: Any = None) -> Walk:
             outer = outer.f_back
         walk.depth = max(walk.depth, depth)
 
+    gc.collect()
+    gc.disable()  # Or what earlier objects do when they are collected would be counted.
     sys.setprofile(see)
     try:
         action()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return walk
 
 
