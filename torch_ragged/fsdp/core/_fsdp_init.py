@@ -217,6 +217,7 @@ class GroupPolicyPart(FeaturePart):
         return Terms(f"orig_param_policy={type(self.policy).__name__}", needs)
 
     def key(self, param: FoundParam) -> Hashable:
+        # A parameter cut by ``Shard`` has a layout of its own.
         return True if param.distribution.shard_dim is None else None
 
     def arrange(self, draft: Draft) -> None:

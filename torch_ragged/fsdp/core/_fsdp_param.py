@@ -351,6 +351,7 @@ class Distribution:
 
     def group_over(self, dims: tuple[int, ...]) -> dist.ProcessGroup:
         """The ranks along mesh dimensions of the model."""
+        # It may make a process group. Ranks along these dimensions have the same parameters, and call this, too.
         return mesh_group(self._model_mesh, dims)
 
 

@@ -165,6 +165,7 @@ class Draft:
     layout: BufferLayout | None = None
 
 
+# Compared by identity: == of the parameters inside would compare their elements.
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
     """The input of one group: parameters of one dtype and one compute dtype, on one mesh.
@@ -205,6 +206,7 @@ class Kit:
 
     def __init__(self, plan: GroupPlan) -> None:
         self.plan, self.layout, self.rank = plan, plan.layout, plan.dp.rank
+        # No memory yet: the group allocates it, after all ranks have agreed.
         self.shards = Shards(self.layout, self.rank)
         self.encoding = plain = Encoding(self.layout, self.rank)
         self.collectives = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group, plan.dp.levels)
