@@ -38,7 +38,6 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.memory._resident",
             "fsdp.core._fsdp_param",
             "fsdp.codes._float8",
-            "fsdp.core._fsdp_api",
             "fsdp.core._kit",
             "fsdp.core._fsdp_init",
             "fsdp.core._mesh",

@@ -183,32 +183,18 @@ class Granularity:
     def tensor_spec(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> TensorSpec:
         """The planner's description of a parameter of ``shape`` with this granularity."""
         shape = tuple(shape)
-        return TensorSpec(name, shape, self._dims(shape), self._block(shape), self._period(shape), dtype)
-
-    def _dims(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        numel, dims, block, period = max(math.prod(shape), 1), tuple(range(len(shape))), 1, 0
         if self.kind == "tensor":
-            return ()
-        if self.kind == "elements" or len(shape) < 2:
-            return tuple(range(len(shape)))
-        return tuple(range(len(shape) - 1))
-
-    def _block(self, shape: tuple[int, ...]) -> int:
-        numel = max(math.prod(shape), 1)
-        if self.kind == "tensor":
-            return numel
-        if self.kind == "elements":
-            return 1
-        if len(shape) < 2:
-            return 1 if self.within is not None else min(self.size, numel)
-        return min(self.size * max(shape[-1], 1), self._period(shape) or numel)
-
-    def _period(self, shape: tuple[int, ...]) -> int:
-        """Elements after which blocks are counted anew; 0 for none."""
-        if self.within is None:
-            return 0
-        within = self.within if self.within >= 0 else self.within + len(shape)
-        period = math.prod(shape[within + 1 :]) if 0 <= within <= len(shape) - 3 else 0
-        return period if period < math.prod(shape) else 0
+            dims, block = (), numel
+        elif self.kind == "rows" and len(shape) < 2:
+            block = min(self.size, numel) if self.within is None else 1
+        elif self.kind == "rows":
+            if self.within is not None:
+                within = self.within if self.within >= 0 else self.within + len(shape)
+                period = math.prod(shape[within + 1 :]) if 0 <= within <= len(shape) - 3 else 0
+                period = period if period < numel else 0  # One slice: blocks are counted once.
+            dims, block = dims[:-1], min(self.size * max(shape[-1], 1), period or numel)
+        return TensorSpec(name, shape, dims, block, period, dtype)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from torch_ragged._ranks.claims import text_of
+from torch_ragged._ranks.agreement import text_of
 from torch_ragged.fsdp import (
     HIERARCHICAL,
     ZERO1,

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import SGD, Adafactor, AdamW
 
 from torch_ragged.fsdp import ZERO1, ZERO2, FSDPModule, MixedPrecisionPolicy, fully_shard, memory_report
-from torch_ragged.fsdp.core._fsdp_api import check_bool
+from torch_ragged.fsdp._fsdp_module import check_bool
 from torch_ragged.optim import Muon, matrix_groups
 
 ADVICE = "ranks diverge. Call fully_shard on a module that has them"

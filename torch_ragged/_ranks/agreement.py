@@ -6,27 +6,43 @@ Nothing here changes a module, a parameter or a buffer.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
+import os
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from torch_ragged._ranks.groups import end_messages, is_gloo
+from torch_ragged._ranks.groups import device_of, end_messages, groups_of, is_gloo, timeout_of
 from torch_ragged._ranks.peers import Peers, issued_on, name_of, peers_named, shown, wait_for
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
-from torch_ragged._register._torch import default_store
+from torch_ragged._register._torch import default_store, forget_shardings
 
 # Its older name warns in torch 2.13, and is the only one in 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-__all__ = ["agree", "agree_on_group", "agreement", "before_groups", "gather_numbers", "problems_of_ranks", "reduce_min"]
+__all__ = [
+    "agree",
+    "agree_on_groups",
+    "agreement",
+    "before_groups",
+    "compared_as",
+    "forget_equal_meshes",
+    "gather_numbers",
+    "is_debug",
+    "problems_of_ranks",
+    "reduce_min",
+    "text_of",
+]
 
 _SLICE = 2.0  # Seconds.
 """After so long a wait, a rank looks whether the processes of the other ranks live."""
@@ -35,6 +51,14 @@ _numbers: weakref.WeakKeyDictionary[dist.Store, defaultdict[tuple[int, ...], ite
     weakref.WeakKeyDictionary()
 )
 """The number of agreements on the process groups of some ranks, in each store."""
+
+_agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The process groups that ranks have compared."""
+
+_COMPARED_AS = "torch_ragged.compared_as"
+
+_groups_of_meshes: dict[int, list[weakref.ref[dist.ProcessGroup]]] = {}
+"""By the hash of a mesh, which equal meshes have in common, the process groups of the last of them."""
 
 _begun: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
 """How often this process has been in :func:`before_groups` of each call, in each store."""
@@ -216,6 +240,42 @@ def gather_numbers(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -
         return received.view(group.size(), -1).tolist()  # type: ignore[no-any-return]
 
 
+def compared_as(what: Callable[[Any], object]) -> dict[str, Any]:
+    """Metadata of a field that may differ between ranks: they compare ``what(value)``, not the value::
+
+    to: str = field(default="cpu", metadata=compared_as(lambda to: to if to == "cpu" else "a folder"))
+
+    All other fields of a dataclass are compared as they are, also those that are new to it.
+    """
+    return {_COMPARED_AS: what}
+
+
+def text_of(value: Any) -> str:
+    """A text that is equal on ranks with equal values, and differs on others.
+
+    A dataclass is its class and all fields; a function is its module and qualified name, as its address differs between ranks.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = []
+        for each in dataclasses.fields(value):
+            given, what = getattr(value, each.name), each.metadata.get(_COMPARED_AS)
+            parts.append(f"{each.name}={text_of(given if what is None else what(given))}")
+        return f"{type(value).__qualname__}({', '.join(parts)})"
+    if isinstance(value, functools.partial):
+        named = [f"{name}={text_of(each)}" for name, each in value.keywords.items()]
+        return f"partial({', '.join([text_of(value.func), *map(text_of, value.args), *named])})"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(text_of, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{text_of(key)}: {text_of(each)}' for key, each in value.items())}}}"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return text_of(type(value)) if " at 0x" in text else text
+
+
 def _difference(answers: dict[int, tuple[str, str]], claim: str) -> str:
     """The first line that differs between the claims of the lowest rank and of another rank.
 
@@ -234,7 +294,20 @@ def _difference(answers: dict[int, tuple[str, str]], claim: str) -> str:
     raise AssertionError(f"ranks agree on {claim}")
 
 
-def agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: float) -> None:
+def forget_equal_meshes(mesh: DeviceMesh) -> None:
+    """Drop what DTensor remembers of a mesh that is equal to ``mesh`` and has other process groups. No communication.
+
+    Each call of ``init_device_mesh`` makes groups, and equal meshes are one key of DTensor's cache of ops. So a parameter on
+    the second mesh would be on the first one, but only on ranks that remember the op: ranks would then wait for each other in
+    collectives of different groups.
+    """
+    groups = list(map(weakref.ref, groups_of(mesh)))
+    if _groups_of_meshes.setdefault(hash(mesh), groups) != groups:
+        _groups_of_meshes[hash(mesh)] = groups
+        forget_shardings()
+
+
+def _agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: float) -> None:
     """Return when all ranks of ``group`` call this with equal ``claim``. No collective: ranks meet in the store.
 
     A collective would hang here if ranks pass different process groups of the same ranks.
@@ -276,6 +349,29 @@ def agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: flo
                 f"{call} was called with different meshes on different ranks: {store.get('problem')}: all ranks must make "
                 "their meshes in one order, and pass the same one"
             )
+
+
+def is_debug() -> bool:
+    """Whether ranks compare each collective: ``TORCH_RAGGED_DEBUG=1``. It must be equal on all ranks."""
+    return os.environ.get("TORCH_RAGGED_DEBUG", "0") not in ("", "0")
+
+
+def agree_on_groups(mesh: DeviceMesh, call: str = "fully_shard") -> None:
+    """Raise on all ranks if they pass meshes with different process groups. No collective.
+
+    Ranks compare a group once, or with ``TORCH_RAGGED_DEBUG=1`` in each call.
+
+    Raises:
+        ValueError: they do.
+        PeerError: a rank died, or did not make this call within the timeout.
+    """
+    for dim, group in enumerate(groups_of(mesh)):
+        if group.size() == 1 or dist.get_backend(group) == "fake" or (group in _agreed and not is_debug()):
+            continue
+        where = f"a mesh of shape {tuple(mesh.shape)} with ranks {mesh.mesh.tolist()}, dimension {dim}"
+        claim = f"process group {group.group_name} of {where}{', TORCH_RAGGED_DEBUG=1' if is_debug() else ''}"
+        _agree_on_group(group, claim, call, timeout_of(group, device_of(mesh)).total_seconds())
+        _agreed.add(group)
 
 
 def problems_of_ranks(problem: str, group: dist.ProcessGroup) -> str:

@@ -1,4 +1,4 @@
-"""Process groups of any set of ranks, created by their members only: the other ranks need not take part."""
+"""Process groups: those of a mesh, and those of any ranks, created by their members only: other ranks need not take part."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import hashlib
 import inspect
+import math
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,16 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "backend_of",
     "can_order_groups",
+    "device_of",
     "device_of_messages",
     "end_messages",
     "group_name",
     "group_of",
+    "groups_of",
     "is_gloo",
     "is_nccl",
+    "ranks_ascend",
     "timeout_of",
 ]
 
@@ -36,12 +42,37 @@ can_order_groups = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 _UNUSED_TAG = 1 << 20
 
+_ascending: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], bool]] = weakref.WeakKeyDictionary()
+
 # Weak keys: when the default group is destroyed, all its groups are dropped too.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 _is_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 _is_nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 """Both are asked several times per collective, and slow to find out."""
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device in ``mesh``."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The process groups of the mesh's dimensions. None if this rank is not in the mesh: it agrees with no other rank."""
+    return [] if mesh.get_coordinate() is None else mesh.get_all_groups()
+
+
+def ranks_ascend(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
+    """Whether the ranks along ``mesh_dims`` are in ascending order everywhere in ``mesh``, as those of torch's groups are."""
+    known = _ascending.setdefault(mesh, {})
+    if mesh_dims not in known:
+        order = (*(dim for dim in range(mesh.ndim) if dim not in mesh_dims), *mesh_dims)
+        with _disable_current_modes():  # torch.compile traces on fake tensors, and the ranks are no part of the graph.
+            lines = mesh.mesh.permute(order).reshape(-1, math.prod(mesh.size(dim) for dim in mesh_dims))
+            known[mesh_dims] = bool((lines.diff() > 0).all())
+    return known[mesh_dims]
 
 
 def group_of(ranks: Sequence[int], purpose: str = "", parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

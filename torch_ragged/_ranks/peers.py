@@ -115,7 +115,9 @@ _issued: weakref.WeakKeyDictionary[dist.ProcessGroup, Issued] = weakref.WeakKeyD
 
 def issued_on(group: dist.ProcessGroup) -> Issued:
     """The collectives of ``group``."""
-    return _issued.setdefault(group, Issued(group))
+    if group not in _issued:
+        _issued[group] = Issued(group)
+    return _issued[group]
 
 
 def named(collective: str, parameters: str) -> str:

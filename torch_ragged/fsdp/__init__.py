@@ -6,8 +6,8 @@
 ``_groups``        finds the groups under a module
 ``layout/``        ``BufferLayout``, the offsets of tensors in a buffer, and its planner. Integers only
 ``comm/``          collectives over process groups and gloo; ``experimental/``: copy engine and multicast
-``core/``          a parameter, its group, the buffers, gradients, the root, and the hooks of modules; in folders:
-                   ``encodings/`` (what an all-gather sends), ``keepers/`` (what stays gathered), ``optional/``
+``core/``          a parameter, its group, the buffers, gradients, the root, and the hooks of modules; in a folder,
+                   ``encodings/``: what an all-gather sends
 ``codes/``         parameters that are all-gathered in 8 or 4 bits: ``Float8Policy``, ``Float4Policy``
 ``offload/``       ``offloaded``: optimizers whose states lie in host memory, by the policy ``Offload``
 ``elastic/``       ``reshard_to``: moves a model that trains to another mesh; ``NeighbourCopies``

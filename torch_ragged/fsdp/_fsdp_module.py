@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,23 +18,21 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from torch_ragged._ranks.agreement import agreement
-from torch_ragged._ranks.groups import is_nccl
-from torch_ragged._ranks.meshes import device_of
+from torch_ragged._ranks.groups import device_of, is_nccl
 from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._choice import IMPLEMENTATIONS, Traffic, choose
 from torch_ragged.fsdp.core._dbuffer import MemoryPool
-from torch_ragged.fsdp.core._fsdp_api import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle, state_of
 from torch_ragged.fsdp.core._kit import FeaturePart, Need, PlainPart, Terms, check_pairs
+from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._param_swap import check_conversion, convert, is_whole, load_converted, load_replaced
 from torch_ragged.fsdp.core._state_dict import before_load
-from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.gates._untrained import warn_of_unsharded
 from torch_ragged.fsdp.memory._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.tensor._from_meta import FromMeta
 
-__all__ = ["FSDPModule", "make_fsdp_module", "share_comm_ctx"]
+__all__ = ["FSDPModule", "check_bool", "make_fsdp_module", "share_comm_ctx"]
 
 _classes: dict[type, type] = {}
 
@@ -50,7 +50,37 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     module.__class__ = _classes[cls]
 
 
-@checks_bools
+def check_bool(call: str, name: str, value: Any) -> None:
+    """Raise if the argument ``name`` of ``call`` is no truth value. A string or None would be taken for one silently.
+
+    Numbers are truth values, since FSDP2 takes ``step % 4``, and so are scalars of NumPy and tensors.
+    """
+    if not isinstance(value, int) and not hasattr(value, "item"):
+        raise ValueError(f"{call}: {name} must be a bool, got {value!r}")
+
+
+def _checks_bools(cls: type[Any]) -> Any:
+    """The class ``cls``, whose public methods call :func:`check_bool` on each argument with the annotation ``bool``."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            params = enumerate(inspect.signature(method).parameters.values())
+            if bools := {each.name: index for index, each in params if each.annotation in (bool, "bool")}:
+                setattr(cls, name, _checked(method, bools))
+    return cls
+
+
+def _checked(method: Callable[..., Any], positions: dict[str, int]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name, index in positions.items():
+            if name in kwargs or index < len(args):
+                check_bool(method.__name__, name, kwargs[name] if name in kwargs else args[index])
+        return method(*args, **kwargs)
+
+    return checked
+
+
+@_checks_bools
 class FSDPModule(TorchFSDPModule):
     """The class of a module after ``fully_shard``: FSDP2's methods, on this package's buffers.
 

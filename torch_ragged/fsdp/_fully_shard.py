@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, overload
@@ -15,12 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
-from torch_ragged._ranks.agreement import agreement, before_groups
-from torch_ragged._ranks.claims import text_of
-from torch_ragged._ranks.meshes import agree_on_groups, device_of, forget_equal_meshes, groups_of
-from torch_ragged.fsdp._fsdp_module import FSDPModule, make_fsdp_module
+from torch_ragged._ranks.agreement import agree_on_groups, agreement, before_groups, forget_equal_meshes, text_of
+from torch_ragged._ranks.groups import device_of, groups_of
+from torch_ragged.fsdp._fsdp_module import FSDPModule, check_bool, make_fsdp_module
 from torch_ragged.fsdp._spmd_types import AnnotationPart
-from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, check_bool
 from torch_ragged.fsdp.core._fsdp_init import (
     CPUOffloadPart,
     GroupPolicyPart,
@@ -30,13 +29,14 @@ from torch_ragged.fsdp.core._fsdp_init import (
     make_group,
     plan_groups,
 )
-from torch_ragged.fsdp.core._fsdp_param import has_extension, owner_of
+from torch_ragged.fsdp.core._fsdp_param import InvalidArgument, has_extension, owner_of
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._hooks import hook_modules
 from torch_ragged.fsdp.core._kit import FeaturePart, GroupPlan, Kit, Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._mesh import OUTSIDE, DataParallelMesh
+from torch_ragged.fsdp.core._neighbours import NeighboursPart
 from torch_ragged.fsdp.core._state_dict import take_parts
-from torch_ragged.fsdp.core.keepers._neighbours import NeighboursPart
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
 from torch_ragged.fsdp.elastic._weights import WeightsPart
 from torch_ragged.fsdp.gates._gate import gate_of
@@ -44,7 +44,6 @@ from torch_ragged.fsdp.gates._untrained import (
     note_ignored,
     note_replaced,
     sharded_originals,
-    watch_optimizers,
 )
 from torch_ragged.fsdp.memory._resident import BufferPlacements
 from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy
@@ -171,13 +170,17 @@ def fully_shard(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got {mesh!r}")
     # First: a rank whose arguments are wrong must tell those of model parallelism, too.
-    ranks, device = groups_of(mesh) + _model_groups(module, mesh), device_of(mesh)
+    ranks, device = groups_of(mesh), device_of(mesh)
+    ranks += _model_groups(module, ranks)
     agree_on_groups(mesh)
     forget_equal_meshes(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
-        modules, ignored = _root_modules(module), _ignored(ignored_params)
+        modules, ignored = _root_modules(module), set() if ignored_params is None else _ignored(ignored_params)
         _check_types(offload_policy, optional, check_replicas, mp_policy, placements)
-        _check_functions(orig_param_policy, shard_placement_fn)
+        if orig_param_policy is not None:
+            _check_function("orig_param_policy", orig_param_policy, "fqn, parameter", "rows(32)")
+        if shard_placement_fn is not None:
+            _check_function("shard_placement_fn", shard_placement_fn, "parameter", "Shard(0)")
         DataParallelMesh.check(mesh, dp_mesh_dims)
         options = {
             "dp_mesh_dims": dp_mesh_dims,
@@ -189,7 +192,8 @@ def fully_shard(
             "weights": weights,
         }
         parts = parts_of({**options, "module": modules, "mesh": mesh, "orig_param_policy": orig_param_policy})
-        parts += AnnotationPart.of_process()
+        if "spmd_types" in sys.modules:  # Otherwise there are no annotations in this process.
+            parts.append(AnnotationPart())
         check_pairs(parts)
         if placements is not None:
             placements.check_mesh(mesh, dp_mesh_dims)
@@ -200,7 +204,9 @@ def fully_shard(
         written = []
         for name, option in options.items():
             written.append(f"{name}: {option.text() if isinstance(option, FeaturePart) else text_of(option)}")
-        claim += written if any(part.makes_groups for part in parts) else []
+        for part in parts:
+            if part.makes_groups:
+                claim[:] = written
     with agreement(ranks, device, "fully_shard") as claim:
         dp = DataParallelMesh.of(mesh, dp_mesh_dims)
         for part in parts:
@@ -209,17 +215,24 @@ def fully_shard(
         plans = plan_groups(found, dp, parts, mp_policy, orig_param_policy, shard_placement_fn)
         claim += written + _claim(plans, list(found))
     _move(modules, found if dp.is_member else {}, device)
-    may_fail = any(part.may_fail_alone for plan in plans for part in plan.parts)
+    kits, groups, may_fail = list[Kit](), list[FSDPParamGroup](), False
     with torch.inference_mode(False):  # Later steps train these parameters.
-        kits = [Kit.of(plan).with_keeper() for plan in plans]
+        for plan in plans:
+            kits.append(kit := Kit(plan))
+            for part in plan.parts:
+                # A keeper may make process groups, which all ranks do at one moment, after they have agreed.
+                kit.keeper = part.keeper(plan.dp, kit.encoding, kit.memory.gathered) or kit.keeper
+                may_fail |= part.may_fail_alone
     with agreement(ranks, device, "fully_shard") if may_fail else nullcontext([]) as claim:  # type: ignore[attr-defined]
-        groups = [make_group(plan, kit) for plan, kit in zip(plans, kits)]
+        for kit in kits:
+            groups.append(make_group(kit.plan, kit))
         claim.append("groups")  # One may fail on one rank: then no rank replaces a parameter.
     note_ignored(ignored)
-    watch_optimizers()
+    owners: dict[nn.Module, str] = {}
     for plan in plans:
         for param in plan.params:
             note_replaced(param.value, param.fqn, *param.registered_names[0])
+            owners.update(param.registered_names)
     for group in groups:
         group.register_sharded()
     if not isinstance(reshard_after_forward, (bool, type(None))):
@@ -230,7 +243,7 @@ def fully_shard(
     state.reduces_last_only = placements is not None and placements.gradients[0] == Partial()
     for each in modules:
         make_fsdp_module(each, state)
-    for owner in dict.fromkeys(owner for _, registered in found.values() for owner, _ in registered):
+    for owner in owners:
         owner.register_load_state_dict_pre_hook(take_parts)
     return module
 
@@ -279,15 +292,17 @@ def _default_device() -> torch.device:
     return torch.device("cpu") if accelerator is None else accelerator
 
 
-def _model_groups(module: Any, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The process groups of the meshes that the parameters to shard are distributed over, without those of ``mesh``."""
+def _model_groups(module: Any, known: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """The process groups of the meshes that the parameters to shard are distributed over, without ``known`` ones."""
     meshes: dict[DeviceMesh, None] = {}
     for each in module if isinstance(module, (list, tuple)) else [module]:
         for param in each.parameters() if isinstance(each, nn.Module) else ():
             if isinstance(param, DTensor):
                 meshes[param.device_mesh] = None
-    known = groups_of(mesh)
-    return [group for other in meshes for group in groups_of(other) if group not in known]
+    found: list[dist.ProcessGroup] = []
+    for other in meshes:
+        found += [group for group in groups_of(other) if group not in known]
+    return found
 
 
 def _root_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -309,8 +324,6 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
 
 def _ignored(params: Any) -> set[nn.Parameter]:
     """``ignored_params`` as a set."""
-    if params is None:
-        return set()
     found = list(params) if isinstance(params, Iterable) and not isinstance(params, (str, torch.Tensor)) else [params]
     for param in found:
         if not isinstance(param, torch.Tensor):
@@ -350,34 +363,28 @@ def _check_types(offload_policy: Any, optional: Any, check_replicas: Any, mp_pol
         )
 
 
-def _check_functions(orig_param_policy: Any, shard_placement_fn: Any) -> None:
-    """Raise if one of them is no function, or takes other arguments than ``fully_shard`` gives."""
-    for name, function, arguments, result in (
-        ("orig_param_policy", orig_param_policy, "fqn, parameter", "rows(32)"),
-        ("shard_placement_fn", shard_placement_fn, "parameter", "Shard(0)"),
-    ):
-        if function is None:
-            continue
-        if isinstance(function, Granularity):
-            raise TypeError(
-                f"{name}={function.text} is a granularity: pass a function that returns one for each parameter, {name}=lambda "
-                f"{arguments}: {function.text}"
-            )
-        example = f"{name}=lambda {arguments}: {result}"
-        if not callable(function):
-            raise TypeError(f"{name}={function!r} is no function: pass one of ({arguments}), such as {example}")
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # It is written in C.
-            continue
-        try:
-            signature.bind(*arguments.split(", "))
-        except TypeError as error:
-            given = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
-            raise TypeError(
-                f"{name} got {given}, which fully_shard cannot call with ({arguments}): {error}. Pass a function of these "
-                f"arguments, such as {example}"
-            ) from error
+def _check_function(name: str, function: Any, arguments: str, result: str) -> None:
+    """Raise if the argument ``name`` is no function, or takes other ``arguments`` than ``fully_shard`` gives."""
+    if isinstance(function, Granularity):
+        raise TypeError(
+            f"{name}={function.text} is a granularity: pass a function that returns one for each parameter, {name}=lambda "
+            f"{arguments}: {function.text}"
+        )
+    example = f"{name}=lambda {arguments}: {result}"
+    if not callable(function):
+        raise TypeError(f"{name}={function!r} is no function: pass one of ({arguments}), such as {example}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # It is written in C.
+        return
+    try:
+        signature.bind(*arguments.split(", "))
+    except TypeError as error:
+        given = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+        raise TypeError(
+            f"{name} got {given}, which fully_shard cannot call with ({arguments}): {error}. Pass a function of these "
+            f"arguments, such as {example}"
+        ) from error
 
 
 def _check_modules(
@@ -402,7 +409,7 @@ def _check_modules(
         raise TypeError(f"reshard_after_forward must be True, False, a number of ranks or None, got {value!r}")
     if isinstance(value, int) and not isinstance(value, bool) and (value < 1 or dp.ranks % value):
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {dp.ranks}, not {value}")
-    found = find_params(modules, ignored, lambda module: state_of(module) is not None)
+    found = find_params(modules, ignored, state_of)
     for fqn, (param, _) in found.items():
         if param in of_torch:
             raise ValueError(
@@ -426,14 +433,15 @@ def _check_modules(
 
 def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, RegisteredNames]], device: torch.device) -> None:
     """Move the parameters to shard, and the modules' buffers, to ``device``. Those on the meta device stay there."""
-    tensors: list[torch.Tensor] = [param for param, _ in found.values() if not isinstance(param, DTensor)]
-    sharded: set[nn.Module] = set()  # Of earlier calls, which have moved their buffers.
+    tensors: list[torch.Tensor] = []
+    for param, _ in found.values():
+        if not isinstance(param, DTensor):
+            tensors.append(param)
+    sharded: set[nn.Module] = set()  # By earlier calls, which have moved their buffers.
     for module in modules:
-        for child in module.modules():
-            if child not in modules and state_of(child):
-                sharded.update(child.modules())
-    for module in modules:
-        for each in module.modules():
+        for each in module.modules():  # A module before those inside it.
+            if each not in modules and state_of(each):
+                sharded.update(each.modules())
             if each not in sharded:
                 tensors += each.buffers(recurse=False)
     for tensor in tensors:
@@ -446,7 +454,10 @@ def _claim(plans: Sequence[GroupPlan], names: Sequence[str]) -> list[str]:
 
     Devices may differ: programs load the weights on rank 0, keep the other ranks on the meta device, and broadcast afterwards.
     """
-    pairs = {param.fqn: (param, spec) for plan in plans for param, spec in zip(plan.params, plan.layout.tensors)}
+    pairs = {}
+    for plan in plans:
+        for param, spec in zip(plan.params, plan.layout.tensors):
+            pairs[param.fqn] = param, spec
     # In the order of the modules. The first line that differs is in the error.
     lines = [f"{len(names)} parameters{f', {names[0]} to {names[-1]}' if names else ''}"]
     for name in names:
@@ -461,5 +472,6 @@ def _claim(plans: Sequence[GroupPlan], names: Sequence[str]) -> list[str]:
         where = f"{layout.ranks} shards of {layout.shard_numel} elements, on a mesh of {tuple(mesh.shape)}"
         dims = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
         lines.append(f"a buffer of {layout.tensors[0].name} and others with {casts}, in {where}{dims}")
-        lines += [f"{spec.name} {spec.shape} at {offset}" for spec, offset in zip(layout.tensors, layout.offsets)]
+        for spec, offset in zip(layout.tensors, layout.offsets):
+            lines.append(f"{spec.name} {spec.shape} at {offset}")
     return lines

@@ -5,7 +5,6 @@ The package is never imported here before a program has imported it. Nothing her
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._spmd_types import is_annotated
-from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
-from torch_ragged.fsdp.core._fsdp_param import Reading
+from torch_ragged.fsdp.core._fsdp_param import InvalidArgument, Reading
 from torch_ragged.fsdp.core._kit import FeaturePart
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 
@@ -24,11 +22,6 @@ __all__ = ["AnnotatedParam", "AnnotationPart"]
 @dataclass(frozen=True)
 class AnnotationPart(FeaturePart):
     """Annotations of plain parameters. Every call of ``fully_shard`` has it, once a program has imported ``spmd_types``."""
-
-    @classmethod
-    def of_process(cls) -> list[FeaturePart]:
-        """The part, if annotations can exist in this process."""
-        return [cls()] if "spmd_types" in sys.modules else []
 
     def read(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh) -> Reading | None:
         return AnnotatedParam(fqn, param, dp) if is_annotated(param) else None

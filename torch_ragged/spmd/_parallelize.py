@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._ranks.agreement import agreement
+from torch_ragged._ranks.agreement import agreement, forget_equal_meshes
 from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged._ranks.meshes import forget_equal_meshes
 from torch_ragged._register._spmd import compute_as_one_device
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.gates._untrained import note_replaced, note_root, watch_optimizers
+from torch_ragged.fsdp.gates._untrained import note_replaced, note_root
 from torch_ragged.granularity import Granularity
 from torch_ragged.random import materialize, single_device
 from torch_ragged.random._deferred import is_deferred, keep_origins
@@ -183,7 +182,6 @@ def parallelize(
         for name, param in attributes["_parameters"].items():
             if param is not None:
                 note_replaced(param, name, module, name, "parallelize")
-    watch_optimizers()
     single_device()
     compute_as_one_device(promote)
     compare_reads(mesh)

@@ -48,7 +48,8 @@ class Units(Sequence[int]):
     def _set(self, values: tuple[int, ...], ends: tuple[int, ...]) -> None:
         """Set the fields. Each rank of run ``i`` has ``values[i]`` units; the run ends before rank ``ends[i]``."""
         self._values, self._ends = values, ends
-        self._sums = tuple(itertools.accumulate(map(operator.mul, values, self._lengths)))  # Units up to the end of each run.
+        lengths = map(operator.sub, ends, (0, *ends))
+        self._sums = tuple(itertools.accumulate(map(operator.mul, values, lengths)))  # Units up to the end of each run.
         self._hash = hash((values, ends))
 
     @staticmethod

@@ -55,11 +55,12 @@ class _Ragged(Placement):
         dims, units = _int_tuple(name, "dims", dims), local_units
         if not isinstance(units, Units):
             units = Units.of(_int_tuple(name, "local_units", units))
-        if all(d >= 0 for d in dims) and dims != tuple(range(len(dims))):
+        if min(dims, default=0) >= 0 and dims != tuple(range(len(dims))):
             raise ValueError(f"{name} dims must be a prefix (0, ..., k-1) of the tensor's dimensions, got {dims}")
-        if min(units.values, default=0) < 0 or not any(units.values):
+        values, ends = units.key
+        if min(values, default=0) < 0 or not any(values):
             raise ValueError(f"{name} local_units must be integers >= 0, one per rank and not all zero, got {units!r}")
-        (values, ends), divisor = units.key, math.gcd(*units.values)
+        divisor = math.gcd(*values)
         key = (dims, values if divisor == 1 else tuple([u // divisor for u in values]), ends, *more)
         # Every operator call asks for the hash: it is computed once.
         for attribute, value in (("_dims", dims), ("_units", units), ("_key", key), ("_hash", hash((name, key)))):
@@ -264,7 +265,10 @@ class RaggedShard(_Ragged):
 
 
 def _int_tuple(placement: str, name: str, values: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(values, int) or not all([issubclass(kind, int) and kind is not bool for kind in set(map(type, values))]):
+    are_integers = not isinstance(values, int)
+    for kind in set(map(type, values)) if are_integers else ():
+        are_integers = are_integers and issubclass(kind, int) and kind is not bool
+    if not are_integers:
         expected = "an integer" if name == "split_factor" else "a sequence of integers"
         raise TypeError(f"{placement} {name} must be {expected}, got {values[0] if name == 'split_factor' else values!r}")
     return tuple(values)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_ragged.fsdp import BufferLayout, TensorSpec
 from torch_ragged.fsdp.comm._collectives import Levels
 from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, allocate_storage, free_storage, in_buffer_form
-from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.layout._buffer_layout import RowsLayout, rows_layout
 
 CPU = torch.device("cpu")

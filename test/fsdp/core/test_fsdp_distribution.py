@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged import RaggedShard, StridedRaggedShard
-from torch_ragged._ranks.meshes import groups_of
+from torch_ragged._ranks.groups import groups_of
 from torch_ragged._register._torch import dtensor_like
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
 from torch_ragged.fsdp._fully_shard import parts_of

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_ragged._ranks.agreement import agree
+from torch_ragged._ranks.agreement import agree, is_debug
 from torch_ragged._ranks.groups import backend_of, group_of, is_gloo
-from torch_ragged._ranks.meshes import is_debug
 from torch_ragged._ranks.peers import Issued, issued_on, peers_named
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional, Union
 
 import torch
@@ -31,7 +31,7 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._contiguous import ShardPart
 from torch_ragged.fsdp.core.encodings._tensor_types import TypePart
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy, elements, rows
 from torch_ragged.tensor.placement_types import block_split, is_block_shard
@@ -56,7 +56,7 @@ _logger = logging.getLogger("torch_ragged.fsdp")
 
 
 def find_params(
-    modules: Sequence[nn.Module], ignored: set[nn.Parameter], is_managed: Callable[[nn.Module], bool]
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter], is_managed: Callable[[nn.Module], object]
 ) -> dict[str, tuple[nn.Parameter, RegisteredNames]]:
     """Each parameter under ``modules``, by its first name, with all its registered names. Inner managed modules are skipped."""
     names: dict[nn.Parameter, str] = {}
@@ -66,7 +66,8 @@ def find_params(
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
-            fqn = names.setdefault(param, f"{prefix}{name}")  # A tied parameter keeps its first name.
+            # A tied parameter keeps its first name. The order of names, which ranks share, is that of the buffer.
+            fqn = names.setdefault(param, f"{prefix}{name}")
             _, registered = found.setdefault(fqn, (param, []))
             if (module, name) not in registered:
                 registered.append((module, name))
@@ -93,49 +94,64 @@ def plan_groups(
     Raises:
         ValueError, TypeError: as in :func:`fully_shard`.
     """
-    buckets: dict[Any, list[FoundParam]] = {}
-    meshes: dict[Any, DataParallelMesh] = {}
-    parts_of: dict[Any, dict[Any, FeaturePart]] = {}  # Of each bucket. Of parts that are found, one of each class.
+    buckets: dict[Any, _Bucket] = {}
+    everything: list[FoundParam] = []
     for fqn, (param, registered) in found.items():
-        # The user's functions run on each rank alone. Ranks compare what they have returned before anything changes.
-        cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
-        if policy is shard_placement_fn is None:  # The user's choice comes first.
-            defaults = (part.default_granularity(param, registered) for part in parts)
-            cut = next((each for each in defaults if each is not None), cut)
+        cut: Granularity | Shard = elements()
+        mesh = dp
+        if policy is not None or shard_placement_fn is not None:
+            # They run on each rank alone. Ranks compare what they have returned before anything changes.
+            cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
+        else:
+            for part in reversed(parts):  # The first one decides.
+                cut = part.default_granularity(param, registered) or cut
         kinds = _kinds_of(fqn, param, cut)
         if kinds:
             check_pairs([*kinds, *parts])
-        cut = Shard(0) if any(isinstance(kind, TypePart) for kind in kinds) else cut  # As FSDP2 places these parameters.
-        dtype = _param_dtype(fqn, param, mp_policy)
-        reading = None
+            cut = Shard(0) if isinstance(kinds[0], TypePart) else cut  # As FSDP2 places these parameters.
+        shard_dim, granularity = (cut.dim, elements()) if isinstance(cut, Shard) else (None, cut)
+        dtype, reading = _param_dtype(fqn, param, mp_policy), None
         for part in parts:
             reading = reading or part.read(fqn, param, mesh)
-        distribution = Distribution(fqn, param, mesh, cut.dim if isinstance(cut, Shard) else None, reading)
-        one = FoundParam(fqn, registered, param, distribution, None if isinstance(cut, Shard) else cut, dtype)
+        distribution = Distribution(fqn, param, mesh, shard_dim, reading)
+        one = FoundParam(fqn, registered, param, distribution, distribution.tensor_spec(granularity), dtype)
         # Not only dtypes and meshes keep parameters apart: one collective sends one encoding.
-        keys = [(part, part.key(one)) for part in (*kinds, *parts)]
-        apart = [(type(part), value) for part, value in keys if value is not None and value is not True]
-        key = (mesh.key, param.dtype, dtype, param.is_meta, *apart)
-        meshes[key] = mesh
-        buckets.setdefault(key, []).append(one)
-        known = parts_of.setdefault(key, {})
-        for part, value in keys:
+        key, mine = [mesh.key, param.dtype, dtype, param.is_meta], list[FeaturePart]()
+        for part in (*kinds, *parts):
+            value = part.key(one)
             if value is not None:
-                known.setdefault(type(part) if part in kinds else id(part), part)
+                mine.append(part)
+                key += [] if value is True else [(type(part), value)]
+        bucket = buckets.setdefault(tuple(key), _Bucket(mesh))
+        bucket.params.append(one)
+        bucket.specs.append(one.spec)
+        for part in mine:  # Of those that parameters bring, one of each class.
+            bucket.parts.setdefault(type(part) if part in kinds else id(part), part)
+        everything.append(one)
     for part in parts:
-        part.tell([param for params in buckets.values() for param in params])  # Once for each call, not for each buffer.
+        part.tell(everything)  # Once for each call, not for each buffer.
     plans = []
-    for key, params in buckets.items():
+    for bucket in buckets.values():
+        own, param_dtype = bucket.params[0].value.dtype, bucket.params[0].param_dtype
         # Integers do not train: they are all-gathered only.
-        reduce_dtype = mp_policy.reduce_dtype if params[0].value.dtype.is_floating_point else None
+        reduce_dtype = mp_policy.reduce_dtype if own.is_floating_point else None
         # Shards begin at a multiple of 128 bytes in all dtypes of their group, also in the narrowest one, as kernels and NCCL
         # like it.
-        sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
-        mine = tuple(parts_of[key].values())
-        draft = Draft(params, [param.spec for param in params], meshes[key].ranks, max(1, SHARD_ALIGNMENT_BYTES // min(sizes)))
-        layout = layout_of(draft, mine)
-        plans.append(GroupPlan(params, meshes[key], layout, key[2], reduce_dtype, mp_policy, mine))
+        narrowest = min(own.itemsize, (param_dtype or own).itemsize, (reduce_dtype or own).itemsize)
+        draft = Draft(bucket.params, bucket.specs, bucket.dp.ranks, max(1, SHARD_ALIGNMENT_BYTES // narrowest))
+        mine = list(bucket.parts.values())
+        plans.append(GroupPlan(draft.params, bucket.dp, layout_of(draft, mine), param_dtype, reduce_dtype, mp_policy, mine))
     return plans
+
+
+@dataclass
+class _Bucket:
+    """Parameters that share a buffer and collectives, what the planner knows of them, and the parts that have an effect."""
+
+    dp: DataParallelMesh
+    params: list[FoundParam] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
+    parts: dict[Any, FeaturePart] = field(default_factory=dict)
 
 
 def _kinds_of(fqn: str, param: nn.Parameter, cut: Granularity | Shard) -> list[FeaturePart]:
@@ -158,7 +174,7 @@ def part_of_dtensor(fqn: str) -> FeaturePart:
 def make_group(plan: GroupPlan, kit: Kit | None = None) -> FSDPParamGroup:
     """The group of ``plan``, which keeps nothing gathered if no ``kit`` says so. It has not registered its parameters yet."""
     with torch.inference_mode(False):  # Later steps train these parameters.
-        kit = Kit.of(plan) if kit is None else kit
+        kit = Kit(plan) if kit is None else kit
         return (kit.group_type or FSDPParamGroup)(plan, kit)
 
 
@@ -168,6 +184,7 @@ def layout_of(draft: Draft, parts: Sequence[FeaturePart]) -> BufferLayout:
         part.arrange(draft)
     if draft.layout is not None:  # A part has planned it, as that of rows or of weights.
         return draft.layout
+    # Each rank plans by itself, from integers that ranks compare afterwards.
     layout = plan_layout(draft.specs, draft.ranks, draft.alignment, weights=draft.weights)
     if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:  # Once, not from a thousand ranks.
         padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
@@ -200,6 +217,7 @@ class GroupPolicyPart(FeaturePart):
         return Terms(f"orig_param_policy={type(self.policy).__name__}", needs)
 
     def key(self, param: FoundParam) -> Hashable:
+        # A parameter cut by ``Shard`` has a layout of its own.
         return True if param.distribution.shard_dim is None else None
 
     def arrange(self, draft: Draft) -> None:

@@ -19,7 +19,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._register._spmd_types import attributes_of
 from torch_ragged._register._torch import REFUSED_VERSION, dtensor_of, local_tensor, set_versions
-from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, Segments, elements
@@ -34,6 +33,7 @@ __all__ = [
     "Distribution",
     "FSDPParam",
     "FoundParam",
+    "InvalidArgument",
     "Reading",
     "ShardedState",
     "group_by_param",
@@ -41,6 +41,10 @@ __all__ = [
     "local_of",
     "owner_of",
 ]
+
+
+class InvalidArgument(ValueError, AssertionError):
+    """A wrong argument. FSDP2 raises AssertionError for it, this package ValueError: this class is both."""
 
 
 class ShardedState(Enum):
@@ -134,6 +138,14 @@ class Distribution:
                 f"{error}. Make one mesh, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and use its slices: mesh['tp'] "
                 "for the model, mesh['dp'] for fully_shard"
             ) from error
+        self._shards_at = self._template.index(None) if dp.has_shards else len(self._template)  # The shards' mesh dimension.
+        # The dimensions that the model cuts behind the shards, with the sizes of the mesh dimensions. A cut before the shards
+        # needs no care: placements apply from left to right.
+        self._cuts: dict[int, list[int]] = {}
+        for dim in range(self._shards_at + 1, len(self._template)):
+            placement = self._template[dim]
+            if isinstance(placement, (Shard, _StridedShard, InterleavedShard)):
+                self._cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
         self._dp_dims, self._ranks, self._counts_once = dp.spmd_dims, dp.ranks, dp.counts_once
         self._rank = dp.rank if dp.is_member else dp.ranks  # Ranks: an empty interval, outside of the mesh.
         if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
@@ -142,7 +154,7 @@ class Distribution:
                 f"a dimension d below {len(self.local_shape)}, a granularity or None"
             )
         self.shard_dim = None if shard_dim is None else shard_dim % len(self.local_shape)
-        self._is_flat = shard_dim is None and None in self._template  # Mostly: local tensors have one dimension.
+        self._is_flat = shard_dim is None and dp.has_shards  # Mostly: local tensors have one dimension.
         if self.shard_dim is not None:
             # The first rank's piece along ``shard_dim``, of which later ranks hold as much or less; and the size of one slice.
             self._rows = -(-self.local_shape[self.shard_dim] // self._ranks)
@@ -172,7 +184,7 @@ class Distribution:
         """
         # A rank's piece along a later dimension is not contiguous in the parameter: a shard must be whole slices of the
         # dimensions before it.
-        cut = min((dim for dim in self._cuts() if dim > 0), default=None)
+        cut = min(self._cuts.keys() - {0}, default=None)
         if isinstance(granularity, Segments):
             granularity = self._local_segments(granularity, cut)
         spec = granularity.tensor_spec(self.fqn, self.local_shape)
@@ -243,8 +255,8 @@ class Distribution:
             return self.shaped(local)
         ragged: RaggedShard | StridedRaggedShard = layout.placement(index)
         # The mesh has the shards before the dimensions of the model, which has cut first: a strided placement says so.
-        if 0 in (cuts := self._cuts()):
-            ragged = StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(cuts[0]))
+        if 0 in self._cuts:
+            ragged = StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(self._cuts[0]))
         return self._dtensor(local, ragged)
 
     def local(self, flat: torch.Tensor) -> torch.Tensor:
@@ -259,14 +271,16 @@ class Distribution:
 
     def shaped(self, local: torch.Tensor) -> DTensor:
         """The DTensor cut along ``shard_dim`` with the local tensor ``local``."""
-        split = math.prod(self._cuts().get(self.shard_dim, ()))  # type: ignore[arg-type]
+        split = math.prod(self._cuts.get(self.shard_dim, ()))  # type: ignore[arg-type]
         shard = _StridedShard(self.shard_dim, split_factor=split) if split > 1 else Shard(self.shard_dim)  # type: ignore[arg-type]
         return self._dtensor(local, shard)
 
     def _dtensor(self, local: torch.Tensor, placement: Placement) -> DTensor:
         """The DTensor with ``placement`` over the shards."""
-        placements = tuple([placement if each is None else each for each in self._template])
-        return dtensor_of(local, spec_of(self.mesh, placements, self.shape, local.dtype))
+        placements: list[Any] = list(self._template)
+        if self._shards_at < len(placements):  # Otherwise all ranks are replicas.
+            placements[self._shards_at] = placement
+        return dtensor_of(local, spec_of(self.mesh, tuple(placements), self.shape, local.dtype))
 
     def unreduced(self, view: torch.Tensor, pending: tuple[int, ...], sums: Placement) -> DTensor:
         """This rank's own gradient, given its ``view`` in the buffer, as a DTensor. A copy if the buffer has another order.
@@ -337,17 +351,8 @@ class Distribution:
 
     def group_over(self, dims: tuple[int, ...]) -> dist.ProcessGroup:
         """The ranks along mesh dimensions of the model."""
+        # It may make a process group. Ranks along these dimensions have the same parameters, and call this, too.
         return mesh_group(self._model_mesh, dims)
-
-    def _cuts(self) -> dict[int, list[int]]:
-        """The dimensions that the model cuts, with the sizes of the mesh dimensions. Only those after the shards' count."""
-        cuts: dict[int, list[int]] = {}
-        behind = self._template.index(None) + 1 if None in self._template else len(self._template)
-        for dim in range(behind, len(self._template)):
-            placement = self._template[dim]
-            if isinstance(placement, (Shard, _StridedShard, InterleavedShard)):
-                cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
-        return cuts
 
 
 def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> None:
@@ -403,7 +408,7 @@ def has_extension(param: torch.Tensor) -> bool:
         AssertionError: it has only one of the two, as in FSDP2.
     """
     inner = local_of(param) if isinstance(param, DTensor) else param
-    pre, post = (hasattr(inner, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
+    pre, post = hasattr(inner, "fsdp_pre_all_gather"), hasattr(inner, "fsdp_post_all_gather")
     if pre != post:
         raise AssertionError(f"Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined for {type(inner)}")
     return pre
@@ -411,7 +416,8 @@ def has_extension(param: torch.Tensor) -> bool:
 
 def keep_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Give ``target`` what the user has set on ``source``: attributes, such as a mark for an optimizer, and ``grad_dtype``."""
-    vars(target).update(attributes_of(source))
+    if vars(source):  # Mostly none.
+        vars(target).update(attributes_of(source))
     if source.grad_dtype != source.dtype:  # By default, it is the tensor's own dtype, and follows a conversion.
         target.grad_dtype = source.grad_dtype
 
@@ -435,7 +441,7 @@ class FoundParam:
     """A parameter as the user made it, with the modules and names it is registered under (several if tied).
 
     Attributes:
-        granularity: what must not be cut of it.
+        spec: what the planner knows of it.
         param_dtype: its dtype in forward and backward; None: its own.
     """
 
@@ -443,13 +449,8 @@ class FoundParam:
     registered_names: list[tuple[nn.Module, str]]
     value: nn.Parameter
     distribution: Distribution
-    granularity: Granularity | None = None
+    spec: TensorSpec
     param_dtype: torch.dtype | None = None
-
-    @property
-    def spec(self) -> TensorSpec:
-        """What the planner knows of it."""
-        return self.distribution.tensor_spec(self.granularity or elements())
 
 
 @dataclass

@@ -43,8 +43,7 @@ from torch_ragged.fsdp.core._grad_buffer import GradBuffer, register_last
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._kit import GroupPlan, Kit
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
-from torch_ragged.fsdp.core.encodings._plain import Phase
-from torch_ragged.fsdp.core.keepers._keeper import Keeper
+from torch_ragged.fsdp.core.encodings._plain import Keeper, Phase
 
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "all_groups"]
 
@@ -175,7 +174,7 @@ class FSDPParamGroup:
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
         self.guard = ReadGuard(self.params)
-        self.shards.attach(self.params)
+        self.shards.params = self.params
         groups = plan.dp.shard_group, plan.dp.replicate_group
         others = len(self.params) - 1
         self.names = f"{self.params[0].fqn}{f' and {others} more' if others else ''}"

@@ -14,14 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_ragged._ranks.claims import text_of
+from torch_ragged._ranks.agreement import text_of
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
 from torch_ragged.fsdp.core._dbuffer import GroupMemory, MemoryLog
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, Reading
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core.encodings._borrowed import plain_encoding
-from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
-from torch_ragged.fsdp.core.keepers._keeper import Keeper
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Keeper, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity
 
@@ -167,6 +165,7 @@ class Draft:
     layout: BufferLayout | None = None
 
 
+# Compared by identity: == of the parameters inside would compare their elements.
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
     """The input of one group: parameters of one dtype and one compute dtype, on one mesh.
@@ -191,62 +190,31 @@ class GroupPlan:
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
 
-@dataclass
 class Kit:
-    """What a group is made of: that of FSDP2, until parts have changed it.
+    """What a group is made of: that of FSDP2, until the parts of its plan have changed it.
 
     Attributes:
         shards: where the sharded parameters lie.
+        encoding: what the all-gather sends, and where the unsharded parameters lie.
         collectives: over the process groups of the mesh.
-        keeper: keeps gathered parameters after reshard.
+        keeper: keeps gathered parameters after reshard: that of the last part that has one. ``fully_shard`` sets it.
         offloads_params: whether shards and ``.grad`` are on the CPU, where the optimizer runs.
         pins_memory: whether they are pinned then.
         memory: the log of the group's memory.
         group_type: makes the group of its plan and kit; None: :class:`FSDPParamGroup`.
     """
 
-    plan: GroupPlan
-    shards: Shards
-    collectives: ProcessGroupCollectives
-    keeper: Keeper | None = None
-    offloads_params: bool = False
-    pins_memory: bool = False
-    memory: GroupMemory = field(default_factory=GroupMemory)
-    group_type: Callable[..., Any] | None = None
-    _encoding: Encoding | None = None
-
-    @classmethod
-    def of(cls, plan: GroupPlan) -> Kit:
-        """The kit of ``plan``, without a keeper."""
-        dp = plan.dp
-        collectives = ProcessGroupCollectives(dp.shard_group, dp.replicate_group, dp.levels)
-        kit = cls(plan, Shards(plan.layout, dp.rank), collectives)
+    def __init__(self, plan: GroupPlan) -> None:
+        self.plan, self.layout, self.rank = plan, plan.layout, plan.dp.rank
+        # No memory yet: the group allocates it, after all ranks have agreed.
+        self.shards = Shards(self.layout, self.rank)
+        self.encoding = plain = Encoding(self.layout, self.rank)
+        self.collectives = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group, plan.dp.levels)
+        self.keeper: Keeper | None = None
+        self.offloads_params = self.pins_memory = False
+        self.memory = GroupMemory()
+        self.group_type: Callable[..., Any] | None = None
         for part in plan.parts:
-            part.equip(kit)  # Later parts see what earlier ones have chosen.
-        return kit
-
-    def with_keeper(self) -> Kit:
-        """The same kit, with the keeper of the last part that has one. It may make process groups."""
-        for part in self.plan.parts:
-            # Apart from equip(): a keeper may make process groups, which all ranks do at one moment, after they have agreed.
-            self.keeper = part.keeper(self.plan.dp, self.encoding, self.memory.gathered) or self.keeper
-        return self
-
-    @property
-    def layout(self) -> BufferLayout:
-        return self.plan.layout
-
-    @property
-    def rank(self) -> int:
-        return self.plan.dp.rank
-
-    @property
-    def encoding(self) -> Encoding:
-        """What the all-gather sends, and where the unsharded parameters lie."""
-        if self._encoding is None:  # Not before: on one rank, it is made of the shards, which a part may exchange.
-            self._encoding = plain_encoding(self.layout, self.rank, self.shards)
-        return self._encoding
-
-    @encoding.setter
-    def encoding(self, encoding: Encoding) -> None:
-        self._encoding = encoding
+            part.equip(self)  # Later parts see what earlier ones have chosen.
+        if self.encoding is plain and self.layout.ranks == 1:  # Not before: a part may have exchanged the shards.
+            self.encoding = Encoding(self.layout, self.rank, self.shards)

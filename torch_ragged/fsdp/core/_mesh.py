@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged._ranks.groups import ranks_ascend
 from torch_ragged._register._torch import concatenate, drop_advice_to_flatten, flatten
 from torch_ragged.fsdp.comm._collectives import Levels
-from torch_ragged.tensor._redistribute import ranks_ascend
 
 __all__ = ["OUTSIDE", "DataParallelMesh"]
 
@@ -68,9 +68,11 @@ class DataParallelMesh:
         # By process group, not by mesh: equal meshes may have other groups, and a collective belongs to one.
         groups = (id(self.shard_group), id(self.replicate_group))
         self.key: tuple[int, ...] = groups if self.is_member else (hash(mesh),)
-        # As positions: DTensors of the model have their placements in the order of the whole mesh.
-        names = () if spmd is None else (*dims.shard_names, *dims.replicate_names)
-        self.spmd_dims = [dim for dim, name in enumerate((spmd and spmd.mesh_dim_names) or ()) if name in names]
+        self.spmd_dims: list[int] = []
+        if spmd is not None:
+            # As positions: DTensors of the model have their placements in the order of the whole mesh.
+            names, ours = spmd.mesh_dim_names or (), (*dims.shard_names, *dims.replicate_names)
+            self.spmd_dims = [dim for dim, name in enumerate(names) if name in ours]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -102,7 +104,7 @@ class DataParallelMesh:
                     f"fully_shard expects a 1-D mesh, or a 2-D one (replicas, shards), got shape {tuple(mesh.shape)}: pass one "
                     "or two of its dimensions, mesh[name], or name them with dp_mesh_dims"
                 )
-            parts = [(dim,) for dim in range(mesh.ndim)]
+            parts = [(0,), (1,)][: mesh.ndim]
         else:
             names = mesh.mesh_dim_names
             if names is None:
@@ -112,9 +114,10 @@ class DataParallelMesh:
                     raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
             # All are checked on all ranks before one flattens: flattening makes a process group, which is a collective.
             parts = [tuple(map(names.index, part)) for part in (dims.shard_names, dims.replicate_names) if part]
-        # Collectives follow the order of the process group, which sorts its ranks; DTensors follow the mesh.
-        if not all(ranks_ascend(mesh, part) for part in parts):
-            raise ValueError(f"{mesh} does not have its ranks in ascending order: sort the ranks of each mesh dimension")
+        for part in parts:
+            # Collectives follow the order of the process group, which sorts its ranks; DTensors follow the mesh.
+            if not ranks_ascend(mesh, part):
+                raise ValueError(f"{mesh} does not have its ranks in ascending order: sort the ranks of each mesh dimension")
 
     @staticmethod
     def of(mesh: DeviceMesh, dims: Any = None) -> DataParallelMesh:
@@ -127,14 +130,15 @@ class DataParallelMesh:
         DataParallelMesh.check(mesh, dims)
         if dims is None:
             names = mesh.mesh_dim_names or ()
-            context = [name for name in names if name in _CONTEXT_PARALLEL]
-            if len(names) == 2 and context:
-                warnings.warn(
-                    f"fully_shard takes a 2-D mesh for HSDP: the ranks of dimension {names[0]!r} are replicas, and parameters "
-                    f"are sharded over {names[1]!r} only. Context parallelism ({context[0]!r}) computes with whole parameters: "
-                    "to shard them over both dimensions, flatten the mesh into one dimension",
-                    stacklevel=3,
-                )
+            for name in names if len(names) == 2 else ():
+                if name in _CONTEXT_PARALLEL:
+                    warnings.warn(
+                        f"fully_shard takes a 2-D mesh for HSDP: the ranks of dimension {names[0]!r} are replicas, and "
+                        f"parameters are sharded over {names[1]!r} only. Context parallelism ({name!r}) computes with whole "
+                        "parameters: to shard them over both dimensions, flatten the mesh into one dimension",
+                        stacklevel=3,
+                    )
+                    break
             return DataParallelMesh(mesh, has_replicas=mesh.ndim == 2, has_shards=True)
         # Replicas before shards, as in HSDP's own mesh: the shards are the last dimension everywhere.
         parts = [flatten(mesh[part]) for part in (dims.replicate_names, dims.shard_names) if part]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
 from torch_ragged._ranks.agreement import agree
-from torch_ragged._ranks.meshes import device_of, groups_of
+from torch_ragged._ranks.groups import device_of, groups_of
 from torch_ragged._ranks.peers import PeerError
 from torch_ragged._register._torch import dtensor_like, is_wrapper, waited
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam, has_extension, local_of

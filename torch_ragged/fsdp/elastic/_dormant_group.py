@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_ragged._ranks.meshes import device_of
+from torch_ragged._ranks.groups import device_of
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, keep_attributes
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms

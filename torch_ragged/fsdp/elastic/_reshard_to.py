@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged import transfer
 from torch_ragged._ranks.agreement import agreement
-from torch_ragged._ranks.groups import device_of_messages, group_of
-from torch_ragged._ranks.meshes import device_of
+from torch_ragged._ranks.groups import device_of, device_of_messages, group_of
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.core._fsdp_init import GroupPolicyPart, layout_of, make_group
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, keep_attributes
@@ -28,8 +27,8 @@ from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._hooks import map_tensors
 from torch_ragged.fsdp.core._kit import Draft, FeaturePart, GroupPlan, Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.core._neighbours import Neighbours, NeighboursPart
 from torch_ragged.fsdp.core._param_swap import load_replaced
-from torch_ragged.fsdp.core.keepers._neighbours import Neighbours, NeighboursPart
 from torch_ragged.fsdp.elastic._compare_options import compare_options
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
 from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Told
@@ -373,15 +372,15 @@ def plan_on(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] 
     """The plan of the same parameters on another mesh. The planner runs; no memory is allocated."""
     device = device_of(dp.mesh)
     found = []
-    for param in group.params:
+    # Blocks depend on shapes and granularity, not on the mesh. So the old specs are those of the new layout.
+    for param, spec in zip(group.params, group.layout.tensors):
         # Zeros without memory of their own, in the position of the parameter that the user gave to ``fully_shard``.
         zeros = torch.zeros((), dtype=param.sharded.dtype, device=device).expand(param.distribution.shape)
         like = nn.Parameter(zeros, requires_grad=param.sharded.requires_grad)
         keep_attributes(param.sharded, like)
         distribution = Distribution(param.fqn, like, dp, param.distribution.shard_dim)
-        found.append(FoundParam(param.fqn, param.registered_names, like, distribution))
+        found.append(FoundParam(param.fqn, param.registered_names, like, distribution, spec))
     parts = [*_parts_of(group), *filter(None, [WeightsPart.of(weights), OutsideMesh.of(dp.mesh)])]
-    # Blocks depend on shapes and granularity, not on the mesh. So the old specs are those of the new layout.
     layout = layout_of(Draft(found, group.layout.tensors, dp.ranks, group.layout.alignment), parts)
     return dataclasses.replace(group.plan, params=found, dp=dp, layout=layout, parts=tuple(parts))
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from torch_ragged._ranks.groups import timeout_of
-from torch_ragged._ranks.meshes import device_of
+from torch_ragged._ranks.groups import device_of, timeout_of
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, Gate
 from torch_ragged.fsdp.gates._roll_call import RollCall, roll_call_of

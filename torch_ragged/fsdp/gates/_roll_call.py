@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_ragged._ranks.agreement import reduce_min
-from torch_ragged._ranks.meshes import device_of
+from torch_ragged._ranks.groups import device_of
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 
 __all__ = ["RollCall", "roll_call_of"]

@@ -43,7 +43,6 @@ __all__ = [
     "refuse_other_replicas",
     "sharded_originals",
     "warn_of_unsharded",
-    "watch_optimizers",
 ]
 
 sharded_originals = WeakTensorKeyDictionary()
@@ -79,6 +78,10 @@ def note_replaced(
     """
     sharded_originals[param], replaced_params[param] = fqn, (weakref.ref(module), name, call, remedy)
     _seen.clear()  # Also optimizers that have made steps may hold it.
+    if not _hooks:
+        # From now on, look at each optimizer of this process before its first steps, and count each step as a write.
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 def note_ignored(params: Iterable[torch.Tensor]) -> None:
@@ -153,13 +156,6 @@ def _parts(local: torch.Tensor) -> list[torch.Tensor]:
         inside = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
         return [part for each in inside if isinstance(each, torch.Tensor) for part in _parts(each)]
     return [local.new_empty(0, device="cpu") if local.is_meta else local]
-
-
-def watch_optimizers() -> None:
-    """From now on, look at each optimizer of this process before its first steps, and count each step as a write."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from torch_ragged.tensor._units import Units
 from torch_ragged.tensor.placement_types import RaggedShard
 
 __all__ = ["BufferLayout", "RowsLayout", "TensorSpec", "rows_layout"]
+
+_numel_of = operator.attrgetter("numel")
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,7 @@ class BufferLayout:
         if len(self.offsets) != len(self.tensors):
             raise ValueError(f"each tensor needs one offset, got {len(self.tensors)} tensors and {len(self.offsets)} offsets")
         end, previous, shard = 0, "the start of the buffer", self.shard_numel
-        for offset, numel, index in sorted(
-            zip(self.offsets, [tensor.numel for tensor in self.tensors], range(len(self.tensors)))
-        ):
+        for offset, numel, index in sorted(zip(self.offsets, map(_numel_of, self.tensors), range(len(self.tensors)))):
             tensor = self.tensors[index]
             if offset < end:
                 raise ValueError(f"{tensor.name} at offset {offset} overlaps {previous}, which ends at {end}")
@@ -111,24 +112,28 @@ class BufferLayout:
     @property
     def padding_numel(self) -> int:
         """Elements of the buffer that belong to no tensor."""
-        return self.numel - sum(tensor.numel for tensor in self.tensors)
+        return self.numel - self._used
+
+    @property
+    def _used(self) -> int:
+        return sum(map(_numel_of, self.tensors))
 
     @property
     def padding_fraction(self) -> float:
         """Padding relative to the elements of the tensors."""
-        return self.padding_numel / max(1, self.numel - self.padding_numel)
+        return self.padding_numel / max(1, self._used)
 
     @property
     def bound_fraction(self) -> float:
         """The padding at the lower bound, which no layout of these tensors avoids, relative to their elements."""
-        used, (units, largest) = self.numel - self.padding_numel, self._units
+        used, (units, largest) = self._used, self._units
         return (self.lower_bound // largest * units - used) / max(1, used)
 
     @property
     def granularity_fraction(self) -> float:
         """The padding beyond that of single elements in aligned shards, relative to the elements of the tensors."""
         # All buffers are multiples of the smallest one.
-        used, smallest = self.numel - self.padding_numel, self._units[0] * self.alignment
+        used, smallest = self._used, self._units[0] * self.alignment
         return (self.numel - max(1, -(-used // smallest)) * smallest) / max(1, used)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
@@ -150,14 +155,13 @@ class BufferLayout:
         tensor = self.tensors[index]
         if not tensor.numel:  # Any units describe an empty tensor. A single unit divides the slices of every tensor.
             return RaggedShard(tensor.dims, Units([(1, 1), (0, self.ranks - 1)]))
-        shards = self._shards
-        unit, offset = math.prod(tensor.shape[len(tensor.dims) :]), self.offsets[index]
-        return RaggedShard(tensor.dims, shards.within(offset, offset + tensor.numel).scaled(1, unit))
-
-    @property
-    def _shards(self) -> Units:
-        """The elements of each rank's shard."""
-        return Units([(self.shard_numel, self.ranks)])
+        unit, shard, start = math.prod(tensor.shape[len(tensor.dims) :]), self.shard_numel, self.offsets[index]
+        stop = start + tensor.numel
+        first, last = start // shard, (stop - 1) // shard  # Ranks.
+        in_first, in_last = min(stop, (first + 1) * shard) - start, stop - last * shard
+        # Runs of no ranks are dropped: most tensors are on few of many ranks.
+        runs = [(0, first), (in_first // unit, 1), (shard // unit, last - first - 1), (in_last // unit, min(last - first, 1))]
+        return RaggedShard(tensor.dims, Units([*runs, (0, self.ranks - last - 1)]))
 
     @functools.cached_property
     def free_boundaries(self) -> tuple[int, ...]:
@@ -194,10 +198,10 @@ class BufferLayout:
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding: (start, stop) of each interval of the buffer that belongs to no tensor."""
         gaps, end = [], 0
-        for offset, tensor in sorted(zip(self.offsets, self.tensors), key=lambda pair: (pair[0], pair[1].numel)):
+        for offset, numel in sorted(zip(self.offsets, map(_numel_of, self.tensors))):
             if offset > end:
                 gaps.append((end, offset))
-            end = offset + tensor.numel
+            end = offset + numel
         return tuple(gaps) + (((end, self.numel),) if end < self.numel else ())
 
     def describe(self, name: str, itemsize: int) -> str:

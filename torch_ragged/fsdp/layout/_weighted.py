@@ -19,6 +19,7 @@ from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._orders import sorted_and_permuted
 from torch_ragged.fsdp.layout._packing import Kind, first_that_works, run_at
 from torch_ragged.tensor._units import Units
+from torch_ragged.tensor.placement_types import RaggedShard
 
 __all__ = ["WeightedLayout", "check_weights", "plan_weighted"]
 
@@ -75,9 +76,13 @@ class WeightedLayout(BufferLayout):
     def shard_range(self, rank: int) -> tuple[int, int]:
         return self._edges[rank], self._edges[rank + 1]
 
-    @property
-    def _shards(self) -> Units:
-        return Units([(stop - start, 1) for start, stop in itertools.pairwise(self._edges)])
+    def placement(self, index: int) -> RaggedShard:
+        tensor, offset = self.tensors[index], self.offsets[index]
+        if not tensor.numel:
+            return super().placement(index)
+        shards = Units([(stop - start, 1) for start, stop in itertools.pairwise(self._edges)])
+        unit = math.prod(tensor.shape[len(tensor.dims) :])
+        return RaggedShard(tensor.dims, shards.within(offset, offset + tensor.numel).scaled(1, unit))
 
     @property
     def free_boundaries(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -15,8 +15,7 @@ from torch_ragged.fsdp.comm._collectives import Collectives, Levels, Work, done
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
 from torch_ragged.fsdp.core._kit import FeaturePart, Need, Terms
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
-from torch_ragged.fsdp.core.keepers._keeper import Keeper
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Keeper, Shards
 
 __all__ = ["HIERARCHICAL", "ZERO1", "ZERO2", "ZERO3", "BufferPlacements", "Resident"]
 

@@ -18,9 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_ragged._ranks.agreement import agree, agreement
-from torch_ragged._ranks.claims import text_of
-from torch_ragged._ranks.meshes import device_of, groups_of
+from torch_ragged._ranks.agreement import agree, agreement, text_of
+from torch_ragged._ranks.groups import device_of, groups_of
 from torch_ragged.fsdp._groups import named_groups
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.fsdp import OffloadPolicy
 
-from torch_ragged._ranks.claims import compared_as
+from torch_ragged._ranks.agreement import compared_as
 from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.offload._mapped_shards import MappedShards
 

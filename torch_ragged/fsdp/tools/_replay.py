@@ -92,7 +92,7 @@ class Replay:
             registered: list[tuple[nn.Module, str]] = [(module, f"param_{state.groups.index(group)}_{index}")]
             module.register_parameter(registered[0][1], None)
             found = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
-            params.append(FoundParam(param.fqn, registered, found, param.distribution))
+            params.append(FoundParam(param.fqn, registered, found, param.distribution, group.layout.tensors[index]))
         twin = make_group(dataclasses.replace(group.plan, params=params, runs_on_meta=True))
         twin.register_sharded()
         twin.keep(None if group.keeper is None else group.keeper.twin(twin.memory.gathered))

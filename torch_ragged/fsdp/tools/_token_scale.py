@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_ragged._ranks.agreement import agreement
-from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged._ranks.meshes import agree_on_groups, groups_of
+from torch_ragged._ranks.agreement import agree_on_groups, agreement
+from torch_ragged._ranks.groups import device_of_messages, groups_of
 from torch_ragged._ranks.peers import issued_on, peers_named
 
 __all__ = ["token_scale"]

@@ -33,6 +33,7 @@ class ShardPart(FeaturePart):
         return param.fqn
 
     def arrange(self, draft: Draft) -> None:
+        # Not the planner's: ranks own what torch.chunk gives them.
         draft.layout = draft.params[0].distribution.even_layout(draft.ranks)
 
     def equip(self, kit: Kit) -> None:
@@ -63,6 +64,7 @@ class ContiguousEncoding(Encoding):
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         super().make_buffers(dtype, device, pool, log)
+        # Not of the pool: no collective reads or writes it.
         self._whole = torch.empty(self._distribution.local_shape, dtype=dtype, device=device)
         log.note(self._whole.nbytes)
 

@@ -1,6 +1,6 @@
-"""Encoding: what an all-gather sends for a group's parameters, and the memory of the unsharded parameters.
+"""Shards, Encoding, Keeper: where a group's shards lie, what an all-gather of them sends, and what stays gathered after use.
 
-It does not decide when to all-gather, decode or free: the group does.
+None of them decides when to all-gather, decode, keep or free: the group does.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
+from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FSDPParam, local_of
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["Encoding", "Phase", "Shards"]
+__all__ = ["Encoding", "Keeper", "Phase", "Shards"]
 
 
 class Phase(enum.Flag):
@@ -39,16 +39,15 @@ class Shards:
     Attributes:
         buffer: the shards. ``.grad`` has the buffer's dtype and device, and is pinned if the buffer is.
         are_typed: whether tensor types hold the shards themselves.
+        params: the parameters that were made of the shards. The group sets it.
     """
 
     buffer: DBuffer
     are_typed = False
+    params: Sequence[FSDPParam] = ()
 
     def __init__(self, layout: BufferLayout, rank: int) -> None:
         self._layout, self._rank = layout, rank
-
-    def attach(self, params: Sequence[FSDPParam]) -> None:
-        """These parameters were made of the shards. Plain shards need not know them."""
 
     def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
         """Make a new buffer for parameters of ``dtype``."""
@@ -56,6 +55,7 @@ class Shards:
 
     def _hold(self, buffer: DBuffer) -> None:
         self.buffer = buffer
+        # The all-gather sends the padding, too. Old memory there may hold NaN, which sums over a buffer would see.
         self.buffer.zero_padding()
         self._storage = self.buffer.flat.untyped_storage()._cdata
 
@@ -80,6 +80,7 @@ class Shards:
                 self.buffer.replace(local_of(value).detach().new_empty(self.buffer.flat.numel()))
                 self._storage = self.buffer.flat.untyped_storage()._cdata
             return
+        # All ranks have the whole parameter here, with equal values: each copies its interval, and nothing is sent.
         start, stop = self._layout.local_range(index, self._rank)
         self.buffer.tensor(index).copy_(distribution.flat(value)[start:stop])
 
@@ -114,8 +115,14 @@ class Encoding:
            | all-gather, in place
         buffer     DBuffer Replicate(), param_dtype; unsharded parameters are views of it
 
+    On a mesh of one rank, the shards are the whole parameters. If they need no cast and no copy, the model computes with them
+    in place, and ``buffer`` is the same memory, which is never freed.
+
     A group calls ``make_buffers`` once, and ``all_gather``, ``decode`` and ``free`` in each use. Subclasses override the
     methods in which they differ.
+
+    Args:
+        shards: those of a mesh of one rank; None: there are more ranks, or the model computes with other memory.
 
     Attributes:
         buffer: the gathered parameters, after ``decode``.
@@ -132,9 +139,9 @@ class Encoding:
     has_phases = False
     buffer: DBuffer
 
-    def __init__(self, layout: BufferLayout, rank: int) -> None:
-        self._layout, self._rank = layout, rank
-        self.keeps_storage = False
+    def __init__(self, layout: BufferLayout, rank: int, shards: Shards | None = None) -> None:
+        self._layout, self._rank, self._shards = layout, rank, shards
+        self.keeps_storage = self._borrows = False
 
     def lacks(self, phase: Phase) -> bool:
         """Whether unsharded parameters cannot be used in ``phase`` before a call of :meth:`add`."""
@@ -151,12 +158,18 @@ class Encoding:
             pool: makes the memory of the buffers.
             log: records when they are allocated and freed.
         """
-        self._log = log
-        self.buffer = DBuffer(self._layout, Replicate(), self._rank, dtype, device, pool=pool, log=log)
+        self._log, self._borrows = log, False
+        if self._shards is not None and not pool.is_required:
+            flat = self._shards.buffer.flat
+            if (flat.dtype, flat.device) == (dtype, device):
+                self._borrows, pool = True, Borrowed(flat)
+        # Borrowed memory is in no log: the shards own it.
+        log_of_buffer = None if self._borrows else log
+        self.buffer = DBuffer(self._layout, Replicate(), self._rank, dtype, device, pool=pool, log=log_of_buffer)
 
     def buffers(self) -> list[DBuffer]:
-        """All buffers, freed ones too."""
-        return [self.buffer]
+        """All buffers that own their memory, freed ones too."""
+        return [] if self._borrows else [self.buffer]
 
     @property
     def nbytes_beside(self) -> int:
@@ -171,6 +184,7 @@ class Encoding:
     @property
     def has_slot(self) -> bool:
         """Whether an all-gather can be issued: no other group uses the slots of the buffers."""
+        # Equal on all ranks, or one would issue an all-gather ahead of use, and another one would not.
         return all([buffer.memory.is_free for buffer in self.buffers()])
 
     def compute_tensor(self, index: int) -> torch.Tensor:
@@ -179,6 +193,7 @@ class Encoding:
 
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         """Allocate the buffers, and issue the all-gather."""
+        # In the dtype of the computation: a rank casts its shard, and the others receive the result.
         return shards.buffer.redistribute(self.buffer.placements, collectives, out=self.buffer)
 
     def decode(self, shards: Shards, keeps_buffer: bool) -> Sequence[torch.Tensor] | None:
@@ -196,7 +211,7 @@ class Encoding:
         """Free the unsharded parameters. If ``keeps_buffer``, ``buffer`` stays allocated."""
         # A slot has its address for itself already: freeing it lets other groups use it, and its views stay.
         keeps_storage = self.keeps_storage and not self.buffer.memory.keeps_address
-        if not keeps_storage and not keeps_buffer:
+        if not (keeps_storage or keeps_buffer or self._borrows):
             self.buffer.free()
 
     def free_replaced(self) -> None:
@@ -213,3 +228,43 @@ class Encoding:
         """Whether an unsharded parameter with the local tensor ``local`` still lies in the encoding's memory."""
         view = param.view
         return local.dtype == view.dtype and local.data_ptr() == view.data_ptr()
+
+
+class Keeper:
+    """What the group calls. Without a keeper, each all-gather starts from the shards.
+
+    Attributes:
+        keeps_buffer: whether the gathered buffer itself stays allocated.
+    """
+
+    keeps_buffer = False
+
+    def twin(self, log: MemoryLog) -> Keeper:
+        """A keeper like this one that keeps nothing yet, for a memory report. Its bytes go to ``log``."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept beside the gathered buffer."""
+        return 0
+
+    @property
+    def holds_part(self) -> bool:
+        """Whether this rank keeps a part of the gathered parameters from forward to backward now."""
+        return False
+
+    def all_gather(self, shards: Shards, encoding: Encoding, versions: list[int], collectives: Collectives) -> Work:
+        """Fill the gathered buffer with the parameters in the given ``versions``. At most one all-gather of the shards."""
+        raise NotImplementedError
+
+    def keep(self, encoding: Encoding) -> None:
+        """Forward is over: keep a part of the gathered parameters for backward."""
+
+    def drop(self) -> None:
+        """Free the part kept for backward."""
+
+    def invalidate(self) -> None:
+        """The parameters may have changed: the next all-gather starts from the shards."""
+
+    def reset(self) -> None:
+        """The group has new buffers: free everything that was kept."""

@@ -53,7 +53,7 @@ class TypePart(FeaturePart):
     def equip(self, kit: Kit) -> None:
         plan, layout = kit.plan, kit.layout
         assert isinstance(layout, RowsLayout)
-        if plan.runs_on_meta:
+        if plan.runs_on_meta:  # A type's methods may need values. A report only needs the bytes.
             kit.encoding = TypeStandIn(layout, kit.rank)
             return
         kit.shards = TypeShards(layout, kit.rank)
@@ -71,10 +71,6 @@ class TypeShards(Shards):
     def __init__(self, layout: RowsLayout, rank: int) -> None:
         super().__init__(layout, rank)
         self._locals: dict[int, torch.Tensor] = {}
-        self.params: Sequence[FSDPParam] = ()
-
-    def attach(self, params: Sequence[FSDPParam]) -> None:
-        self.params = params
 
     def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
         super().allocate(dtype, device, is_pinned)
@@ -218,6 +214,7 @@ class TypeEncoding(Encoding):
             # Views with their own version counters: the type may compute with an output itself, and autograd may have saved it.
             pairs = [(output.data.view(-1), tensor.view(-1)) for output, tensor in zip(self._outputs, inputs)]
             return wait_all([collectives.all_gather(output, tensor) for output, tensor in pairs])
+        # Into this rank's slice of the output: the all-gather needs no other buffer.
         allocate_storage(self._packed, self._log)
         mine = self._packed.view(self._layout.ranks, -1)[self._rank]
         torch._foreach_copy_(mine.split(self._sizes), [tensor.view(-1).view(torch.uint8) for tensor in inputs])
@@ -249,7 +246,7 @@ class TypeEncoding(Encoding):
             param.outputs = [each.new_empty(ranks * each.shape[:1].numel(), *each.shape[1:]) for each in inputs]
             self._outputs += param.outputs
         self._log.note(_nbytes(self._outputs))
-        if len(self._outputs) == 1 or ranks == 1:
+        if len(self._outputs) == 1 or ranks == 1:  # One collective without packing, or none that sends anything.
             return
         for output in self._outputs:  # The all-gather fills the packed bytes.
             free_storage(output, self._log)
@@ -291,6 +288,7 @@ class TypeEncoding(Encoding):
         free_storage(packed, self._log)
 
     def free(self, keeps_buffer: bool) -> None:
+        # The tensors stay, without memory: autograd has saved them, and finds them filled again in backward.
         for tensor in self._tensors():
             free_storage(tensor, self._log)
 

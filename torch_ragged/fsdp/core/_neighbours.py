@@ -12,8 +12,7 @@ from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.core._kit import FeaturePart, Need, Terms
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
-from torch_ragged.fsdp.core.keepers._keeper import Keeper
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Keeper, Shards
 
 __all__ = ["Neighbours", "NeighboursPart"]
 
@@ -35,6 +34,7 @@ class NeighboursPart(FeaturePart):
 
     def keeper(self, dp: DataParallelMesh, encoding: Encoding, log: MemoryLog) -> Keeper | None:
         """None if this is the whole group or a single rank, or if the group computes with other memory than the buffer."""
+        # With k = 1, nothing is resharded. If all ranks kept a part each, it would be the shard again.
         if dp.shard_group is None or not encoding.computes_in_buffer or not 1 < self.size < dp.ranks:
             return None
         return Neighbours.among(dp.shard_group, dp.rank, self.size, log)
@@ -83,6 +83,7 @@ class Neighbours(Keeper):
     def keep(self, encoding: Encoding) -> None:
         """Copy this rank's part out of the gathered buffer, so that its storage can be freed as a whole."""
         gathered = encoding.buffer
+        # Whole shards, as k divides their number. So parts are equal, and one after the other.
         numel = gathered.flat.numel() // self.size
         self._kept = gathered.flat.narrow(0, self._index * numel, numel).clone()
         self._log.note(self._kept.nbytes)
