@@ -43,7 +43,6 @@ __all__ = [
     "fsdp2_keeps_wide_gradients",
     "functorch_is_active",
     "gradient_use",
-    "grouped_mm",
     "has_multicast",
     "is_autocast",
     "is_wrapper",
@@ -157,10 +156,6 @@ def fsdp2_keeps_wide_gradients() -> bool:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # Here, because torch.distributed.tensor is below.
 
     return not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
-
-
-grouped_mm = torch._grouped_mm
-"""The matmul of groups of rows, each with its own matrix; newer versions also have ``F.grouped_mm``. (2.11 to 2.15)"""
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
