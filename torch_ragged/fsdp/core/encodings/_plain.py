@@ -171,7 +171,10 @@ class Encoding:
     @property
     def has_slot(self) -> bool:
         """Whether an all-gather can be issued: no other group uses the slots of the buffers."""
-        return all([buffer.memory.is_free for buffer in self.buffers()])
+        for buffer in self.buffers():
+            if not buffer.memory.is_free:
+                return False
+        return True
 
     def compute_tensor(self, index: int) -> torch.Tensor:
         """The memory of an unsharded parameter, in the parameter's shape."""
@@ -208,8 +211,3 @@ class Encoding:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, is an unsharded parameter or a view of one."""
         return self.buffer.holds(tensor)
-
-    def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
-        """Whether an unsharded parameter with the local tensor ``local`` still lies in the encoding's memory."""
-        view = param.view
-        return local.dtype == view.dtype and local.data_ptr() == view.data_ptr()

@@ -298,9 +298,6 @@ class TypeEncoding(Encoding):
         own = storage_ids(tensor)
         return any(each in own for param in self._params if param.made is not None for each in storage_ids(param.made))
 
-    def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
-        return True
-
 
 class TypeStandIn(Encoding):
     """Takes the part of a :class:`TypeEncoding` in a memory report: plain tensors on the meta device."""
