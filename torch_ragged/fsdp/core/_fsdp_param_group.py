@@ -362,7 +362,7 @@ class FSDPParamGroup:
         encoding.phase = phase
         if self._sharded_state is ShardedState.UNSHARDED:
             return
-        if self.device.type == "meta" and self.is_meta:
+        if self.is_meta:
             missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
             advice = "with to_empty(device=...) and init, or load_state_dict(..., assign=True)"
             if type(self.sharded.flat) is not torch.Tensor:  # Of deferred_init: to_empty() would lose what it has recorded.
@@ -643,11 +643,11 @@ class FSDPParamGroup:
 
     def find_hooks(self) -> None:
         """A forward of the root begins: look whether the user has hooks on gradients of sharded parameters."""
-        self.has_hooks = False
+        found = False
         for param in self.params:
             sharded: Any = param.sharded
-            if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:  # As has_hooks(), which would be called often.
-                self.has_hooks = True
+            found |= bool(sharded._backward_hooks or sharded._post_accumulate_grad_hooks)
+        self.has_hooks = found
 
     def replaced(self) -> list[int]:
         """The parameters that the user has replaced, or given other memory, since the last forward."""

@@ -24,7 +24,7 @@ from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.tensor._api import spec_of
 
-__all__ = ["GradReduction", "GradientState", "GradientUser", "ReductionSettings", "has_hooks"]
+__all__ = ["GradReduction", "GradientState", "GradientUser", "ReductionSettings"]
 
 _SUM = Reduction(divisor=1.0, sum_only=True)
 
@@ -351,11 +351,15 @@ class GradReduction:
             return False
         used = [param.was_used for param in self._params]
         if used_anywhere is None:
-            in_flight = self.in_flight is not None or self._all_reduce is not None or self._buffer.holds_gradients
-            is_complete = all(is_used or not param.sharded.requires_grad for param, is_used in zip(self._params, used))
-            # Ranks come here at different moments, or not at all. So a hook added since forward, which may communicate, waits.
-            if in_flight or not is_complete or any(has_hooks(param.sharded) for param in self._params):
+            if self.in_flight is not None or self._all_reduce is not None or self._buffer.holds_gradients:
                 return False
+            for param, is_used in zip(self._params, used):
+                sharded: Any = param.sharded
+                # Ranks come here at different moments, or not at all. So a hook added since forward, which may communicate,
+                # waits.
+                has_hooks = sharded._backward_hooks or sharded._post_accumulate_grad_hooks
+                if has_hooks or (sharded.requires_grad and not is_used):
+                    return False
         self.set_grads(used if used_anywhere is None else used_anywhere)
         for param, is_used in zip(self._params, used):  # Other ranks ask at the end of the pass.
             param.was_used = is_used
@@ -519,8 +523,3 @@ class GradReduction:
             self._copy = copy
         begin, end = self._intervals[index]
         return self._gradient(self._params[index], self._copy.flat[begin:end].to(like.flat.device, dtype, copy=True))
-
-
-def has_hooks(sharded: Any) -> bool:
-    """Whether a user has hooks on the gradient of a sharded parameter."""
-    return bool(sharded._backward_hooks or sharded._post_accumulate_grad_hooks)
