@@ -73,7 +73,7 @@ class GradBuffer:
         self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
         # A reduction in float16 divides the buffer in place, against overflow.
         self.may_borrow = len(params) == 1 and not pool.is_required and reduce_dtype != torch.float16
-        self.holds_gradients = self.is_open = False
+        self.holds_gradients = self.is_open = self._holds_sum = False
         self._unreduced: DBuffer | None = None
         self._widened: DBuffer | None = None
         self._views: list[torch.Tensor] = []  # Of ``_unreduced``, one per parameter.
@@ -103,8 +103,7 @@ class GradBuffer:
             return self._views
         if stream is not None:
             self._gather_streams(stream)
-        before = self._unreduced
-        is_borrowed = before is not None and before.memory.is_borrowed
+        before, is_borrowed = self._unreduced, self._is_borrowed
         unreduced = self._unreduced = self._allocated(None if is_borrowed else before, self.dtype)
         if before is not None and is_borrowed:  # Its owner, such as a user's hook, may read it later.
             unreduced.flat.copy_(before.flat)
@@ -140,7 +139,7 @@ class GradBuffer:
         if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided:
             return False
         is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
-        if not is_storage or (self._unreduced is not None and self._unreduced.is_allocated):
+        if not is_storage or self.is_open or self._is_borrowed:
             return False
         self._unreduced = DBuffer(
             self._layout, Partial(), self._rank, self.dtype, self.device, pool=Borrowed(gradient), log=self._log
@@ -162,6 +161,7 @@ class GradBuffer:
             if self.wide_gradients.are_many:
                 self.widen()
                 self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
+                self._holds_sum = False  # views() opens the wide buffer, at the latest for the reduction.
                 for param in self.params:
                     param.has_gradient = param.was_used
             return
@@ -193,13 +193,13 @@ class GradBuffer:
 
     def widen(self) -> None:
         """Cast the gradients of a backward pass to ``reduce_dtype``, or add them to those of earlier passes."""
-        if self.dtype == self.reduce_dtype or self._unreduced is None or not self._unreduced.is_allocated:
+        if self.dtype == self.reduce_dtype or self._unreduced is None or not (self.is_open or self._is_borrowed):
             return
         self._close()
-        holds_sum = self._widened is not None and self._widened.is_allocated
         self._widened = self._allocated(self._widened, self.reduce_dtype, is_overwritten=True)
         # One pass over memory, for the cast and the addition.
-        scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
+        scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=self._holds_sum)
+        self._holds_sum = True
         self._free_unreduced()
         # They were never in the narrow buffer, so they keep their bits.
         for index, gradient in self.wide_gradients.popped():
@@ -210,7 +210,7 @@ class GradBuffer:
         param = self.params[index]
         if not (param.has_gradient or param.was_used):
             return None
-        if self._widened is not None and self._widened.is_allocated:
+        if self._widened is not None and self._holds_sum:
             return self._widened.tensor(index)
         if not param.has_gradient:
             return None
@@ -242,10 +242,9 @@ class GradBuffer:
         Args:
             widens: whether it has ``reduce_dtype``. Otherwise it has ``dtype``, and :attr:`wide_gradients` has the rest.
         """
-        holds_sum = self._widened is not None and self._widened.is_allocated
-        assert widens or not holds_sum, "gradients of earlier passes have accumulated"
+        assert widens or not self._holds_sum, "gradients of earlier passes have accumulated"
         # All ranks reduce, so a rank without gradients allocates a buffer of zeros.
-        if not holds_sum and (self._unreduced is None or not self._unreduced.is_allocated):
+        if not (self._holds_sum or self.is_open or self._is_borrowed):
             self.views()
         # All ranks decide alike here, see GradReduction.start: a collective has one dtype.
         if widens and self.dtype != self.reduce_dtype:
@@ -288,7 +287,7 @@ class GradBuffer:
 
     def free(self) -> None:
         """Free the memory. Reduced gradients are elsewhere."""
-        self.holds_gradients, self._streams = False, []
+        self.holds_gradients, self._holds_sum, self._streams = False, False, []
         self._free_unreduced()
         if self._widened is not None:
             self._widened.free()
@@ -304,11 +303,16 @@ class GradBuffer:
             param.pending = None
             param.unsharded.grad = None  # A program may have assigned it.
 
+    @property
+    def _is_borrowed(self) -> bool:
+        """Whether autograd's gradient is the buffer now."""
+        return self._unreduced is not None and self._unreduced.memory.is_borrowed
+
     def _free_unreduced(self) -> None:
         self.is_open = False
         if self._unreduced is not None:
             self._unreduced.free()
-            if self._unreduced.memory.is_borrowed:
+            if self._is_borrowed:
                 # The memory is its owner's: the reference is dropped, and the next pass makes a buffer of its own.
                 self._unreduced, self._views = None, []
 
@@ -316,10 +320,8 @@ class GradBuffer:
         """Allocate ``buffer``, or a new one if it is None, and return it. ``is_overwritten``: the caller writes all of it."""
         if buffer is None:
             buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self.device, pool=self._pool, log=self._log)
-        elif buffer.is_allocated:
-            return buffer
         else:
-            buffer.allocate()
+            buffer.allocate()  # Nothing, if it holds sums.
         # Padding is reduced, too. Old memory there may hold NaN, which debuggers and sums over a buffer would see.
         if not is_overwritten:
             buffer.zero_padding()
