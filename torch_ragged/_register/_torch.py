@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_ragged._register._spmd_types import untyped
 
 __all__ = [
     "REFUSED_VERSION",
@@ -43,7 +46,6 @@ __all__ = [
     "fsdp2_keeps_wide_gradients",
     "functorch_is_active",
     "gradient_use",
-    "grouped_mm",
     "has_multicast",
     "is_autocast",
     "is_wrapper",
@@ -159,10 +161,6 @@ def fsdp2_keeps_wide_gradients() -> bool:
     return not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 
 
-grouped_mm = torch._grouped_mm
-"""The matmul of groups of rows, each with its own matrix; newer versions also have ``F.grouped_mm``. (2.11 to 2.15)"""
-
-
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the mesh dimensions of ``meshes``, in order. No communication. (2.11 to 2.15)
 
@@ -183,7 +181,7 @@ def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """The DTensor of ``local`` with the spec of ``like`` (mesh, placements, shape, dtype), unchecked. (2.11 to 2.15)"""
-    return dtensor_of(local, like._spec)
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -244,15 +242,18 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def dynamo_disabled_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for hooks that autograd calls, which no graph can have inside. (2.11 to 2.15)
+    """The same for hooks that autograd calls, which no graph can have inside; they are :func:`untyped`, too. (2.11 to 2.15)
 
-    They are many, and :func:`dynamo_disabled` takes longer than most of them. So they skip it while nothing is compiled.
+    They are many, and :func:`dynamo_disabled` takes longer than most of them. So they skip both while nothing is compiled and
+    no types are checked.
     """
-    disabled, callback = dynamo_disabled(function), torch._C._dynamo.eval_frame.get_eval_frame_callback
+    disabled, callback = dynamo_disabled(untyped(function)), torch._C._dynamo.eval_frame.get_eval_frame_callback
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if callback() is None else disabled(*args, **kwargs)
+        if callback() is None and "spmd_types" not in sys.modules:
+            return function(*args, **kwargs)
+        return disabled(*args, **kwargs)
 
     return call
 

@@ -234,7 +234,7 @@ def fully_shard(
             note_replaced(param.value, param.fqn, *param.registered_names[0])
             owners.update(param.registered_names)
     for group in groups:
-        group.register_sharded()
+        group.register()
     if not isinstance(reshard_after_forward, (bool, type(None))):
         reshard_after_forward = reshard_after_forward > 1
     state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional, gate_of)

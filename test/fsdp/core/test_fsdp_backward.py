@@ -242,6 +242,26 @@ def wide_gradients(middle, is_kept):
         assert name.startswith("1") or not torch.equal(found, found.bfloat16().float()), f"{name} is rounded"
 
 
+def wide_gradients_end_a_pass():
+    """The last gradient of a pass makes the buffer wide: the next pass adds nothing to it, as its memory has old sums."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(WideLinear(), nn.RMSNorm(32))
+    model, policy = copy.deepcopy(plain), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    with mock.patch("torch_ragged.fsdp.core._fsdp_param_group._KEEPS_WIDE_GRADIENTS", True):
+        shard(model, [], mp_policy=policy)
+        model.set_persistent_buffers()
+    plain.bfloat16()
+    for param in plain.parameters():
+        param.grad_dtype = None
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    expected = torch.autograd.grad((plain(x.bfloat16()) ** 2).sum(), list(plain.parameters()))
+    for step in range(3):
+        (model(x) ** 2).sum().backward()
+        for param, gradient in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(param.grad.full_tensor(), gradient.float()), step
+        model.zero_grad()
+
+
 class TwoTables(nn.Module):
     def __init__(self):
         super().__init__()
@@ -410,6 +430,7 @@ class BackwardTest(unittest.TestCase):
     def test_wide_gradients_are_not_rounded(self):
         run_ranks(2, wide_gradients, BigLinear, True)
         run_ranks(2, wide_gradients, WideLinear, False)
+        run_ranks(2, wide_gradients_end_a_pass)
 
     @unittest.skipUnless(DEVICE == "cpu", "over NCCL, a reduction in flight holds no second buffer")
     @ranks(2)

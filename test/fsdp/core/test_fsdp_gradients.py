@@ -55,7 +55,7 @@ class GradientTest(OneRankTest):
         model = self.sharded(nn.Linear(WIDTH, WIDTH))
         (root,) = {state.context for state in model._ragged_states(recurse=False)}
         calls, earlier, later = [], Order("earlier"), Order("later")
-        root.run_skipped = lambda order, event: calls.append(f"finish {event}")
+        root.run_skipped = lambda order, events: calls.extend(f"finish {event}" for event in events)
         x = torch.ones(1, requires_grad=True)
 
         def hook(gradient):
@@ -347,7 +347,7 @@ class GradientTest(OneRankTest):
         (group,) = groups_of(model)
         group.add_gradient(0, torch.ones(WIDTH, WIDTH))
         group.reduce_gradients()
-        with mock.patch.object(group.reduction._reduce_scatter, "wait", side_effect=ConnectionError):
+        with mock.patch.object(group.reduction.in_flight, "wait", side_effect=ConnectionError):
             self.assertRaises(ConnectionError, group.reduction.wait)
         self.assertTrue(group.is_pending)
         self.assertTrue(group.drop_gradients())

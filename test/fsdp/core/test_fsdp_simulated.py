@@ -30,9 +30,7 @@ from torch_ragged.fsdp import (
     plan_layout,
     rows,
 )
-from torch_ragged.fsdp.core import _param_swap
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core.encodings._plain import Encoding
 from torch_ragged.tensor import _dispatch
 
 RANKS = 256
@@ -89,10 +87,10 @@ def simulate(block, mesh, **knobs):
     (group,) = (group for state in model._ragged_states(True) for group in state.groups)
     group.collectives = counted = NoCollectives()
     # There are no addresses on the meta device by which to tell whose memory a tensor lies in.
-    with mock.patch.object(Encoding, "is_intact", lambda *_: True), mock.patch.object(DBuffer, "holds", lambda *_: False):
+    with mock.patch.object(DBuffer, "holds", lambda *_: False):
         with (
             mock.patch.object(FSDPParamGroup, "is_meta", False),
-            mock.patch.object(_param_swap, "_is_in_place", lambda *_: True),
+            mock.patch.object(FSDPParamGroup, "replaced", lambda _: []),
         ):
             dim = model.norm1.weight.shape[0]
             held = []

@@ -40,7 +40,7 @@ from weight_gradient_cases import (
     tensors,
 )
 
-from torch_ragged._register._torch import fsdp2_keeps_wide_gradients, grouped_mm
+from torch_ragged._register._torch import fsdp2_keeps_wide_gradients
 from torch_ragged.fsdp import fully_shard, plan_layout, rows
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
@@ -88,8 +88,6 @@ class ProductTest(unittest.TestCase):
     def test_numbers_are_autograds(self):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             for name in PRODUCTS:
-                if dtype == torch.float64 and "grouped" in name:  # torch has none.
-                    continue
                 with self.subTest(name, dtype=dtype):
                     self.check(name, dtype)
 
@@ -323,17 +321,6 @@ class SavedTensorTest(unittest.TestCase):
                         ours, theirs = ([value for kind, value in pairs if kind == each] for each in ("direct", "plain"))
                         for one, other in zip(ours, theirs, strict=True):
                             self.assertTrue(one is other is None or equal(one, other), (inputs, early, options, ours, theirs))
-
-    def test_a_checkpoint_recomputes_no_grouped_product_in_vain(self):
-        offsets, x = torch.tensor([2, 4, 6], dtype=torch.int32), torch.randn(6, 16, requires_grad=True)
-        counts = []
-        for kind in (nn.Parameter, direct):
-            weight = kind(torch.randn(3, 16, 16))
-            output = checkpoint(lambda x, w=weight: grouped_mm(x, w, offs=offsets), x, use_reentrant=False)
-            with Products() as products:
-                output.square().sum().backward()
-            counts.append(products.names["aten::_grouped_mm"])
-        self.assertEqual(counts, [2, 1])  # Of the weight: one of torch's, or one mm for each group.
 
     def test_released_storage(self):
         """As fully_shard does: the storage is freed after forward, and allocated and filled again before backward."""

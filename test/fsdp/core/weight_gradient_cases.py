@@ -90,8 +90,6 @@ PRODUCTS = {
     "@ of experts": (lambda x, w, b: x @ w, (E, M, K), (E, K, N), True),
     "@ of transposed experts": (lambda x, w, b: x @ w.mT, (E, M, K), (E, N, K), False),
     "baddbmm": (lambda x, w, b: torch.baddbmm(b, x, w), (E, M, K), (E, K, N), True),
-    "grouped_mm": (grouped, (M, K), (E, K, N), True),
-    "grouped_mm of a transposed weight": (lambda x, w, b: grouped(x, w.mT, b), (M, K), (E, N, K), True),
     "linear of a reshaped weight": (lambda x, w, b: F.linear(x, w.view(N, K), b), (M, K), (N * K // 8, 8), True),
 }
 
@@ -172,6 +170,8 @@ OTHERS = {
     "einsum of three": (lambda x, w, b: torch.einsum("mk,kn,n->mn", x, w, b), (M, K), (K, N)),
     "einsum that sums": (lambda x, w, b: torch.einsum("mk,kn->n", x, w), (M, K), (K, N)),
     "einsum of size 1": (lambda x, w, b: torch.einsum("mk,kn->mn", x, w), (M, 1), (1, N)),
+    "grouped_mm": (grouped, (M, K), (E, K, N)),
+    "grouped_mm of a transposed weight": (lambda x, w, b: grouped(x, w.mT, b), (M, K), (E, N, K)),
     "grouped_mm of a transposed input": (lambda x, w, b: grouped(x.t(), w, b), (K, M + 3), (E, K, N)),
     "mm of a sparse input": (lambda x, w, b: torch.mm(x.to_sparse(), w), (M, K), (K, N)),
     "addmm of a sparse input": (lambda x, w, b: torch.addmm(b, x.to_sparse(), w), (M, K), (K, N)),

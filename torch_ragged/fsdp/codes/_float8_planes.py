@@ -22,7 +22,6 @@ from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
 from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
-from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Phase, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -227,9 +226,6 @@ class PlanesEncoding(Encoding):
     def holds(self, tensor: torch.Tensor) -> bool:
         own = storage_ids(tensor)
         return any(each in own for made in self._made for each in storage_ids(made))
-
-    def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
-        return True
 
 
 class _PlaneSet:

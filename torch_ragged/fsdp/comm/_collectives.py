@@ -22,7 +22,7 @@ from torch_ragged._ranks.groups import backend_of, group_of, is_gloo
 from torch_ragged._ranks.peers import Issued, issued_on, peers_named
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo
-from torch_ragged.fsdp.comm._reduction import OPS, Reduction, ops_of
+from torch_ragged.fsdp.comm._reduction import OPS, Ops, Reduction, ops_of
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
 
@@ -152,6 +152,18 @@ class Levels:
         return 1 if self.within is None else self.within.size()
 
 
+class _Carrier(NamedTuple):
+    """What carries the tensors of a process group on one device.
+
+    Attributes:
+        is_gloo: whether gloo does. A wait blocks the host then, and looks whether other ranks have failed: :func:`wait_all`.
+        ops: what its backend computes.
+    """
+
+    is_gloo: bool
+    ops: Ops
+
+
 class ProcessGroupCollectives(Collectives):
     """Collectives of a process group of shards and of a process group of replicas (HSDP). One code serves gloo and NCCL.
 
@@ -174,6 +186,13 @@ class ProcessGroupCollectives(Collectives):
         self.custom_all_gather: CustomCollective | None = None
         self.custom_reduce_scatter: CustomCollective | None = None
         self.separate_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
+        self._carriers: dict[tuple[dist.ProcessGroup, torch.device], _Carrier] = {}
+
+    def _carrier(self, group: dist.ProcessGroup, device: torch.device) -> _Carrier:
+        found = self._carriers.get((group, device))
+        if found is None:  # Once: it does not change, and each collective of a step asks.
+            found = self._carriers[group, device] = _Carrier(is_gloo(group, device), ops_of(group, device))
+        return found
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         group, custom = group or self._group, self.custom_all_gather
@@ -184,14 +203,19 @@ class ProcessGroupCollectives(Collectives):
             return done
         if shard.dtype.itemsize == 1:  # gloo does not support float8, and an all-gather only moves bytes.
             output, shard = output.view(torch.uint8), shard.view(torch.uint8)
-        return self._gather(as_real(output), as_real(shard), group)
+        elif shard.is_complex():
+            output, shard = as_real(output), as_real(shard)
+        if custom is not None:
+            return custom(output, shard, group=group, async_op=True) or done  # A synchronous one returns None.
+        return self._gather(output, shard, group)
 
     def _gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        custom = self.custom_all_gather
+        is_gloo = self._carrier(group, shard.device).is_gloo
         # Broadcasts do not match an all-gather of another rank. All ranks decide alike: their shards have the same size.
-        if custom is None and is_gloo(group, shard.device) and _gloo.is_worth_broadcasts(shard, group):
+        if is_gloo and _gloo.is_worth_broadcasts(shard, group):
             return _gloo.all_gather(output.chunk(group.size()), shard, group)
-        return self._issue(all_gather_single, custom, output, shard, group=group)
+        work = all_gather_single(output, shard, group=group, async_op=True)
+        return wait_all([work]) if is_gloo else work
 
     def reduce_scatter(
         self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
@@ -201,20 +225,24 @@ class ProcessGroupCollectives(Collectives):
         if group is None or (group.size() == 1 and custom is None):
             torch.div(buffer, reduction.begin(output, buffer, 1, OPS)[1], out=output)
             return done
-        op, divisor = reduction.begin(output, buffer, group.size(), ops_of(group, output.device))
-        return self._scatter(output, buffer, group, op, divisor)
+        op, divisor = reduction.begin(output, buffer, group.size(), self._carrier(group, output.device).ops)
+        real = (as_real(output), as_real(buffer)) if buffer.is_complex() else (output, buffer)
+        if custom is not None:
+            return divided(custom(*real, op=op, group=group, async_op=True) or done, output, divisor)
+        return self._scatter(*real, group, op, divisor)
 
     def _scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
-        custom = self.custom_reduce_scatter
+        is_gloo = self._carrier(group, buffer.device).is_gloo
         # All ranks decide alike: the op follows from settings.
-        if custom is None and op is dist.ReduceOp.SUM and is_gloo(group, buffer.device):
-            return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, divisor)
-        return divided(self._issue(_reduce_scatter, custom, output, buffer, op=op, group=group), output, divisor)
+        if is_gloo and op is dist.ReduceOp.SUM:
+            return _gloo.reduce_scatter(output, buffer, group, divisor)
+        work = _reduce_scatter(output, buffer, op=op, group=group, async_op=True)
+        return divided(wait_all([work]) if is_gloo else work, output, divisor)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         """Over gloo, a reduce-scatter is an all-to-all and a local sum: see ``_gloo.reduce_scatter``."""
         group, is_own = self._group, self.custom_reduce_scatter is None
-        is_exchange = is_own and group is not None and group.size() > 1 and is_gloo(group, device)
+        is_exchange = is_own and group is not None and group.size() > 1 and self._carrier(group, device).is_gloo
         return ReduceScatterTraits(is_exchange and self.levels is None, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
@@ -240,8 +268,10 @@ class ProcessGroupCollectives(Collectives):
         assert group is not None, "all_reduce needs replicas: a 1-D mesh has none"
         if group.size() == 1:
             return done
-        op, divisor = reduction.rest().begin(tensor, tensor, group.size(), ops_of(group, tensor.device))
-        return divided(self._issue(dist.all_reduce, None, tensor, op=op, group=group), tensor, divisor)
+        carrier = self._carrier(group, tensor.device)
+        op, divisor = reduction.rest().begin(tensor, tensor, group.size(), carrier.ops)
+        work = dist.all_reduce(as_real(tensor), op=op, group=group, async_op=True)
+        return divided(wait_all([work]) if carrier.is_gloo else work, tensor, divisor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         work: Work | None = None
@@ -249,19 +279,9 @@ class ProcessGroupCollectives(Collectives):
             if group is not None and group.size() > 1:
                 if work is not None:
                     work.wait()  # The second all-reduce reads what the first one writes.
-                work = self._issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=group)
+                work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+                work = wait_all([work]) if self._carrier(group, tensor.device).is_gloo else work
         return work or done
-
-    def _issue(
-        self, collective: Any, custom: CustomCollective | None, *tensors: Any, group: dist.ProcessGroup, **options: Any
-    ) -> Work:
-        """Issue ``custom`` if it is set, otherwise ``collective``. Tensors are real, or complex: those are sent as pairs."""
-        tensors = tuple([as_real(each) if isinstance(each, torch.Tensor) else each for each in tensors])
-        if custom is not None:
-            return custom(*tensors, **options, group=group, async_op=True) or done  # A synchronous one returns None.
-        work = _gloo.issued(collective, *tensors, **options, group=group)
-        device = next(each.device for each in tensors if isinstance(each, torch.Tensor))
-        return wait_all([work]) if is_gloo(group, device) else work  # gloo's blocks the host: other ranks are looked at then.
 
 
 class UnequalCollectives(ProcessGroupCollectives):
@@ -282,23 +302,23 @@ class UnequalCollectives(ProcessGroupCollectives):
     def _gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
         assert group is self._group, "shards of weights are gathered by all of their ranks"
         parts = self._parts(output)
-        if not is_gloo(group, output.device):
-            return self._issue(dist.all_gather, None, parts, shard, group=group)
+        if not self._carrier(group, output.device).is_gloo:
+            return dist.all_gather(parts, shard, group=group, async_op=True)
         largest = max(parts, key=torch.Tensor.numel)  # Equal on all ranks, unlike ``shard``.
         if _gloo.is_worth_broadcasts(largest, group):
             return _gloo.all_gather(parts, shard, group)
         # Padded to the largest one. ``wait()`` copies them to their places.
         own, gathered = shard.new_zeros(largest.numel()), shard.new_empty(len(parts), largest.numel())
         own[: shard.numel()] = shard
-        work = self._issue(all_gather_single, None, gathered.view(-1), own, group=group)
-        return Then(work, functools.partial(_unpad, parts, gathered, own))
+        work = all_gather_single(gathered.view(-1), own, group=group, async_op=True)
+        return Then(wait_all([work]), functools.partial(_unpad, parts, gathered, own))
 
     def _scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
-        output, buffer = as_real(output), as_real(buffer)
-        parts = self._parts(buffer)
-        if op is dist.ReduceOp.SUM and is_gloo(group, buffer.device):
+        parts, is_gloo = self._parts(buffer), self._carrier(group, buffer.device).is_gloo
+        if is_gloo and op is dist.ReduceOp.SUM:
             return _gloo.reduce_scatter(output, buffer, group, divisor, [part.numel() for part in parts])
-        return divided(self._issue(dist.reduce_scatter, None, output, parts, op=op, group=group), output, divisor)
+        work = dist.reduce_scatter(output, parts, op=op, group=group, async_op=True)
+        return divided(wait_all([work]) if is_gloo else work, output, divisor)
 
     def _parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         unit = buffer.numel() // sum(self._weights)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -63,8 +62,12 @@ class MemoryLog:
 
     def note(self, nbytes: int) -> None:
         """Record ``nbytes`` that were allocated, or freed if negative."""
-        if self.is_recording:
+        if self.is_recording:  # Mostly not: without a monitor, a long run would collect events without end.
             self.events.append((next(_moments), nbytes))
+
+
+NO_LOG = MemoryLog()
+"""Of buffers that no report counts. It never records."""
 
 
 @dataclass(eq=False)
@@ -82,45 +85,41 @@ class GroupMemory:
     reduced: MemoryLog = field(default_factory=MemoryLog)
 
 
-def allocate_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None:
+def allocate_storage(tensor: torch.Tensor, log: MemoryLog) -> None:
     """Allocate the storage of ``tensor``, unless it is allocated. ``tensor`` must fill it. Its contents are undefined."""
     storage = tensor.untyped_storage()
+    # By the storage, not a new tensor: what autograd has saved of the old one is valid again.
     if storage.nbytes() == 0:
         storage.resize_(tensor.numel() * tensor.element_size())
-        if log is not None:
-            log.note(storage.nbytes())
+        log.note(storage.nbytes())
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is an allocation's that finds no memory. On the CPU, torch has no type for it."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
-
-
-def free_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None:
+def free_storage(tensor: torch.Tensor, log: MemoryLog) -> None:
     """Free the storage of ``tensor``. The tensor is valid again after :func:`allocate_storage`."""
     storage = tensor.untyped_storage()
-    if log is not None and storage.nbytes():
+    if storage.nbytes():
         log.note(-storage.nbytes())
     storage.resize_(0)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is an allocation's that finds no memory."""
+    # On the CPU, torch has no type for it.
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The current stream of ``device``; None if the device has none."""
+    if device.type in ("cpu", "meta"):
+        return None
     # By number: torch looks for the kind of accelerator at each call otherwise, and this is asked for every gradient.
-    return torch.accelerator.current_stream(device.index) if _has_streams(device) else None
+    return torch.accelerator.current_stream(device.index)
 
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.Stream:
     """The stream of ``device`` for copies to the CPU beside the computation."""
     return torch.Stream(device)
-
-
-@functools.cache
-def _has_streams(device: torch.device) -> bool:
-    return device.type not in ("cpu", "meta")
 
 
 def order_behind(stream: torch.Stream | None, other: torch.Stream | None) -> None:
@@ -139,6 +138,9 @@ def _is_capturing(stream: torch.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+_NO_POOL: AbstractContextManager[object] = nullcontext()
+
+
 class BufferMemory:
     """The memory of one buffer: a storage of its own, which is allocated and freed as a whole. It is allocated when it is made.
 
@@ -148,7 +150,7 @@ class BufferMemory:
 
     Args:
         flat: fills its storage.
-        within: makes the context in which the storage is allocated again.
+        pool: allocates the storage again; None: torch's allocator.
 
     Attributes:
         keeps_address: whether the memory has the same address after each :meth:`allocate`.
@@ -157,8 +159,8 @@ class BufferMemory:
 
     keeps_address = is_borrowed = False
 
-    def __init__(self, flat: torch.Tensor, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self.flat, self.nbytes, self._within = flat, flat.nbytes, within
+    def __init__(self, flat: torch.Tensor, pool: torch.cuda.MemPool | None = None) -> None:
+        self.flat, self.nbytes, self._pool = flat, flat.nbytes, pool
         self._stream = current_stream(flat.device)
 
     @property
@@ -172,12 +174,13 @@ class BufferMemory:
 
     def allocate(self) -> None:
         self._stream = current_stream(self.flat.device)
-        with self._within():
+        with _NO_POOL if self._pool is None else torch.cuda.use_mem_pool(self._pool):
             self.flat.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
-        # The allocator may give the memory to the next work of its stream, while the current one still uses it.
-        order_behind(self._stream, current_stream(self.flat.device))
+        if self._stream is not None:
+            # The allocator may give the memory to the next work of its stream, while the current one still uses it.
+            order_behind(self._stream, current_stream(self.flat.device))
         self.flat.untyped_storage().resize_(0)
 
 
@@ -192,14 +195,11 @@ class MemoryPool:
     """
 
     def __init__(self, pool: torch.cuda.MemPool | None = None) -> None:
-        self.is_required = pool is not None
-        self._within: Callable[[], AbstractContextManager[object]] = (
-            nullcontext if pool is None else functools.partial(torch.cuda.use_mem_pool, pool)
-        )
+        self.is_required, self._pool = pool is not None, pool
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> BufferMemory:
-        with self._within():
-            return BufferMemory(torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned), self._within)
+        with _NO_POOL if self._pool is None else torch.cuda.use_mem_pool(self._pool):
+            return BufferMemory(torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned), self._pool)
 
 
 ALLOCATOR = MemoryPool()
@@ -270,7 +270,7 @@ class DBuffer:
         device: torch.device,
         is_pinned: bool = False,
         pool: MemoryPool = ALLOCATOR,
-        log: MemoryLog | None = None,
+        log: MemoryLog = NO_LOG,
         levels: Levels | None = None,
     ) -> None:
         self.placements = placements = placements if isinstance(placements, tuple) else (placements,)
@@ -281,18 +281,18 @@ class DBuffer:
                 raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {each}")
         self.layout, self.rank, self.is_pinned, self.levels = layout, rank, is_pinned, levels
         start, stop = layout.shard_range(rank)
-        numel, self._own = stop - start, 0  # Of the buffer, and where this rank's shard begins in it.
-        self.is_sharded = isinstance(placements[-1], Shard)
+        numel = stop - start
+        self.is_sharded, own = isinstance(placements[-1], Shard), 0  # Where this rank's shard begins in the buffer.
         if not self.is_sharded:
-            numel, self._own = layout.numel, start  # R and P: all shards, in the order of ranks.
+            numel, own = layout.numel, start  # R and P: all shards, in the order of ranks.
         elif levels is not None and not isinstance(placements[0], Shard):
             # Between the two steps of HIERARCHICAL, a rank holds the shards of all ranks with its index in their nodes: one per
             # node.
-            self.is_sharded, self._own = False, rank // levels.per_node * numel
+            self.is_sharded, own = False, rank // levels.per_node * numel
             numel *= levels.nodes
+        self._own = slice(own, own + stop - start)
         self.nbytes, self.log = numel * dtype.itemsize, log
-        if log is not None and log.is_recording:  # Mostly not.
-            log.note(self.nbytes)
+        log.note(self.nbytes)
         self.memory = pool.memory(numel, dtype, device, is_pinned)
         self.flat = self.memory.flat
 
@@ -312,16 +312,16 @@ class DBuffer:
         Raises:
             RuntimeError: another buffer uses this one's slot.
         """
-        if self.is_allocated:
+        if self.memory.is_allocated:
             return
         self.memory.allocate()
-        if self.log is not None and self.log.is_recording:
-            self.log.note(self.nbytes)
+        self.log.note(self.nbytes)
 
     def free(self) -> None:
         """Free the memory. Views stay, and are valid again after :meth:`allocate`."""
-        if self.log is not None and self.log.is_recording and self.is_allocated:
+        if self.log.is_recording and self.memory.is_allocated:
             self.log.note(-self.nbytes)
+        # Before the next allocation, not when Python drops the last view: autograd may keep views until backward.
         self.memory.free()
         self.flat = self.memory.flat  # Of a borrowed buffer, the reference is dropped.
 
@@ -338,6 +338,7 @@ class DBuffer:
         tensor = self.layout.tensors[index]
         offset = self.layout.offsets[index]
         if isinstance(self.layout, RowsLayout):
+            # Rows of a tensor are apart in the buffer: between those of two ranks lie other tensors' rows.
             sizes = self.layout.sizes(index)
             return flat.view(self.layout.ranks, -1)[:, offset : offset + math.prod(sizes[1:])].view(sizes)
         return flat[offset : offset + tensor.numel].view(tensor.shape)
@@ -350,7 +351,7 @@ class DBuffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, lies in the memory of this buffer."""
-        if not self.is_allocated:
+        if not self.memory.is_allocated:
             return False
         # By storage, not by address: the allocator uses the address of a freed tensor again.
         mine = self.flat.untyped_storage()._cdata
@@ -360,10 +361,7 @@ class DBuffer:
 
     def shard(self) -> torch.Tensor:
         """This rank's shard: the whole of a sharded buffer, or a slice of another one. No copy."""
-        if self.is_sharded:
-            return self.flat
-        start, stop = self.layout.shard_range(self.rank)
-        return self.flat[self._own : self._own + stop - start]
+        return self.flat if self.is_sharded else self.flat[self._own]
 
     def zero_padding(self) -> None:
         """Fill the padding with zeros, so that reductions do not read undefined values. One operation for all gaps."""
@@ -371,12 +369,11 @@ class DBuffer:
         for begin, end in self.layout.gaps:
             begin, end = max(begin - start, 0), min(end - start, self.flat.numel())
             if begin < end:
-                sizes += [begin - at, end - begin]
+                sizes += [(begin - at) * self.flat.itemsize, (end - begin) * self.flat.itemsize]
                 at = end
         if sizes:
             # As bytes: not all dtypes have the operation.
-            flat = self.flat[:at].view(torch.uint8)
-            torch._foreach_zero_(flat.split([size * self.flat.itemsize for size in sizes])[1::2])
+            torch._foreach_zero_(self.flat[:at].view(torch.uint8).split(sizes)[1::2])
 
     def redistribute(
         self,
@@ -421,6 +418,7 @@ class DBuffer:
             if (source.dtype, source.device) != (out.flat.dtype, out.flat.device):
                 source = scaled_copy_(out.shard(), source, non_blocking=True)
         works = []
+        # The same number on all ranks, and in one order: each rank has all nodes' shards.
         for target, part in ((out.flat, source),) if runs == 1 else zip(out.flat.chunk(runs), source.chunk(runs)):
             if reduces:
                 works.append(collectives.reduce_scatter(target, part, reduction, group))

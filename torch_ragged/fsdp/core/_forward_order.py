@@ -59,7 +59,7 @@ class Call:
         self.position = -1 if order is None else order.enter(state)
         self.begun_in = -1  # The last backward pass that reached it.
         self.handled = handled_exception()
-        self.probe: torch.Tensor | None = None  # See PipelineState.
+        self.probe: torch.Tensor | None = None  # An input of the call, by which pre-backward knows what a pass is for.
 
     @property
     def has_raised(self) -> bool:
@@ -142,6 +142,7 @@ class ForwardOrder:
         """A backward pass begins."""
         for events in self._threads.values():
             events.at = len(events)
+        # Calls whose pre-backward this rank ran for others: no hook of autograd will run their post-backward.
         self._skipped: set[int] = set()
 
     def reach(self, position: int, is_exit: bool) -> list[Event]:
@@ -166,7 +167,7 @@ class ForwardOrder:
             # For calls that this rank has reached, autograd calls it; but not if an optional module's inputs have no gradient.
             elif position in self._skipped or (state.is_optional and not is_exit):
                 skipped.append(Event(position, is_pre_backward=False))
-        events.at = min(events.at, max(event, 0))
+        events.at = min(events.at, max(event, 0))  # A later output of a call that was reached before has nothing to skip.
         return skipped
 
 

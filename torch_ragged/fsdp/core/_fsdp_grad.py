@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["FSDPGrad", "GradSource", "UsedGradients"]
+__all__ = ["FSDPGrad", "GradSource"]
 
 _ADVICE = "Call synchronize_gradients() of the root module on every rank first"
 
@@ -18,7 +18,13 @@ _ALIASES = ("aten::detach", "aten::alias")
 
 
 class GradSource(Protocol):
-    """The group that holds what an :class:`FSDPGrad` shows."""
+    """The group that holds what an :class:`FSDPGrad` shows.
+
+    Attributes:
+        has_memory: whether there are components. If not, ``zero_()`` drops the gradient, as nothing is to be filled.
+    """
+
+    has_memory: bool
 
     def is_published(self, index: int) -> bool:
         """Whether ``.grad`` of parameter ``index`` is an FSDPGrad now."""
@@ -84,6 +90,7 @@ class FSDPGrad(torch.Tensor):
 
     @staticmethod
     def __new__(cls, source: GradSource, index: int, sharded: DTensor, dtype: torch.dtype, reduced: DTensor | None) -> FSDPGrad:
+        # No memory of its own: components lie in the buffers of the group, so that their reduction copies nothing.
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, sharded.shape, strides=sharded.stride(), dtype=dtype, device=sharded.device, requires_grad=False
         )
@@ -91,7 +98,7 @@ class FSDPGrad(torch.Tensor):
         return self
 
     def __init__(self, *args: Any) -> None:
-        pass
+        pass  # __new__ has set all; that of torch.Tensor takes no arguments.
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -110,11 +117,17 @@ class FSDPGrad(torch.Tensor):
         parts = {} if self.reduced is None else {"reduced": self.reduced._local_tensor}
         return {**parts, **self._live().local_components(self._index)}
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the memory of the components is still theirs."""
+        return self._source.has_memory
+
     def reads(self, source: GradSource, index: int) -> bool:
         """Whether it shows parameter ``index`` of ``source``."""
         return self._source is source and self._index == index
 
     def _live(self) -> GradSource:
+        # Its components may hold the gradients of the next pass already.
         if not self._source.is_published(self._index):
             raise RuntimeError(self._source.why_not_published())
         return self._source
@@ -128,10 +141,11 @@ class FSDPGrad(torch.Tensor):
     def materialize(self) -> DTensor:
         """The complete gradient, placed as the parameter, in new memory. Collective: see the class."""
         with torch.no_grad():
+            # On all ranks, also if this rank has no component: another rank may have one.
             pending = self._live().reduced_copy(self._index, self.dtype)
             if self.reduced is None:
                 return pending
-            result: Any = self.reduced.clone().add_(pending)
+            result: Any = self.reduced.clone().add_(pending)  # In this order, as the reduction adds to ``.grad``.
             return result
 
     def full_tensor(self, **kwargs: Any) -> torch.Tensor:
@@ -182,11 +196,12 @@ class FSDPGrad(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name, kwargs = func._schema.name, kwargs or {}
-        if name in _ALIASES:
+        if name in _ALIASES:  # ``grad.detach()`` and ``.data`` show the same components.
             grad = args[0]
             return FSDPGrad(grad._source, grad._index, grad._sharded, grad.dtype, grad.reduced)
         if name == "aten::detach_":
             return args[0]
+        # Factors are linear: each component is scaled by itself, on each rank, and their reduced sum is scaled, too.
         is_foreach = name.startswith("aten::_foreach")
         written, result = (args[0], None) if is_foreach else (args[:1], args[0])
         if name in _ZEROS or (name == "aten::fill_" and not isinstance(args[1], torch.Tensor) and args[1] == 0):
@@ -196,12 +211,13 @@ class FSDPGrad(torch.Tensor):
             return _on_each(written, _SCALES[name], [(_scalar(factor),) for factor in factors], result)
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, *args, **kwargs)
-        for grad in written:
+        for grad in written:  # Before the refusal: if one is out of date, that is the reason to tell.
             if isinstance(grad, FSDPGrad):
                 grad._live()
+        # A write or a view would reach one component only.
         if func._schema.is_mutable or any(result.alias_info is not None for result in func._schema.returns):
             raise _refusal(str(func))
-        copies: dict[int, DTensor] = {}
+        copies: dict[int, DTensor] = {}  # An operand may come twice, as in ``grad * grad``: one reduction for both.
 
         def read(value: Any) -> Any:
             if isinstance(value, FSDPGrad) and id(value) not in copies:
@@ -210,42 +226,6 @@ class FSDPGrad(torch.Tensor):
 
         args, kwargs = pytree.tree_map(read, (args, kwargs))
         return func(*args, **kwargs)
-
-
-class UsedGradients:
-    """The source of gradients that a step in backward has used: their memory is free, and reading them is an error.
-
-    ``zero_()`` drops one, so that ``zero_grad(set_to_none=False)`` does what ``zero_grad()`` does: there is no memory to zero.
-
-    It is a ``GradSource`` that publishes nothing, so that an FSDPGrad asks it for nothing else.
-
-    Args:
-        why: the error.
-    """
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def is_published(self, index: int) -> bool:
-        return False
-
-    def why_not_published(self) -> str:
-        return self._why
-
-    def grad(self, index: int, param: DTensor, dtype: torch.dtype) -> FSDPGrad:
-        """What is ``.grad`` of ``param`` from now on, in the place of a gradient of ``dtype``."""
-        return FSDPGrad(self, index, param, dtype, None)  # type: ignore[arg-type]
-
-    @staticmethod
-    def drop(grad: FSDPGrad) -> None:
-        """``.grad`` of its parameter is None from now on, if it is still ``grad``."""
-        if grad._sharded.grad is grad:
-            grad._sharded.grad = None
-
-    @staticmethod
-    def has(grad: torch.Tensor | None) -> bool:
-        """Whether ``grad`` is of such a source."""
-        return isinstance(grad, FSDPGrad) and isinstance(grad._source, UsedGradients)
 
 
 def _refusal(what: str) -> RuntimeError:
@@ -267,11 +247,13 @@ def _scalar(factor: Any) -> Any:
 def _on_each(written: Any, operation: str, operands: list[tuple[Any, ...]], result: Any) -> Any:
     """Apply an in-place operation to all components of FSDPGrads, and to other tensors themselves."""
     for grad, values in zip(written, operands):
-        if operation == "zero_" and UsedGradients.has(grad):
-            grad._source.drop(grad)
+        if operation == "zero_" and isinstance(grad, FSDPGrad) and not grad.has_memory:
+            if grad._sharded.grad is grad:  # So that zero_grad(set_to_none=False) does what zero_grad() does.
+                grad._sharded.grad = None
             continue
         parts = grad.local_components().values() if isinstance(grad, FSDPGrad) else [grad]
         for part in parts:
+            # With offload, the reduced part is on the CPU, and the others are not.
             here = [value.to(part.device) if isinstance(value, torch.Tensor) else value for value in values]
             getattr(part, operation)(*here)
         if isinstance(grad, FSDPGrad):
@@ -281,6 +263,7 @@ def _on_each(written: Any, operation: str, operands: list[tuple[Any, ...]], resu
 
 def _unscale(func: Any, grads: Any, found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """Of GradScaler: look for infinities in complete gradients, and scale the components."""
+    # Components are scaled, not these copies. All ranks find the same infinities: they read the same sums.
     func([grad.materialize() if isinstance(grad, FSDPGrad) else grad for grad in grads], found_inf, factor)
     mine = [grad for grad in grads if isinstance(grad, FSDPGrad)]
     _on_each(mine, "mul_", [(_scalar(factor),)] * len(mine), None)

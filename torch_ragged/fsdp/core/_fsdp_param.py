@@ -497,18 +497,6 @@ class FSDPParam:
         module, name = self.registered_names[0]
         return module._parameters.get(name)
 
-    def register(self, value: nn.Parameter) -> None:
-        """Register ``value`` in the modules."""
-        before = self.requires_grad
-        if self.sharded.requires_grad is not before or self.unsharded.requires_grad is not before:  # Mostly equal.
-            self.sync_requires_grad()
-        for module, name in self.registered_names:
-            # Into the dict: nn.Module.__setattr__ looks through its hooks, buffers and submodules, and this runs twice a step.
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[name] = value
-            else:  # Such a module may keep its own references.
-                setattr(module, name, value)
-
     def sync_requires_grad(self) -> None:
         """If the user has frozen or unfrozen one of the two parameters, do the same with the other one."""
         sharded, unsharded, before = self.sharded, self.unsharded, self.requires_grad

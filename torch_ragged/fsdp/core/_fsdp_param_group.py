@@ -12,7 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from torch_ragged._register._torch import (
     profiler_range,
 )
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, Work
-from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, DBuffer, MemoryPool, is_out_of_memory
+from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, DBuffer, MemoryPool, in_buffer_form, is_out_of_memory
 from torch_ragged.fsdp.core._forward_order import Pass
 from torch_ragged.fsdp.core._fsdp_param import (
     FoundParam,
@@ -44,6 +44,7 @@ from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, 
 from torch_ragged.fsdp.core._kit import GroupPlan, Kit
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
 from torch_ragged.fsdp.core.encodings._plain import Keeper, Phase
+from torch_ragged.fsdp.layout._buffer_layout import RowsLayout
 
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "all_groups"]
 
@@ -85,11 +86,8 @@ class FSDPCommContext:
 
     def forget(self, groups: Sequence[FSDPParamGroup]) -> None:
         """Their reductions have ended or were dropped, and those of the same modules."""
-        if self.reducing:
-            mine = set(map(id, groups))
-            for entry in list(self.reducing):
-                if not mine.isdisjoint(map(id, entry)):
-                    self.reducing.remove(entry)
+        if self.reducing:  # Mostly one entry, and all groups under a root.
+            self.reducing = list(filter(set(groups).isdisjoint, self.reducing))
 
 
 class Root(Protocol):
@@ -103,7 +101,7 @@ class Root(Protocol):
 
 
 class FSDPParamGroup:
-    """Buffers and collectives of one group. From :meth:`register_sharded` on, its parameters are registered in the modules.
+    """Buffers and collectives of one group. From :meth:`register` on, its parameters are registered in the modules.
 
     ::
 
@@ -139,6 +137,8 @@ class FSDPParamGroup:
             pre-backward, which sets it and runs on all ranks.
         may_hold_sum: whether gradients may have accumulated since the last reduction, on any rank. Equal on all ranks: they
             set it in the forward or pre-backward of the same calls, also if their own backward raises.
+        has_hooks: whether the user has hooks on ``.grad``. They run when the next module's gradients are reduced. Equal on all
+            ranks: :meth:`find_hooks` alone writes it, and ranks compare it in each forward of the root.
         is_unhooked: whether backward may reach the group without a pre-backward: a forward has used it, and may have kept a
             tensor from inside of the module, or returned a parameter. Equal on all ranks.
     """
@@ -162,7 +162,7 @@ class FSDPParamGroup:
         self._sharded_state = ShardedState.SHARDED
         self.is_hidden = False
         self.has_registered_memory = False
-        self.needs_reduction = self.may_hold_sum = self.is_unhooked = False
+        self.needs_reduction = self.may_hold_sum = self.is_unhooked = self.has_hooks = False
         self._pass: Pass | None = None  # The last pass whose pre-backward has reached the group, on any rank.
         self._reached_in = -1  # Autograd's number of that pass.
         self.pools: tuple[MemoryPool, MemoryPool] = (ALLOCATOR, ALLOCATOR)
@@ -173,6 +173,9 @@ class FSDPParamGroup:
         # matmuls write there.
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
+        # Whether gradients have other forms in the buffer than autograd gives them. Mostly not: then none is looked at.
+        are_cut = any([(of := param.distribution).is_dtensor or of.reading or of.shard_dim for param in self.params])
+        self._has_forms = are_cut or isinstance(plan.layout, RowsLayout)
         self.guard = ReadGuard(self.params)
         self.shards.params = self.params
         groups = plan.dp.shard_group, plan.dp.replicate_group
@@ -207,16 +210,8 @@ class FSDPParamGroup:
         self.needs_reduction = False
         dtypes, pool = (self.param_dtype, self.reduce_dtype), self.pools[1]
         self.grad_buffer = GradBuffer(self.params, self.layout, self.rank, self.device, *dtypes, pool, self.memory.gradients)
-        self.reduction = GradReduction(
-            self.params,
-            self.grad_buffer,
-            self.sharded,
-            self.device,
-            self.named,
-            self.dp,
-            self.settings,
-            self.memory.reduced,
-        )
+        how = self.named, self.dp, self.settings
+        self.reduction = GradReduction(self.grad_buffer, self.sharded, *how, self.memory.reduced)
 
     def _init_param(self, index: int, found: FoundParam) -> FSDPParam:
         """Store this rank's shard of a parameter, and make the DTensor to register."""
@@ -359,67 +354,61 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: the parameters are on the meta device.
         """
-        if self.is_gathered and self.encoding.lacks(phase):
-            self.unshard(phase=self.encoding.phase)
-            self.encoding.add(phase, self.shards, self.named)
-        self.encoding.phase = phase
-        if not self.is_gathered:
-            if self.is_meta:
-                missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
-                advice = "with to_empty(device=...) and init, or load_state_dict(..., assign=True)"
-                if type(self.sharded.flat) is not torch.Tensor:  # Of deferred_init: to_empty() would lose what it has recorded.
-                    advice = "with materialize(model)"
-                raise RuntimeError(
-                    f"{', '.join(missing)} on the meta device: materialize all parameters before forward, {advice}"
-                )
-            # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
-            self._gathered_versions = list(map(_version_of, self.params))
-            try:
+        encoding = self.encoding
+        if encoding.has_phases and self.is_gathered and encoding.lacks(phase):
+            self.unshard(phase=encoding.phase)
+            encoding.add(phase, self.shards, self.named)
+        encoding.phase = phase
+        if self._sharded_state is ShardedState.UNSHARDED:
+            return
+        if self.is_meta:
+            missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
+            advice = "with to_empty(device=...) and init, or load_state_dict(..., assign=True)"
+            if type(self.sharded.flat) is not torch.Tensor:  # Of deferred_init: to_empty() would lose what it has recorded.
+                advice = "with materialize(model)"
+            raise RuntimeError(f"{', '.join(missing)} on the meta device: materialize all parameters before forward, {advice}")
+        try:
+            if self._sharded_state is ShardedState.SHARDED:
+                # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
+                self._gathered_versions = list(map(_version_of, self.params))
                 # All ranks issue it: states call this in an order that ranks have in common.
                 with profiler_range("all_gather", self.fqn):
                     self.shards.prepare()
                     if self.keeper is None:
-                        self._all_gather = self.encoding.all_gather(self.shards, self.named)
+                        self._all_gather = encoding.all_gather(self.shards, self.named)
                     else:
-                        versions = self._gathered_versions
-                        self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.named)
-            except BaseException as error:
-                self._return_to_sharded()
-                if is_out_of_memory(error):
-                    raise type(error)(f"{error}\n{self._gathered_memory()}") from error
-                raise
-            self._move_to(ShardedState.GATHERING)
-        if wait and self._sharded_state is not ShardedState.UNSHARDED:
-            try:
-                work, self._all_gather = self._all_gather, None
-                assert work is not None
-                work.wait()
-                made = self.encoding.decode(self.shards, self._keeps_buffer)
-                # The first time, a tensor type has made the parameters.
-                if made is not None:
-                    with torch.inference_mode(False):  # Later forwards train them.
-                        for index, (param, value) in enumerate(zip(self.params, made)):
-                            self._init_unsharded_param(index, param, param.distribution.gathered(value))
-            except BaseException:
-                self._return_to_sharded()
-                raise
-            if self.keeper is not None:
-                self.keeper.drop()  # The all-gather has read it.
-            self._move_to(ShardedState.UNSHARDED)
-            # Registered last: if anything above raises, the modules still have the sharded parameters.
-            with as_plain_tensors():
-                self.guard.allow_reads()
-                for param in self.params:
-                    param.register(param.unsharded)
-                    param.version = param.unsharded._version + param.view._version
-
-    def _gathered_memory(self) -> str:
-        held = sum(each.nbytes for group in all_groups if group.is_gathered for each in group.encoding.buffers())
-        return (
-            f"No memory for the all-gather of {self.names} of the module {self.fqn or 'root'}, beside {held:,} bytes of the "
-            "unsharded parameters of other modules. Call fully_shard on smaller modules, or let modules reshard after forward; "
-            "memory_report(model) of torch_ragged.fsdp shows the memory of a step"
-        )
+                        self._all_gather = self.keeper.all_gather(self.shards, encoding, self._gathered_versions, self.named)
+                self._move_to(ShardedState.GATHERING)
+            if not wait:
+                return
+            work, self._all_gather = self._all_gather, None
+            assert work is not None
+            work.wait()
+            made = encoding.decode(self.shards, self._keeps_buffer)
+            # The first time, a tensor type has made the parameters.
+            if made is not None:
+                with torch.inference_mode(False):  # Later forwards train them.
+                    for index, (param, value) in enumerate(zip(self.params, made)):
+                        self._init_unsharded_param(index, param, param.distribution.gathered(value))
+        except BaseException as error:
+            self._return_to_sharded()
+            if is_out_of_memory(error):
+                others = [group for group in all_groups if group.is_gathered]
+                held = sum(each.nbytes for group in others for each in group.encoding.buffers())
+                text = (
+                    f"No memory for the all-gather of {self.names} of the module {self.fqn or 'root'}, beside {held:,} bytes "
+                    "of the unsharded parameters of other modules. Call fully_shard on smaller modules, or let modules reshard "
+                    "after forward; memory_report(model) of torch_ragged.fsdp shows the memory of a step"
+                )
+                raise type(error)(f"{error}\n{text}") from error
+            raise
+        if self.keeper is not None:
+            self.keeper.drop()  # The all-gather has read it.
+        self._move_to(ShardedState.UNSHARDED)
+        with as_plain_tensors():
+            self.guard.allow_reads()
+        # Registered last: if anything above raises, the modules still have the sharded parameters.
+        self.register(unsharded=True)
 
     def _return_to_sharded(self) -> None:
         """An all-gather has failed: all ranks can issue it again."""
@@ -459,9 +448,9 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: a parameter was written to or replaced while it was unsharded. That change is lost.
         """
-        was_gathered, was_unsharded = self.is_gathered, self._sharded_state is ShardedState.UNSHARDED
+        before = self._sharded_state
         # First: if the wait below raises, the group is sharded, too, and the next unshard issues a new all-gather.
-        if was_gathered:
+        if before is not ShardedState.SHARDED:
             self._move_to(ShardedState.SHARDED)
         # An all-gather in flight writes to the buffer that is freed below.
         if self._all_gather is not None:
@@ -473,33 +462,35 @@ class FSDPParamGroup:
                 raise
         if self.keeper is not None:
             self.keeper.drop()
-            if keep and was_unsharded:
+            if keep and before is ShardedState.UNSHARDED:
                 self.keeper.keep(self.encoding)
-        if not was_gathered:
+        if before is not ShardedState.UNSHARDED:  # The sharded parameters are registered.
+            if before is ShardedState.GATHERING:
+                self.encoding.free(self._keeps_buffer)
             return
-        changed = []
+        changed, is_addressed = [], not self.encoding.makes_params
         with as_plain_tensors():
             # Before the storage is freed, because addresses in it are compared.
-            for index, param in enumerate(self.params) if was_unsharded else ():
-                unsharded = param.unsharded
-                # Only a DTensor needs local_of(), which makes a new tensor of any other one.
-                local = local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded
-                is_intact = self.encoding.is_intact(param, local)
+            for index, param in enumerate(self.params):
+                unsharded, view, is_intact = param.unsharded, param.view, True
+                if is_addressed:  # Tensor types may have their memory anywhere.
+                    # Only a DTensor needs local_of(), which makes a new tensor of any other one.
+                    local = local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded
+                    is_intact = local.dtype == view.dtype and local.data_ptr() == view.data_ptr()
                 if not is_intact:
-                    param.view = self.encoding.compute_tensor(index)
+                    param.view = view = self.encoding.compute_tensor(index)
                     # Of a plan's DTensor, too.
-                    torch.Tensor.data.__set__(unsharded, param.distribution.gathered(param.view))  # type: ignore[attr-defined]
+                    torch.Tensor.data.__set__(unsharded, param.distribution.gathered(view))  # type: ignore[attr-defined]
                 module, name = param.registered_names[0]
                 is_changed = not is_intact or module._parameters.get(name) is not unsharded
-                if not is_changed and unsharded._version + param.view._version != param.version:
+                if not is_changed and unsharded._version + view._version != param.version:
                     # An embedding with max_norm writes to its own weight in every forward.
                     is_changed = all(getattr(owner, "max_norm", None) is None for owner, _ in param.registered_names)
                 if is_changed:
                     changed.append(param.fqn)
-            if was_unsharded:
-                self.guard.refuse_reads()
+            self.guard.refuse_reads()
         self.encoding.free(self._keeps_buffer)
-        self.register_sharded()
+        self.register()
         # Raised at the end, so that the group is sharded and can be used again.
         if changed:
             raise RuntimeError(
@@ -562,7 +553,8 @@ class FSDPParamGroup:
             elif root is not None:
                 root.drop_raised_backward()
         # A reduce-scatter in flight still reads the buffer. Ranks may wait at different times: waiting issues no collective.
-        self.reduction.wait()
+        if self.reduction.in_flight is not None:
+            self.reduction.wait()
 
     def _make_room(self) -> None:
         """A buffer of gradients is allocated next: other groups' reductions end first, so that their memory is free."""
@@ -580,18 +572,28 @@ class FSDPParamGroup:
             self.reduction.wait()
         else:
             self.before_gradient()
-        has_graph = gradient.requires_grad
-        # A second backward may read a gradient with a graph again, so that one is copied, never borrowed.
-        prepared = self.grad_buffer.prepared(index, gradient)
-        if prepared is None:
+        buffer, param = self.grad_buffer, self.params[index]
+        with as_plain_tensors():
+            param.sync_requires_grad()
+        # Frozen by the user since forward. The reduction takes zeros for it on this rank, as for any parameter without a
+        # gradient.
+        if not param.requires_grad:
             return
-        if has_graph or not (self.grad_buffer.may_borrow and self.grad_buffer.borrow(prepared)):
-            if not self.grad_buffer.is_allocated:
+        # A second backward may read a gradient with a graph again, so that one is copied, never borrowed. create_graph=True: as
+        # with FSDP2, ``.grad`` itself has no graph.
+        if has_graph := gradient.requires_grad:
+            gradient = gradient.detach()
+        if self._has_forms:
+            # If the model has distributed the parameter, this may issue a collective on the model's mesh dimensions.
+            gradient, param.pending = param.distribution.gradient(gradient, param.pending)
+            gradient = in_buffer_form(gradient, self.layout, index)
+        if has_graph or not (buffer.may_borrow and buffer.borrow(gradient)):
+            if not buffer.is_open:
                 self._make_room()
-            self.grad_buffer.add(index, prepared)
+            buffer.add(index, gradient)
         # Reduced in this pass. But a parameter that was unsharded by hand may be used outside of forward, on this rank alone:
         # then no rank expects its gradient, which waits for the next pass that reaches the group, as in FSDP2.
-        self.needs_reduction |= self.was_reached or self.is_unhooked
+        self.needs_reduction = self.needs_reduction or self.was_reached or self.is_unhooked
 
     def collect_assigned(self) -> None:
         """Collect gradients that a program has assigned to ``.grad`` of unsharded parameters.
@@ -599,10 +601,14 @@ class FSDPParamGroup:
         No hook runs for them. Pipeline schedules that split backward in two (zero bubble) compute them by
         ``torch.autograd.grad`` and assign them.
         """
-        for index, param in enumerate(self.params):
-            gradient = _popped_gradient(param.unsharded)
-            if gradient is not None:
-                self.add_gradient(index, gradient, is_assigned=True)
+        assigned = []
+        with as_plain_tensors():
+            for index, param in enumerate(self.params):
+                if param.unsharded.grad is not None:  # Mostly None: _take() has moved it.
+                    assigned.append((index, param.unsharded.grad))
+                    param.unsharded.grad = None
+        for index, gradient in assigned:
+            self.add_gradient(index, gradient, is_assigned=True)
 
     def accumulate_gradients(self) -> None:
         """End of a backward pass that reduces nothing: gradients accumulate in ``reduce_dtype``, as many narrow sums round."""
@@ -634,11 +640,45 @@ class FSDPParamGroup:
 
     # -- sharded parameters ----------------------------------------------------------------------------------------
 
-    def register_sharded(self) -> None:
-        """Make the sharded DTensors the modules' parameters."""
+    def find_hooks(self) -> None:
+        """A forward of the root begins: look whether the user has hooks on gradients of sharded parameters."""
+        found = False
+        for param in self.params:
+            sharded: Any = param.sharded
+            found |= bool(sharded._backward_hooks or sharded._post_accumulate_grad_hooks)
+        self.has_hooks = found
+
+    def replaced(self) -> list[int]:
+        """The parameters that the user has replaced, or given other memory, since the last forward."""
+        found, is_meta = [], self.is_meta
+        for index, param in enumerate(self.params) if self.has_shards else ():
+            module, name = param.registered_names[0]
+            now: Any = module._parameters.get(name)
+            if is_meta:
+                is_in_place = now is None or now.is_meta
+            else:
+                is_in_place = now is param.sharded and self.shards.holds(getattr(now, "_local_tensor", now))
+            if not is_in_place:
+                found.append(index)
+        return found
+
+    def register(self, unsharded: bool = False) -> None:
+        """Make the sharded DTensors the modules' parameters, or the unsharded parameters."""
         with as_plain_tensors():
             for param in self.params:
-                param.register(param.sharded)
+                before = param.requires_grad  # Mostly, it has not changed.
+                if param.sharded.requires_grad is not before or param.unsharded.requires_grad is not before:
+                    param.sync_requires_grad()
+                value = param.unsharded if unsharded else param.sharded
+                if unsharded:
+                    param.version = value._version + param.view._version
+                for module, name in param.registered_names:
+                    # Into the dict: nn.Module.__setattr__ looks through its hooks, buffers and submodules, and this runs twice
+                    # in each forward and backward.
+                    if type(module).__setattr__ is nn.Module.__setattr__:
+                        module._parameters[name] = value
+                    else:  # Such a module may keep its own references.
+                        setattr(module, name, value)
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -651,7 +691,7 @@ class FSDPParamGroup:
             yield
         finally:
             self.is_hidden = False
-            self.register_sharded()
+            self.register()
 
     def rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """Make new buffers, and copy ``values`` into them, the local tensor of each parameter."""
@@ -671,22 +711,16 @@ class FSDPParamGroup:
 
 
 @dynamo_disabled_in_backward
-@untyped
 def _take(reference: weakref.ref[FSDPParamGroup], index: int, unsharded: torch.Tensor) -> None:
     """Copy a gradient that autograd has accumulated into the gradient buffer, and free autograd's tensor."""
     # At most one large gradient exists outside of the buffer. If there is none, a matmul has written it into the buffer. It is
     # out of ``.grad`` first, because starting a pass may drop old gradients.
-    gradient, group = _popped_gradient(unsharded), reference()
+    with as_plain_tensors():
+        gradient, unsharded.grad = unsharded.grad, None
     if gradient is not None:
+        group = reference()
         assert group is not None
         group.add_gradient(index, gradient)
-
-
-def _popped_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """``param.grad``, which is None afterwards."""
-    with as_plain_tensors():
-        gradient, param.grad = param.grad, None
-        return gradient
 
 
 @dataclasses.dataclass
@@ -709,7 +743,7 @@ class _Target:
             if not param.requires_grad or param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
                 return None
         group.before_gradient()
-        if not group.grad_buffer.is_allocated:
+        if not group.grad_buffer.is_open:
             group._make_room()
         view, holds_gradient = group.grad_buffer.target(self._index)
         return param.distribution.gathered(view), holds_gradient
@@ -718,4 +752,4 @@ class _Target:
         group = self._group()
         assert group is not None
         group.grad_buffer.mark(self._index)
-        group.needs_reduction |= group.was_reached or group.is_unhooked  # As in add_gradient().
+        group.needs_reduction = group.needs_reduction or group.was_reached or group.is_unhooked  # As in add_gradient().

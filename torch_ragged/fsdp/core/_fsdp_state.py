@@ -232,13 +232,17 @@ class FSDPState:
         """A forward begins: reshard parameters that an earlier forward left unsharded, since the shards may have changed."""
         self.calls.clear()
         self._still_to_run = set(self.modules)
-        if self._must_refresh or any([group.is_outdated for group in self.groups]):
+        is_outdated = self._must_refresh
+        for group in self.groups:
+            is_outdated |= group.is_outdated
+        if is_outdated:
             self.reshard()
         # After resharding: the user's parameters are registered in the modules then, and all-gathers read the shards.
         is_accumulating = self.context.is_accumulating
         for group in self.groups:
-            load_replaced(group)
-            if not is_accumulating:  # Otherwise, no optimizer has changed a parameter since the last pass.
+            if not group.is_unsharded and group.replaced():
+                load_replaced(group)
+            if group.keeper is not None and not is_accumulating:  # Otherwise, no optimizer has changed a parameter since then.
                 group.expire_resident()
             group.is_unhooked = False
 
@@ -299,9 +303,9 @@ class FSDPState:
 
     def unshard(self, phase: Phase) -> None:
         """All-gather the parameters for ``phase``, unless they are unsharded, and register them in the modules."""
-        # Issue all before waiting for one: the all-gathers of a module's groups are in flight together.
-        for group in self.groups:
-            group.unshard(wait=False, phase=phase)
+        if len(self.groups) > 1:  # Issue all before waiting for one: a module's all-gathers are in flight together.
+            for group in self.groups:
+                group.unshard(wait=False, phase=phase)
         for group in self.groups:
             group.unshard(phase=phase)
         self.end_gathering()
@@ -344,7 +348,7 @@ class FSDPState:
             is_gathered, can_start = True, self.comm.gathers < self.comm.max_gathers
             for group in state.groups:
                 is_gathered &= group.is_gathered
-                can_start &= group.encoding.has_slot  # Persistent buffers take turns in slots.
+                can_start &= not group.pools[0].is_required or group.encoding.has_slot  # They may take turns in slots.
             if can_start and not is_gathered:
                 phase = state._forward_phase(needs_backward) if step > 0 else Phase.BACKWARD
                 for group in state.groups:
@@ -409,7 +413,7 @@ class FSDPState:
         for group in oldest:
             group.reduction.finish()
             # A backward of several forwards may reduce the group again: then its hooks wait for the end.
-            has_hooks = group.reduction.has_hooks and self.context.forwards < 2
+            has_hooks = group.has_hooks and self.context.forwards < 2
             if is_only_one and (has_hooks or group.gradient_user is not None):
                 # Hooks of the user run here, at one point of the order that all ranks share. They may communicate.
                 used = _used_anywhere([group]) if has_hooks and group.reduction.was_reduced else None
@@ -501,7 +505,7 @@ class FSDPStateContext:
     def start_iteration(self) -> None:
         """The root's forward begins."""
         for group in self.groups:
-            group.reduction.find_hooks()
+            group.find_hooks()
         if self.gate is not None:
             self.gate.start()
         for state in self.states:
@@ -547,7 +551,8 @@ class FSDPStateContext:
         # One object for the whole pass: ranks may differ in which hook of it comes first.
         if self.current is not None and self.current.is_running:
             return self.current
-        self.drop_raised_backward()  # A pass that raised has left gradients. This pass must not add to them.
+        if self.current is not None:
+            self.drop_raised_backward()  # A pass that raised has left gradients. This pass must not add to them.
         current = self.current = Pass(functools.partial(_root_post_backward, self))
         # Other ranks may have reached an output. The latest calls are last in this order, and autograd has not passed them.
         if takes_part:
@@ -565,16 +570,16 @@ class FSDPStateContext:
     def finish_orders(self) -> None:
         """Backward reaches no further call of the orders that it has reached."""
         for order in self.orders:
-            for event in order.finish():
-                self.run_skipped(order, event)
+            self.run_skipped(order, order.finish())
 
-    def run_skipped(self, order: ForwardOrder, event: Event) -> None:
-        """Run an event of a call that backward has skipped on this rank: other ranks unshard or reduce for it now."""
-        state: Any = order.states[event.position]
-        if event.is_pre_backward:
-            state.pre_backward(self.current, order, event.position)
-        else:
-            state.post_backward(order.is_first(event.position))
+    def run_skipped(self, order: ForwardOrder, events: Sequence[Event]) -> None:
+        """Run events of calls that backward has skipped on this rank: other ranks unshard or reduce for them now."""
+        for event in events:
+            state: Any = order.states[event.position]
+            if event.is_pre_backward:
+                state.pre_backward(self.current, order, event.position)
+            else:
+                state.post_backward(order.is_first(event.position))
 
     def pause_backward(self) -> None:
         """A backward pass is over; others may follow before ``finalize_backward``."""
@@ -628,27 +633,28 @@ class FSDPStateContext:
                     # Equal on all ranks, as are the collectives below: a group is reduced if pre-backward ran on any rank.
                     if group.reduction.was_reduced:
                         reduced.setdefault(group.dp.key, []).append(group)
+                used_by: dict[Any, list[FSDPParamGroup]] = {}
                 for groups in reduced.values():
                     used = _used_anywhere(groups)
                     for group in groups:
-                        was_set = group.reduction.is_set
+                        was_set, user = group.reduction.is_set, group.gradient_user
                         group.reduction.set_grads(used)
-                        if group.gradient_user is not None and not was_set:
-                            group.gradient_user.use(group)
+                        if user is not None:
+                            used_by.setdefault(user, []).append(group)
+                            if not was_set:
+                                user.use(group)
                         # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
-                        group.invalidate_kept()
-                used_by: dict[Any, list[FSDPParamGroup]] = {}
-                for group in itertools.chain.from_iterable(reduced.values()):
-                    if group.gradient_user is not None:
-                        used_by.setdefault(group.gradient_user, []).append(group)
+                        if group.keeper is not None:
+                            group.keeper.invalidate()
                 for user, groups in used_by.items():
                     user.finish(groups)
                 for group in self.groups:  # Gradients that wait are shown as FSDPGrads.
                     if group.is_unsynchronized:
                         group.reduction.publish(group.needs_reduction)
                 self.states[0].comm.forget(self.groups)
+                in_forward = self.in_forward
                 for state in self.states:
-                    state.end_backward(self.in_forward)
+                    state.end_backward(in_forward)
             except BaseException:
                 current.fail()
                 raise
@@ -674,25 +680,20 @@ class FSDPStateContext:
 
     def _reduce_waiting(self) -> None:
         """End a backward pass as if gradient sync, and the reduction over replicas, were on."""
-        root, before = self.states[0], [(state, state.requires_gradient_sync) for state in self.states]
-        is_last, needed = root.is_last_backward, [(group.settings, group.settings.requires_all_reduce) for group in self.groups]
+        settings: list[tuple[Any, str]] = [(self.states[0], "is_last_backward")]
+        settings += [(state, "requires_gradient_sync") for state in self.states]
+        settings += [(group.settings, "requires_all_reduce") for group in self.groups]
+        before = [getattr(*setting) for setting in settings]
         try:
-            root.is_last_backward = True
-            for state in self.states:
-                state.requires_gradient_sync = True
-            for settings, _ in needed:
-                settings.requires_all_reduce = True
+            for owner, name in settings:
+                setattr(owner, name, True)
             self.start_reductions()
             for group in self.groups:
-                group.reduction.finish()
-                group.reduction.reduce_kept()
+                group.reduction.finish(takes_kept=True)
             self.end_backward()
         finally:
-            root.is_last_backward = is_last
-            for state, requires_sync in before:
-                state.requires_gradient_sync = requires_sync
-            for settings, requires_all_reduce in needed:
-                settings.requires_all_reduce = requires_all_reduce
+            for (owner, name), value in zip(settings, before):
+                setattr(owner, name, value)
 
     def drop_raised_backward(self) -> None:
         """If the last backward raised, drop its gradients: the next pass must not add to them."""

@@ -11,19 +11,10 @@ import torch
 from torch.distributed.tensor import Partial
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp.comm._wide_gradients import WideGradients
-from torch_ragged.fsdp.core._dbuffer import (
-    Borrowed,
-    DBuffer,
-    MemoryLog,
-    MemoryPool,
-    current_stream,
-    in_buffer_form,
-    order_behind,
-)
+from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, MemoryPool, current_stream, order_behind
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, RowsLayout
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["GradBuffer", "register_last"]
 
@@ -62,6 +53,7 @@ class GradBuffer:
         dtype: the dtype that gradients are written in: the narrower one of the two.
         may_borrow: whether :meth:`borrow` may return True.
         holds_gradients: whether a gradient was written since the buffer was freed.
+        is_open: whether a gradient can be written without an allocation.
     """
 
     def __init__(
@@ -75,13 +67,13 @@ class GradBuffer:
         pool: MemoryPool,
         log: MemoryLog,
     ) -> None:
-        self._params, self._layout, self._rank, self._device = params, layout, rank, device
-        self._pool, self._log, self._has_rows = pool, log, isinstance(layout, RowsLayout)
+        self.params, self._layout, self._rank, self.device = params, layout, rank, device
+        self._pool, self._log = pool, log
         self.reduce_dtype = reduce_dtype
         self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
         # A reduction in float16 divides the buffer in place, against overflow.
         self.may_borrow = len(params) == 1 and not pool.is_required and reduce_dtype != torch.float16
-        self.holds_gradients = False
+        self.holds_gradients = self.is_open = self._holds_sum = False
         self._unreduced: DBuffer | None = None
         self._widened: DBuffer | None = None
         self._views: list[torch.Tensor] = []  # Of ``_unreduced``, one per parameter.
@@ -91,74 +83,52 @@ class GradBuffer:
     @functools.cached_property
     def wide_gradients(self) -> WideGradients:
         """The gradients of this backward pass in a wider dtype than ``dtype``."""
-        indices = [index for index, param in enumerate(self._params) if param.may_be_wide]
+        indices = [index for index, param in enumerate(self.params) if param.may_be_wide]
         return WideGradients(self._layout, self._rank, indices)
 
     def buffers(self) -> list[DBuffer]:
         """All buffers, freed ones too."""
         return [buffer for buffer in (self._unreduced, self._widened) if buffer is not None]
 
-    @property
-    def is_allocated(self) -> bool:
-        """Whether a gradient can be written without an allocation."""
-        unreduced = self._unreduced
-        return unreduced is not None and unreduced.is_allocated and not unreduced.memory.is_borrowed
-
     # -- gradients in ------------------------------------------------------------------------------------------------
 
     def views(self) -> list[torch.Tensor]:
         """The view of each parameter, to write to on the current stream. The buffer is allocated if necessary."""
-        # Mostly: all but the first gradient of a pass.
-        stream = current_stream(self._device)
-        if self._views and self.is_allocated:
+        stream = current_stream(self.device)
+        if self.is_open:  # Mostly: for all but the first gradient of a pass.
             if stream is not None and stream not in self._streams:
                 # The memory may have had another use before, which the allocating stream is ordered behind.
                 order_behind(stream, self._streams[0])
                 self._streams.append(stream)
             return self._views
-        self._gather_streams(stream)
-        before = self._unreduced
-        is_borrowed = before is not None and before.memory.is_borrowed
+        if stream is not None:
+            self._gather_streams(stream)
+        before, is_borrowed = self._unreduced, self._is_borrowed
         unreduced = self._unreduced = self._allocated(None if is_borrowed else before, self.dtype)
         if before is not None and is_borrowed:  # Its owner, such as a user's hook, may read it later.
             unreduced.flat.copy_(before.flat)
             before.free()
             self._views = []
         if not self._views:
-            self._views = [unreduced.tensor(index) for index in range(len(self._params))]
+            self._views = [unreduced.tensor(index) for index in range(len(self.params))]
+        self.is_open = True
         return self._views
 
     def target(self, index: int) -> tuple[torch.Tensor, bool]:
         """The view of a parameter, to write to on the current stream, and whether it holds a gradient to add to."""
-        view = self.views()[index]
-        if not self._params[index].has_gradient:
-            return view, False
-        self._copy_small()
-        self._gather_streams(current_stream(self._device))  # The first gradient may be of another stream.
-        return view, True
+        # Without streams, as on the CPU, nothing is to be ordered once the buffer is open.
+        views = self._views if self.is_open and not self._streams else self.views()
+        view, holds_gradient = views[index], self.params[index].has_gradient
+        if holds_gradient and self._streams:
+            self._copy_small()
+            self._gather_streams(current_stream(self.device))  # The first gradient may be of another stream.
+        return view, holds_gradient
 
     def _gather_streams(self, stream: torch.Stream | None) -> None:
         """Order ``stream``, the current one, behind all that has been written. Later writers are ordered behind it."""
         for other in self._streams:
             order_behind(stream, other)
         self._streams = [] if stream is None else [stream]
-
-    def prepared(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Autograd's gradient of a parameter in the form of the buffer; None if the parameter was frozen after forward.
-
-        If the model has distributed the parameter, this may issue a collective on the model's mesh dimensions.
-        """
-        param = self._params[index]
-        with as_plain_tensors():
-            param.sync_requires_grad()
-        # Frozen by the user since forward. The reduction takes zeros for it on this rank, as for any parameter without a
-        # gradient.
-        if not param.requires_grad:
-            return None
-        # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
-        gradient = gradient.detach() if gradient.requires_grad else gradient
-        gradient, param.pending = param.distribution.gradient(gradient, param.pending)
-        return in_buffer_form(gradient, self._layout, index) if self._has_rows else gradient
 
     def borrow(self, gradient: torch.Tensor) -> bool:
         """If autograd's gradient fills the buffer, as a large embedding's may, use it as the buffer; return whether it does.
@@ -169,29 +139,30 @@ class GradBuffer:
         if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided:
             return False
         is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
-        if not is_storage or (self._unreduced is not None and self._unreduced.is_allocated):
+        if not is_storage or self.is_open or self._is_borrowed:
             return False
         self._unreduced = DBuffer(
-            self._layout, Partial(), self._rank, self.dtype, self._device, pool=Borrowed(gradient), log=self._log
+            self._layout, Partial(), self._rank, self.dtype, self.device, pool=Borrowed(gradient), log=self._log
         )
         self._views = [self._unreduced.tensor(0)]
-        self._gather_streams(current_stream(self._device))
+        self._gather_streams(current_stream(self.device))
         self.mark(0)
         return True
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy a prepared gradient into the buffer, or add it."""
+        """Copy a gradient in the form of the buffer into it, or add it."""
         # The buffer would round it. Sums over ranks and passes have reduce_dtype, so this is the only place where bits could be
         # lost.
         if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
             # Norms compute such gradients, and these are few. If they become many, all gradients are kept in ``reduce_dtype``.
             self.views()
             self.wide_gradients.keep(index, gradient.to(self.reduce_dtype))
-            self._params[index].was_used = self.holds_gradients = True
+            self.params[index].was_used = self.holds_gradients = True
             if self.wide_gradients.are_many:
                 self.widen()
                 self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
-                for param in self._params:
+                self._holds_sum = False  # views() opens the wide buffer, at the latest for the reduction.
+                for param in self.params:
                     param.has_gradient = param.was_used
             return
         # The one copy on a gradient's way: it casts too.
@@ -202,12 +173,12 @@ class GradBuffer:
             self._small[index] = gradient  # It is read later, and never written.
         else:
             view.copy_(gradient)
-        self.mark(index)
+        self.params[index].has_gradient = self.holds_gradients = True
 
     def _copy_small(self) -> None:
         """Copy the small gradients, by one kernel: on a GPU, a copy of a bias takes as long as the launch of one."""
         if self._small:
-            streams, current = self._streams, current_stream(self._device)
+            streams, current = self._streams, current_stream(self.device)
             self._gather_streams(current)
             torch._foreach_copy_([self._views[index] for index in self._small], list(self._small.values()))
             self._small.clear()
@@ -216,40 +187,41 @@ class GradBuffer:
 
     def mark(self, index: int) -> None:
         """The view of a parameter holds its gradient now."""
-        self._params[index].has_gradient = self.holds_gradients = True
+        self.params[index].has_gradient = self.holds_gradients = True
 
     # -- gradients out -----------------------------------------------------------------------------------------------
 
     def widen(self) -> None:
         """Cast the gradients of a backward pass to ``reduce_dtype``, or add them to those of earlier passes."""
-        if self.dtype == self.reduce_dtype or self._unreduced is None or not self._unreduced.is_allocated:
+        if self.dtype == self.reduce_dtype or self._unreduced is None or not (self.is_open or self._is_borrowed):
             return
         self._close()
-        holds_sum = self._widened is not None and self._widened.is_allocated
         self._widened = self._allocated(self._widened, self.reduce_dtype, is_overwritten=True)
         # One pass over memory, for the cast and the addition.
-        scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
+        scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=self._holds_sum)
+        self._holds_sum = True
         self._free_unreduced()
+        # They were never in the narrow buffer, so they keep their bits.
         for index, gradient in self.wide_gradients.popped():
             self._widened.tensor(index).add_(gradient)
 
     def accumulated(self, index: int) -> torch.Tensor | None:
         """Between passes: the view of a parameter's sum over passes, to read or write; None if this rank has none."""
-        param = self._params[index]
+        param = self.params[index]
         if not (param.has_gradient or param.was_used):
             return None
-        if self._widened is not None and self._widened.is_allocated:
+        if self._widened is not None and self._holds_sum:
             return self._widened.tensor(index)
         if not param.has_gradient:
             return None
         views = self.views()  # The buffer's own memory: a borrowed gradient is a hook's, which must not change.
         self._copy_small()
-        self._gather_streams(current_stream(self._device))
+        self._gather_streams(current_stream(self.device))
         return views[index]
 
     def forget(self, index: int) -> None:
         """Between passes: drop the gradient of one parameter."""
-        param = self._params[index]
+        param = self.params[index]
         if (view := self.accumulated(index)) is not None:
             view.zero_()
         param.has_gradient = param.was_used = False
@@ -257,9 +229,9 @@ class GradBuffer:
 
     def copied(self) -> DBuffer:
         """Between passes: a copy of the buffer in ``reduce_dtype``, with zeros where this rank has no gradient."""
-        flat = torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device)
-        copy = DBuffer(self._layout, Partial(), self._rank, self.reduce_dtype, self._device, pool=Borrowed(flat))
-        for index in range(len(self._params)):
+        flat = torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self.device)
+        copy = DBuffer(self._layout, Partial(), self._rank, self.reduce_dtype, self.device, pool=Borrowed(flat))
+        for index in range(len(self.params)):
             if (view := self.accumulated(index)) is not None:
                 copy.tensor(index).copy_(view)
         return copy
@@ -270,10 +242,9 @@ class GradBuffer:
         Args:
             widens: whether it has ``reduce_dtype``. Otherwise it has ``dtype``, and :attr:`wide_gradients` has the rest.
         """
-        holds_sum = self._widened is not None and self._widened.is_allocated
-        assert widens or not holds_sum, "gradients of earlier passes have accumulated"
+        assert widens or not self._holds_sum, "gradients of earlier passes have accumulated"
         # All ranks reduce, so a rank without gradients allocates a buffer of zeros.
-        if not holds_sum and (self._unreduced is None or not self._unreduced.is_allocated):
+        if not (self._holds_sum or self.is_open or self._is_borrowed):
             self.views()
         # All ranks decide alike here, see GradReduction.start: a collective has one dtype.
         if widens and self.dtype != self.reduce_dtype:
@@ -286,13 +257,13 @@ class GradBuffer:
                 # Other ranks expect wide gradients of some parameters only: round the rest, of matmuls that write in place.
                 for index, gradient in self.wide_gradients.popped(only_unexpected=True):
                     self.views()[index].add_(gradient)
-        assert source is not None and source.is_allocated
+        assert source is not None
         return source
 
     def pending(self, forgets: bool = False) -> dict[tuple[int, ...], list[int]]:
         """The parameters whose gradients are pending a sum, by the mesh dimensions of the model."""
         found: dict[tuple[int, ...], list[int]] = {}
-        for index, param in enumerate(self._params):
+        for index, param in enumerate(self.params):
             if param.pending:
                 found.setdefault(param.pending, []).append(index)
             if forgets:
@@ -304,9 +275,10 @@ class GradBuffer:
 
         From here on, the current stream reads them.
         """
-        self._copy_small()
-        self._gather_streams(current_stream(self._device))
-        for param, view in zip(self._params, self._views):
+        if self._streams:
+            self._copy_small()
+            self._gather_streams(current_stream(self.device))
+        for param, view in zip(self.params, self._views):
             if not param.has_gradient:
                 view.zero_()
             param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
@@ -315,7 +287,7 @@ class GradBuffer:
 
     def free(self) -> None:
         """Free the memory. Reduced gradients are elsewhere."""
-        self.holds_gradients, self._streams = False, []
+        self.holds_gradients, self._holds_sum, self._streams = False, False, []
         self._free_unreduced()
         if self._widened is not None:
             self._widened.free()
@@ -323,28 +295,33 @@ class GradBuffer:
     def drop(self) -> None:
         """Forget all gradients. :meth:`free` follows, when no collective reads the buffer."""
         self.holds_gradients = False
+        # References only: autograd, or a hook of the user, may hold these tensors longer.
         self.wide_gradients.kept.clear()
         self._small.clear()
-        for param in self._params:
+        for param in self.params:
             param.has_gradient = param.was_used = False
             param.pending = None
             param.unsharded.grad = None  # A program may have assigned it.
 
+    @property
+    def _is_borrowed(self) -> bool:
+        """Whether autograd's gradient is the buffer now."""
+        return self._unreduced is not None and self._unreduced.memory.is_borrowed
+
     def _free_unreduced(self) -> None:
+        self.is_open = False
         if self._unreduced is not None:
             self._unreduced.free()
-            if self._unreduced.memory.is_borrowed:
+            if self._is_borrowed:
                 # The memory is its owner's: the reference is dropped, and the next pass makes a buffer of its own.
                 self._unreduced, self._views = None, []
 
     def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype, is_overwritten: bool = False) -> DBuffer:
         """Allocate ``buffer``, or a new one if it is None, and return it. ``is_overwritten``: the caller writes all of it."""
         if buffer is None:
-            buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self._device, pool=self._pool, log=self._log)
-        elif buffer.is_allocated:
-            return buffer
+            buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self.device, pool=self._pool, log=self._log)
         else:
-            buffer.allocate()
+            buffer.allocate()  # Nothing, if it holds sums.
         # Padding is reduced, too. Old memory there may hold NaN, which debuggers and sums over a buffer would see.
         if not is_overwritten:
             buffer.zero_padding()

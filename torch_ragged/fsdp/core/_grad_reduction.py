@@ -17,7 +17,7 @@ from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import dtensor_like, dtensor_of, profiler_range
 from torch_ragged.fsdp.comm._collectives import NamedCollectives, Work
 from torch_ragged.fsdp.comm._reduction import Reduction
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, copy_stream, current_stream, order_behind
+from torch_ragged.fsdp.core._dbuffer import NO_LOG, DBuffer, MemoryLog, copy_stream, current_stream, order_behind
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
@@ -110,43 +110,40 @@ class GradReduction:
         .grad      views of a DBuffer S                DTensors placed as their parameters
 
     Args:
-        params: the parameters of the group.
-        buffer: their unreduced gradients. It is freed when a reduce-scatter has read it.
+        buffer: the unreduced gradients. It is freed when a reduce-scatter has read it.
         sharded: the buffer of the shards. ``.grad`` gets its layout, dtype and device.
-        device: of the computation.
         collectives: the collectives that reduce.
         dp: the mesh.
         settings: what the user has set.
         log: records when reduced shards are allocated and freed.
 
     Attributes:
+        in_flight: the reduce-scatter in flight. Ranks may differ in when they have waited for it.
         is_set: whether ``.grad`` was set before the end of this pass. Ranks may differ.
-        has_hooks: whether the user has hooks on ``.grad``. They run when the next module's gradients are reduced. Equal on all
-            ranks: :meth:`find_hooks` alone writes it, when a forward of the root begins, and ranks compare it in that forward.
     """
+
+    has_memory = True  # Of the components of FSDPGrads.
 
     def __init__(
         self,
-        params: list[FSDPParam],
         buffer: GradBuffer,
         sharded: DBuffer,
-        device: torch.device,
         collectives: NamedCollectives,
         dp: DataParallelMesh,
         settings: ReductionSettings,
         log: MemoryLog,
     ) -> None:
-        self._params, self._buffer, self._sharded, self._device = params, buffer, sharded, device
-        self._collectives, self._dp, self._settings, self._log = collectives, dp, settings, log
-        self._intervals = [sharded.interval(index) for index in range(len(params))]
+        self._buffer, self._params, self._device = buffer, buffer.params, buffer.device
+        self._sharded, self._collectives, self._dp, self._settings, self._log = sharded, collectives, dp, settings, log
+        self._intervals = [sharded.interval(index) for index in range(len(self._params))]
         self._placements = dp.placements  # Of reduced shards.
-        self._reduce_scatter: Work | None = None  # In flight.
+        self.in_flight: Work | None = None
         self._output: DBuffer | None = None  # The output of either, also after it has ended.
         self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
         self._moved: tuple[DBuffer, torch.Event] | None = None  # With offload: its copy to the CPU, in flight.
         self._kept: DBuffer | None = None  # Reduced within each replica only.
-        self.is_set = self.has_hooks = False
+        self.is_set = False
         self._has_failed = False  # Whether the last reduce-scatter failed: its gradients are in no buffer.
         self._pending: dict[tuple[int, ...], list[int]] = {}  # What the output is pending on: see GradBuffer.pending.
         self._published: dict[int, FSDPGrad] = {}  # Which ``.grad`` are FSDPGrads, by parameter. Equal on all ranks.
@@ -156,7 +153,7 @@ class GradReduction:
     @property
     def state(self) -> GradientState:
         """Where the gradients are."""
-        if self._reduce_scatter is not None:
+        if self.in_flight is not None:
             # Read from what is there, not kept beside it: gradients may come at any time, by a hook of autograd.
             return GradientState.REDUCING
         if self._buffer.holds_gradients:
@@ -201,14 +198,15 @@ class GradReduction:
             work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, reduction)
         else:
             work = source.redistribute(output.placements, self._collectives, output, reduction)
-        self._reduce_scatter, self._output, self._has_failed = work, output, False
-        self._pending = buffer.pending(forgets=True)
+        self.in_flight, self._output, self._has_failed = work, output, False
+        if self._dp.counts_once:
+            self._pending = buffer.pending(forgets=True)
 
     def wait(self) -> None:
         """Wait for the reduce-scatter in flight and free its input. It issues no collective and calls no user hook."""
-        if self._reduce_scatter is None:
+        if self.in_flight is None:
             return
-        work, self._reduce_scatter = self._reduce_scatter, None
+        work, self.in_flight = self.in_flight, None
         output, self._output = self._output, None  # If the wait raises, there is no output.
         try:
             work.wait()
@@ -220,50 +218,30 @@ class GradReduction:
         # Only now: an output without a complete sum must not reach ``.grad``.
         self._output = output
 
-    def finish(self) -> None:
+    def finish(self, takes_kept: bool = False) -> None:
         """Wait for the reduce-scatter in flight, free its input, and issue what follows. All ranks call it in one order.
 
         That is the reduce-scatter over nodes (HIERARCHICAL), and the all-reduce of the shard (HSDP).
+
+        Args:
+            takes_kept: whether shards that wait for the all-reduce are reduced if there is no output. Equal on all ranks.
         """
         self.wait()
         output, self._output = self._output, None
+        if output is not None:
+            if self._dp.levels is not None:
+                try:
+                    output = self._over_nodes(output)
+                except BaseException:
+                    self._has_failed = True
+                    raise
+            pending, self._pending = self._pending, {}
+            if pending:  # Of parameters that the model has distributed.
+                self._reduce_pending(output, pending)
+        elif takes_kept:
+            output, self._kept = self._kept, None
         if output is None:
             return
-        if self._dp.levels is not None:
-            try:
-                output = self._over_nodes(output)
-            except BaseException:
-                self._has_failed = True
-                raise
-        pending, self._pending = self._pending, {}
-        self._reduce_pending(output, pending)
-        self._add_output(output)
-
-    def _shards(self, is_partial: bool, log: MemoryLog | None = None) -> DBuffer:
-        """A new buffer of reduced shards: ``is_partial`` over the first of two mesh dimensions, or over none."""
-        like, placements = self._sharded, self._placements
-        if is_partial and len(placements) > 1:
-            placements = Partial(), *placements[1:]
-        dtype = self._buffer.reduce_dtype
-        return DBuffer(like.layout, placements, like.rank, dtype, self._device, log=log, levels=self._dp.levels)
-
-    def _over_nodes(self, output: DBuffer) -> DBuffer:
-        """Reduce the output of a reduce-scatter within nodes over the nodes, and wait for it."""
-        # Not in wait(): a rank with a late gradient waits for its group's reduction before others, and another rank without
-        # this gradient does not. Their second steps would meet those of other groups, and swap gradients.
-        shards, reduction = self._shards(is_partial=False, log=output.log), self._settings.reduction
-        with profiler_range("reduce_scatter_second_step", self._collectives.fqn):
-            output.redistribute(shards.placements, self._collectives, shards, reduction.rest()).wait()
-        output.free()
-        return shards
-
-    def reduce_kept(self) -> None:
-        """Issue the all-reduce of shards that wait for it, if no reduce-scatter comes before it. Equal on all ranks."""
-        output, self._kept = self._kept, None
-        if output is not None:
-            self._add_output(output)
-
-    def _add_output(self, output: DBuffer) -> None:
         # The all-reduce of an earlier reduction of this group: results are added in the order of the reductions.
         if self._all_reduce is not None:
             self._finish_all_reduce()
@@ -278,9 +256,32 @@ class GradReduction:
             self._kept = output
         else:
             with profiler_range("all_reduce", self._collectives.fqn):
-                # In flight while other groups compute. All ranks issue it in one order, see ModuleState.reduce_gradients.
+                # In flight while other groups compute. All ranks issue it in one order, see FSDPState.reduce_gradients.
                 work = output.redistribute(self._placements, self._collectives, reduction=self._settings.reduction)
                 self._all_reduce = work, output
+
+    def _shards(self, is_partial: bool, log: MemoryLog = NO_LOG) -> DBuffer:
+        """A new buffer of reduced shards: ``is_partial`` over the first of two mesh dimensions, or over none."""
+        like, placements = self._sharded, self._placements
+        if is_partial and len(placements) > 1:
+            placements = Partial(), *placements[1:]
+        dtype = self._buffer.reduce_dtype
+        return DBuffer(like.layout, placements, like.rank, dtype, self._device, log=log, levels=self._dp.levels)
+
+    def _shard_at_home(self, dtype: torch.dtype) -> DBuffer:
+        """A new buffer where the sharded parameters are, which becomes ``.grad``."""
+        like = self._sharded
+        return DBuffer(like.layout, Shard(0), like.rank, dtype, like.flat.device, like.is_pinned, log=self._log)
+
+    def _over_nodes(self, output: DBuffer) -> DBuffer:
+        """Reduce the output of a reduce-scatter within nodes over the nodes, and wait for it."""
+        # Not in wait(): a rank with a late gradient waits for its group's reduction before others, and another rank without
+        # this gradient does not. Their second steps would meet those of other groups, and swap gradients.
+        shards, reduction = self._shards(is_partial=False, log=output.log), self._settings.reduction
+        with profiler_range("reduce_scatter_second_step", self._collectives.fqn):
+            output.redistribute(shards.placements, self._collectives, shards, reduction.rest()).wait()
+        output.free()
+        return shards
 
     def _reduce_pending(self, output: DBuffer, pending: dict[tuple[int, ...], list[int]]) -> None:
         """Add what is pending over mesh dimensions of the model: one all-reduce of all such shards in this group.
@@ -316,10 +317,10 @@ class GradReduction:
 
     def _begin_copy(self, reduced: DBuffer) -> None:
         """Copy the reduced shard to the CPU, while backward goes on. :meth:`set_grads` waits for it."""
-        like, dtypes = self._sharded, {param.sharded.grad_dtype or reduced.flat.dtype for param in self._params}
+        dtypes = {param.sharded.grad_dtype or reduced.flat.dtype for param in self._params}
         if len(dtypes) > 1:
             return
-        moved = DBuffer(like.layout, Shard(0), like.rank, dtypes.pop(), like.flat.device, is_pinned=True, log=self._log)
+        moved = self._shard_at_home(dtypes.pop())
         stream = copy_stream(reduced.flat.device)
         # A stream of its own: on the current one, the rest of backward would wait for the copy.
         order_behind(stream, current_stream(reduced.flat.device))
@@ -327,22 +328,17 @@ class GradReduction:
             scaled_copy_(moved.flat, reduced.flat, non_blocking=True)
         self._moved = moved, stream.record_event()
 
-    def _copied(self) -> DBuffer | None:
-        """The copy on the CPU, when it is complete; None if there is none."""
-        moved, self._moved = self._moved, None
-        if moved is None:
-            return None
-        moved[1].synchronize()  # The host waits: an optimizer on the CPU may read it at once.
-        return moved[0]
+    def _copied(self) -> DBuffer:
+        """The copy on the CPU, when it is complete."""
+        assert self._moved is not None
+        (moved, event), self._moved = self._moved, None
+        event.synchronize()  # The host waits: an optimizer on the CPU may read it at once.
+        return moved
 
     def _drop_copy(self) -> None:
         """Its memory is pinned memory of the CPU, which may be given to others when no copy writes to it."""
-        if (moved := self._copied()) is not None:
-            self._log.note(-moved.nbytes)
-
-    def find_hooks(self) -> None:
-        """A forward begins: look whether the user has hooks on gradients of sharded parameters."""
-        self.has_hooks = any([param.sharded._backward_hooks or _post_hooks(param.sharded) for param in self._params])
+        if self._moved is not None:
+            self._log.note(-self._copied().nbytes)
 
     def set_grads_early(self, used_anywhere: Iterable[bool] | None) -> bool:
         """Before the end of backward: set ``.grad``, if it is known to be complete; return whether it was set.
@@ -355,11 +351,15 @@ class GradReduction:
             return False
         used = [param.was_used for param in self._params]
         if used_anywhere is None:
-            in_flight = self._reduce_scatter is not None or self._all_reduce is not None or self._buffer.holds_gradients
-            is_complete = all(is_used or not param.sharded.requires_grad for param, is_used in zip(self._params, used))
-            # Ranks come here at different moments, or not at all. So a hook added since forward, which may communicate, waits.
-            if in_flight or not is_complete or any(_has_hooks(param.sharded) for param in self._params):
+            if self.in_flight is not None or self._all_reduce is not None or self._buffer.holds_gradients:
                 return False
+            for param, is_used in zip(self._params, used):
+                sharded: Any = param.sharded
+                # Ranks come here at different moments, or not at all. So a hook added since forward, which may communicate,
+                # waits.
+                has_hooks = sharded._backward_hooks or sharded._post_accumulate_grad_hooks
+                if has_hooks or (sharded.requires_grad and not is_used):
+                    return False
         self.set_grads(used if used_anywhere is None else used_anywhere)
         for param, is_used in zip(self._params, used):  # Other ranks ask at the end of the pass.
             param.was_used = is_used
@@ -368,7 +368,7 @@ class GradReduction:
 
     def set_grads(self, used_anywhere: Iterable[bool]) -> None:
         """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
-        if self.is_set and not self.buffers() and self._reduce_scatter is None:
+        if self.is_set and not self.buffers() and self.in_flight is None:
             self.is_set = False
             for param, _ in zip(self._params, used_anywhere):
                 param.was_used = False
@@ -378,36 +378,36 @@ class GradReduction:
             self._finish_all_reduce()
         reduced, self._reduced = self._reduced, None
         assert reduced is not None
-        like = self._sharded
-        dtypes = [param.sharded.grad_dtype or reduced.flat.dtype for param in self._params]
         shards: dict[torch.dtype, DBuffer] = {}
-        copied = self._copied()
-        for dtype in dict.fromkeys(dtypes):  # Mostly one.
-            if (reduced.flat.dtype, reduced.flat.device) == (dtype, like.flat.device):
+        copied = None if self._moved is None else self._copied()
+        for param in self._params:
+            dtype = param.sharded.grad_dtype or reduced.flat.dtype
+            if dtype in shards:  # Mostly, all parameters have one.
+                continue
+            if (reduced.flat.dtype, reduced.flat.device) == (dtype, self._sharded.flat.device):
                 shards[dtype] = reduced
-                continue
-            if copied is not None and copied.flat.dtype == dtype:
+            elif copied is not None and copied.flat.dtype == dtype:
                 shards[dtype] = copied
-                continue
-            moved = DBuffer(like.layout, Shard(0), like.rank, dtype, like.flat.device, like.is_pinned, log=self._log)
-            scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
-            shards[dtype] = moved
+            else:
+                moved = shards[dtype] = self._shard_at_home(dtype)
+                scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
         if reduced not in shards.values():
             self._log.note(-reduced.nbytes)
-        for param, (begin, end), dtype, is_used in zip(self._params, self._intervals, dtypes, used_anywhere):
+        for param, (begin, end), is_used in zip(self._params, self._intervals, used_anywhere):
             param.was_used = False
-            sharded = param.sharded
+            sharded: Any = param.sharded
             if not is_used:
                 continue
             # Each gradient has its own version counter, as a tensor of the optimizer.
-            gradient: Any = self._gradient(param, shards[dtype].flat.data[begin:end])
+            shard = shards[sharded.grad_dtype or reduced.flat.dtype]
+            gradient: Any = self._gradient(param, shard.flat.data[begin:end])
             # Autograd would run these hooks for a leaf: before it adds to .grad, and after that. Optimizers that step in
             # backward are hooks of the second kind.
             for hook in (sharded._backward_hooks or {}).values():
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
             sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
-            for hook in _post_hooks(sharded).values():
+            for hook in (sharded._post_accumulate_grad_hooks or {}).values():
                 hook(sharded)
 
     def _gradient(self, param: FSDPParam, flat: torch.Tensor) -> DTensor:
@@ -422,10 +422,10 @@ class GradReduction:
         self._drop_copy()
         had_any = self.state is not GradientState.EMPTY
         # Forget everything before the waits: waiting for a collective that failed raises.
-        in_flight = [self._reduce_scatter, None if self._all_reduce is None else self._all_reduce[0]]
+        in_flight = [self.in_flight, None if self._all_reduce is None else self._all_reduce[0]]
         for shard in self.buffers():
             self._log.note(-shard.nbytes)
-        self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
+        self.in_flight = self._output = self._all_reduce = self._reduced = self._kept = None
         self._has_failed = self.is_set = False
         self._pending = {}
         self._buffer.drop()
@@ -523,13 +523,3 @@ class GradReduction:
             self._copy = copy
         begin, end = self._intervals[index]
         return self._gradient(self._params[index], self._copy.flat[begin:end].to(like.flat.device, dtype, copy=True))
-
-
-def _post_hooks(sharded: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:
-    """The post-accumulate hooks of a sharded parameter."""
-    return getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
-
-
-def _has_hooks(sharded: torch.Tensor) -> bool:
-    """Whether a user has hooks on the gradient of a sharded parameter."""
-    return bool(sharded._backward_hooks or _post_hooks(sharded))

@@ -85,7 +85,8 @@ class _Hooks:
                 "cannot take part in its all-gather: checkpoint the optional module by itself"
             )
         # The last backward may have raised on this rank. Its gradients must not be added to those of this iteration.
-        context.drop_raised_backward()
+        if context.current is not None:
+            context.drop_raised_backward()
         if not in_backward:  # A forward inside backward belongs to the same iteration.
             if state.is_root or not context.in_forward:
                 context.forwards += torch.is_grad_enabled()
@@ -116,7 +117,7 @@ class _Hooks:
         """Reshard after forward. If forward raised, this runs with None as output."""
         state = self._state
         context = state.context
-        if not context.is_initialized:
+        if not context.is_initialized:  # Pre-forward has raised before it found a root.
             return output
         if state.mp_policy.output_dtype is not None:
             output = _cast(output, state.mp_policy.output_dtype)
@@ -127,8 +128,9 @@ class _Hooks:
         watched = [tensor for tensor in tensors if needs_backward and tensor.requires_grad and not tensor.is_leaf]
         # If only a tensor inside an opaque output may reach backward, no hook would unshard again: stay unsharded.
         must_stay = needs_backward and opaque and not watched
-        # The same if the output is a parameter or a view of one.
-        must_stay |= any(group.encoding.holds(tensor) for group in state.groups for tensor in tensors)
+        for group in state.groups:  # The same if the output is a parameter or a view of one.
+            for tensor in tensors:
+                must_stay |= group.encoding.holds(tensor)
         # A checkpoint recomputes this forward for a node inside of it, which backward has reached before an output.
         node = current_autograd_node() if needs_backward else None
         if node is None:
@@ -152,10 +154,9 @@ class _Hooks:
     # -- backward --------------------------------------------------------------------------------------------------
 
     @dynamo_disabled_in_backward
-    @untyped
     def pre_backward(self, context: FSDPStateContext, call: Call, is_base: bool, gradients: Any) -> None:
         """Backward has reached an output of a call, or the base that an output is a view of."""
-        if is_base and call.begun_in == backward_id():
+        if is_base and call.begun_in == backward_id():  # The output's own hook has run in this pass.
             return
         state, current = self._state, context.start_backward()
         if state.in_backward:
@@ -167,8 +168,7 @@ class _Hooks:
         if call.order is not None:
             # First, take part for later calls that backward skips here: other ranks unshard and reduce for them now.
             context.reach(call.order)
-            for event in call.order.reach(call.position, is_exit=True):
-                context.run_skipped(call.order, event)
+            context.run_skipped(call.order, call.order.reach(call.position, is_exit=True))
         state.pre_backward(current, call.order, call.position)
 
     @dynamo_disabled_in_backward
@@ -180,7 +180,6 @@ class _Hooks:
         self._state.unshard(Phase.BOTH)
 
     @dynamo_disabled_in_backward
-    @untyped
     def post_backward(self, call: Call) -> None:
         """Autograd has the gradients of all inputs of a call."""
         state, order = self._state, call.order
@@ -188,15 +187,14 @@ class _Hooks:
             return
         context = state.context
         if order is not None and order in context.orders:
-            for event in order.reach(call.position, is_exit=False):
-                context.run_skipped(order, event)
+            context.run_skipped(order, order.reach(call.position, is_exit=False))
         state.post_backward(order is None or order.is_first(call.position))
 
     # -- pipelines -------------------------------------------------------------------------------------------------
 
     def _probe_of_groups(self) -> torch.Tensor | None:
         """A leaf without elements, an input of each call whose inputs have gradients. A pass for those alone leaves it out."""
-        if self._probe is None and self._state.groups:
+        if self._probe is None and self._state.groups:  # One for all calls: it has no value, and gets no gradient.
             with torch.inference_mode(False):
                 self._probe = torch.empty(0, device=self._state.groups[0].device, requires_grad=True)
         return self._probe

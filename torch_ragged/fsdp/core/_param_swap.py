@@ -32,9 +32,9 @@ def load_replaced(group: FSDPParamGroup) -> None:
     if group.is_unsharded:
         return
     if not group.has_shards:  # This rank has no elements to load.
-        group.register_sharded()
+        group.register()
         return
-    replaced = [index for index in range(len(group.params)) if not _is_in_place(group, index)]
+    replaced = group.replaced()
     if not replaced:
         return
     group.reshard()  # An all-gather in flight would bring the old values.
@@ -53,15 +53,6 @@ def load_replaced(group: FSDPParamGroup) -> None:
             param.sharded.copy_(copy)
             param.sharded.requires_grad_(value.requires_grad)
             _register_everywhere(param)
-
-
-def _is_in_place(group: FSDPParamGroup, index: int) -> bool:
-    param = group.params[index]
-    if not group.has_shards:
-        return True
-    if group.is_meta:
-        return param.registered is None or param.registered.is_meta
-    return param.registered is param.sharded and group.shards.holds(local_of(param.sharded))
 
 
 def _replacement(group: FSDPParamGroup, index: int, dtype: torch.dtype) -> DTensor:
@@ -168,8 +159,9 @@ def check_conversion(group: FSDPParamGroup, function: Callable[[torch.Tensor], t
 def is_whole(group: FSDPParamGroup, modules: set[nn.Module]) -> bool:
     """Whether all parameters are in their buffer, and registered in ``modules`` only."""
     # Otherwise ``Module.to`` of one module would convert a buffer that others use, too.
-    in_place = all(_is_in_place(group, index) for index in range(len(group.params)))
-    return in_place and all(module in modules for param in group.params for module, _ in param.registered_names)
+    if group.replaced():
+        return False
+    return all(module in modules for param in group.params for module, _ in param.registered_names)
 
 
 def convert(group: FSDPParamGroup, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -34,7 +34,6 @@ from torch_ragged._register._torch import (
     as_plain_tensors,
     functorch_is_active,
     gradient_use,
-    grouped_mm,
     is_autocast,
     no_dispatch,
     nodes_outlive_outputs,
@@ -87,6 +86,7 @@ class _Weight:
             if result is not None:
                 return result
         # As torch does for plain tensors and parameters.
+        # Other subclasses come first: a DTensor knows what to do with a plain tensor, and this class does not know DTensors.
         others = tuple(other for other in types if not issubclass(other, _Weight))
         if others:
             return others[0].__torch_function__(func, others, args, kwargs)
@@ -102,10 +102,10 @@ class _Weight:
 class ComputeParameter(_Weight, nn.Parameter):
     """A parameter whose gradient matmuls write into ``gradient_target``. Without a target it is an ordinary parameter.
 
-    The matmuls are ``F.linear``, ``matmul``, ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` (without factors), and on the
-    CPU the grouped matmul: as functions, methods and operators. The weight, or a view of it, is the second factor: ``(in,
-    out)``, or ``(experts, in, out)`` with an input of the same number of experts. ``einsum`` is left to torch: to find its
-    matmul took as long as the copy that it would save.
+    The matmuls are ``F.linear``, ``matmul``, ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` (without factors): as functions,
+    methods and operators. The weight, or a view of it, is the second factor: ``(in, out)``, or ``(experts, in, out)`` with an
+    input of the same number of experts. ``einsum`` is left to torch: to find its matmul took as long as the copy that it would
+    save. So is the grouped matmul, which has no ``out=``.
 
     Results are plain tensors, except views. They are bitwise equal to those of a plain parameter, and so are the gradients of
     all other operands. If a weight is used once and as a whole, its first gradient is bitwise equal to autograd's, except in
@@ -160,7 +160,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # An unused output has no gradient, and no products.
+        # The weight itself, beside what autograd saves of it: hooks on saved tensors may give back another object.
         ctx.weight, ctx.is_linear = weight, call is F.linear
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
         if recomputation_ends(saves=1 + ctx.needs_input_grad[1]):
@@ -183,45 +184,6 @@ class _Product(torch.autograd.Function):
                 is_transposed = x.stride() == (1, x.shape[0])  # Then torch returns a transposed gradient, too.
                 of_x = multiply(factor.mT, gradient.mT).mT if is_transposed else multiply(gradient, factor)
         return None, of_x, of_weight, *[gradient if need else None for need in needs[3:]]  # Autograd sums that of a bias.
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """A grouped matmul on the CPU: rows ``offsets[g - 1]`` to ``offsets[g]`` of ``(n, in)`` by ``(groups, in, out)[g]``."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.weight, ctx.is_linear = call, weight, False
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, offsets)
-        if recomputation_ends(saves=2 + ctx.needs_input_grad[1]):
-            return _unused(x, weight.shape[-1])
-        return call(x, weight, offs=offsets)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        if gradient is None:
-            return None, None, None, None
-        x, weight, offsets = ctx.saved_tensors
-        with as_plain_tensors():
-
-            def groups(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> Any:
-                stops = offsets.tolist()
-                return [(first[:, i:j], second[i:j], part) for i, j, part in zip([0, *stops], stops, out)]
-
-            def multiply(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
-                if out is None:
-                    return ctx.call(first, second, offs=offsets)
-                for one, other, part in groups(first, second, out):
-                    torch.mm(one, other, out=part)
-                return out
-
-            def add(out: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-                for one, other, part in groups(first, second, out):
-                    part.addmm_(one, other)
-
-            of_weight = weight_gradient(ctx, x, gradient, multiply, add)
-            of_x = ctx.call(gradient, weight.mT, offs=offsets) if _needs_input_gradient(ctx) else None
-        return None, of_x, of_weight, None
 
 
 def _unused(x: torch.Tensor, columns: int) -> torch.Tensor:
@@ -279,8 +241,10 @@ def _destination(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
     weight: _WeightView | ComputeParameter = ctx.weight
     parameter = weight.parameter
     target, is_whole = parameter.gradient_target, weight is parameter
+    # A double backward needs a gradient with a graph. Under autocast, products have another dtype.
     if target is None or torch.is_grad_enabled() or is_autocast():
         return None
+    # Hooks, and ``retain_grad`` of a view, must see a gradient.
     if parameter._backward_hooks or not (is_whole or (weight._backward_hooks is None and not weight.retains_grad)):
         return None
     if (begun := target.begin()) is None:
@@ -290,6 +254,7 @@ def _destination(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
         return None
     if is_whole:
         return whole, holds_gradient, target
+    # The view of the gradient that is what ``weight`` is of the parameter: by geometry, whatever views lie between.
     if whole.stride() != parameter.stride():
         return None
     offset = whole.storage_offset() + weight.storage_offset() - parameter.storage_offset()
@@ -354,7 +319,7 @@ def _matmul(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:
     x, weight = args
     if weight.dim() == 2 and x.dim() > 0:
         return _product_2d(torch.mm, x, weight)
-    is_batch = weight.dim() == x.dim() == 3 and x.shape[0] == weight.shape[0]
+    is_batch = weight.dim() == x.dim() == 3 and x.shape[0] == weight.shape[0]  # Others broadcast: torch sums gradients then.
     return _Product.apply(torch.bmm, x, weight) if is_batch else None
 
 
@@ -372,16 +337,6 @@ def _addmm(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:
     return _Product.apply(func, x, weight, bias) if x.dim() == weight.dim() in (2, 3) else None
 
 
-def _grouped_mm(func: Any, *args: Any, offs: Any = None, **keywords: Any) -> torch.Tensor | None:
-    """Only on the CPU: on a GPU the host does not know the groups, and torch's kernel has no ``out=``."""
-    if len(args) != 2 or offs is None or any(value is not None for value in keywords.values()):
-        return None
-    x, weight = args
-    if not _is_product(weight, x) or weight.device.type != "cpu" or (x.dim(), weight.dim()) != (2, 3):
-        return None
-    return _GroupedProduct.apply(func, x, weight, offs) if x.stride(-1) == 1 else None
-
-
 def _view(func: Any, *args: Any, **keywords: Any) -> Any:
     """Call ``func``; the views that it returns remember their parameter."""
     if not args or not isinstance(args[0], _Weight):
@@ -390,6 +345,7 @@ def _view(func: Any, *args: Any, **keywords: Any) -> Any:
     if parameter.gradient_target is not None:
         views: Any = (result,) if isinstance(result, torch.Tensor) else result
         for view in views:
+            # Not a new object: autograd knows this one as a view of the parameter.
             view.__class__ = _WeightView
             view.parameter = parameter
     return result
@@ -411,7 +367,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([torch.matmul, _T.matmul, _T.__matmul__], _matmul),
     **dict.fromkeys([torch.mm, _T.mm, torch.bmm, _T.bmm], _mm),
     **dict.fromkeys([torch.addmm, _T.addmm, torch.baddbmm, _T.baddbmm], _addmm),
-    grouped_mm: _grouped_mm,
     **dict.fromkeys(_VIEWS, _view),
     _T.__getitem__: _getitem,
 }

@@ -310,7 +310,7 @@ class Move:
         for state in self._states:
             state.replace_groups([next(made) for _ in state.groups])
             for group in state.groups:
-                group.register_sharded()
+                group.register()
         for name, param in self._sharded.items():  # Another optimizer may hold the old ones.
             path, _, key = name.rpartition(".")
             note_replaced(param, name, self._model.get_submodule(path), key, self._call, f", or pass it to {self._call}")

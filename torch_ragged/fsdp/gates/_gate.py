@@ -44,7 +44,7 @@ class RootGate:
 
     def start(self) -> None:
         # Hooks run in the middle of backward, on all ranks or on none.
-        hooked = [group.fqn or "root" for state in self._states for group in state.groups if group.reduction.has_hooks]
+        hooked = [group.fqn or "root" for state in self._states for group in state.groups if group.has_hooks]
         self.log.start(f" with hooks on gradients of {', '.join(hooked)}" if hooked else "")
 
     def before_call(self, state: FSDPState, needs_backward: bool) -> bool:

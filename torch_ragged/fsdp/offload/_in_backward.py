@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from torch_ragged.fsdp.core._dbuffer import current_stream, order_behind
-from torch_ragged.fsdp.core._fsdp_grad import UsedGradients
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.offload._pieces import Member
+from torch_ragged.fsdp.offload._pieces import Member, UsedGradients
 
 __all__ = ["BackwardStep"]
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from torch_ragged._register._torch import dtensor_like, local_tensor
-from torch_ragged.fsdp.core._fsdp_grad import UsedGradients
+from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
-__all__ = ["ELEMENT_WISE", "Chunk", "Member", "OwnRules", "Piece", "Rules", "StateSizes"]
+__all__ = ["ELEMENT_WISE", "Chunk", "Member", "OwnRules", "Piece", "Rules", "StateSizes", "UsedGradients"]
 
 ELEMENT_WISE = (SGD, Adam, AdamW)
 """The optimizers that update each element by itself, and have states of the parameter's dtype."""
@@ -34,6 +34,36 @@ _GRAIN = 32768
 
 StateSizes = dict[str, tuple[int, torch.dtype]]
 """By the name of a state, its number of elements and its dtype."""
+
+
+class UsedGradients:
+    """The source of gradients that a step in backward has used: their memory is free, and reading them is an error.
+
+    It is a ``GradSource`` that publishes nothing, so that an FSDPGrad asks it for nothing else.
+
+    Args:
+        why: the error.
+    """
+
+    has_memory = False
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def is_published(self, index: int) -> bool:
+        return False
+
+    def why_not_published(self) -> str:
+        return self._why
+
+    def grad(self, index: int, param: DTensor, dtype: torch.dtype) -> FSDPGrad:
+        """What is ``.grad`` of ``param`` from now on, in the place of a gradient of ``dtype``."""
+        return FSDPGrad(self, index, param, dtype, None)  # type: ignore[arg-type]
+
+    @staticmethod
+    def has(grad: torch.Tensor | None) -> bool:
+        """Whether ``grad`` is of such a source."""
+        return isinstance(grad, FSDPGrad) and not grad.has_memory
 
 
 @dataclass(eq=False)

@@ -94,7 +94,7 @@ class Replay:
             found = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
             params.append(FoundParam(param.fqn, registered, found, param.distribution, group.layout.tensors[index]))
         twin = make_group(dataclasses.replace(group.plan, params=params, runs_on_meta=True))
-        twin.register_sharded()
+        twin.register()
         twin.keep(None if group.keeper is None else group.keeper.twin(twin.memory.gathered))
         twin.settings.max_reductions = group.settings.max_reductions
         twin.settings.requires_all_reduce = group.settings.requires_all_reduce

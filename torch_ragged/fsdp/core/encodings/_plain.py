@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
-from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, MemoryPool
+from torch_ragged.fsdp.core._dbuffer import NO_LOG, Borrowed, DBuffer, MemoryLog, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FSDPParam, local_of
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -164,7 +164,7 @@ class Encoding:
             if (flat.dtype, flat.device) == (dtype, device):
                 self._borrows, pool = True, Borrowed(flat)
         # Borrowed memory is in no log: the shards own it.
-        log_of_buffer = None if self._borrows else log
+        log_of_buffer = NO_LOG if self._borrows else log
         self.buffer = DBuffer(self._layout, Replicate(), self._rank, dtype, device, pool=pool, log=log_of_buffer)
 
     def buffers(self) -> list[DBuffer]:
@@ -185,7 +185,10 @@ class Encoding:
     def has_slot(self) -> bool:
         """Whether an all-gather can be issued: no other group uses the slots of the buffers."""
         # Equal on all ranks, or one would issue an all-gather ahead of use, and another one would not.
-        return all([buffer.memory.is_free for buffer in self.buffers()])
+        for buffer in self.buffers():
+            if not buffer.memory.is_free:
+                return False
+        return True
 
     def compute_tensor(self, index: int) -> torch.Tensor:
         """The memory of an unsharded parameter, in the parameter's shape."""
@@ -223,11 +226,6 @@ class Encoding:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, is an unsharded parameter or a view of one."""
         return self.buffer.holds(tensor)
-
-    def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
-        """Whether an unsharded parameter with the local tensor ``local`` still lies in the encoding's memory."""
-        view = param.view
-        return local.dtype == view.dtype and local.data_ptr() == view.data_ptr()
 
 
 class Keeper:

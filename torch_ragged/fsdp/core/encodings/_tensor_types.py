@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch_ragged._register._torch import preserved_versions, storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, local_of
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, local_of
 from torch_ragged.fsdp.core._kit import Draft, FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import RowsLayout, rows_layout
@@ -295,9 +295,6 @@ class TypeEncoding(Encoding):
     def holds(self, tensor: torch.Tensor) -> bool:
         own = storage_ids(tensor)
         return any(each in own for param in self._params if param.made is not None for each in storage_ids(param.made))
-
-    def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
-        return True
 
 
 class TypeStandIn(Encoding):
