@@ -33,11 +33,17 @@ class NeighboursPart(FeaturePart):
         return Terms(f"reshard_after_forward={self.size}", needs)
 
     def keeper(self, dp: DataParallelMesh, encoding: Encoding, log: MemoryLog) -> Keeper | None:
-        """None if this is the whole group or a single rank, or if the group computes with other memory than the buffer."""
+        """None if this is the whole group or a single rank, or if the group computes with other memory than the buffer.
+
+        Making the process group of the neighbours is a collective.
+        """
         # With k = 1, nothing is resharded. If all ranks kept a part each, it would be the shard again.
         if dp.shard_group is None or not encoding.computes_in_buffer or not 1 < self.size < dp.ranks:
             return None
-        return Neighbours.among(dp.shard_group, dp.rank, self.size, log)
+        # Neighbours in the order of shards: what they keep lies one after the other in the gathered buffer.
+        first = dp.rank - dp.rank % self.size
+        ranks = dist.get_process_group_ranks(dp.shard_group)[first : first + self.size]
+        return Neighbours(self.size, dp.rank - first, group_of(ranks, parent=dp.shard_group), log)
 
 
 class Neighbours(Keeper):
@@ -60,14 +66,6 @@ class Neighbours(Keeper):
     def __init__(self, size: int, index: int, group: dist.ProcessGroup, log: MemoryLog) -> None:
         self.size, self.group, self._index, self._log = size, group, index, log
         self._kept: torch.Tensor | None = None
-
-    @classmethod
-    def among(cls, shards: dist.ProcessGroup, rank: int, size: int, log: MemoryLog) -> Neighbours:
-        """The neighbours of ``rank`` in the process group of all shards. Making their process group is a collective."""
-        # Neighbours in the order of shards: what they keep lies one after the other in the gathered buffer.
-        first = rank - rank % size
-        group = group_of(dist.get_process_group_ranks(shards)[first : first + size], parent=shards)
-        return cls(size, rank % size, group, log)
 
     def twin(self, log: MemoryLog) -> Neighbours:
         return Neighbours(self.size, 0, self.group, log)

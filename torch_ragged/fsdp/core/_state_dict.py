@@ -22,7 +22,7 @@ from torch_ragged._ranks.peers import PeerError
 from torch_ragged._register._torch import dtensor_like, is_wrapper, waited
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam, has_extension, local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
+from torch_ragged.fsdp.core._fsdp_state import state_of
 from torch_ragged.fsdp.core._param_swap import check_conversion, convert
 from torch_ragged.tensor._redistribute import broadcast_local
 
@@ -73,17 +73,21 @@ def before_load(
     if _checked.get(module) is messages:  # The module around it has checked these values.
         return
     entries: list[_Entry] = []
+    groups: list[FSDPParamGroup] = []
     conversions: dict[FSDPParamGroup, _Conversion] = {}
     problem: Optional[Exception] = None
     try:
-        for each, state in _states(module):
+        for each in module.modules():
+            if (state := state_of(each)) is None:
+                continue
             _checked[each] = messages  # Those inside need not check again.
             for group in state.groups:
+                groups.append(group)
                 if group.gradient_user is not None:  # It may write to parameters, after a backward that raised.
                     group.gradient_user.wait()
             state.reshard()  # Not its groups alone: the state knows which all-gathers were issued ahead of use.
         # A rank that raises here still agrees below: the others wait for it there.
-        entries = list(_entries(module, state_dict, prefix))
+        entries = list(_entries(module, groups, state_dict, prefix))
         conversions = _check(module, entries, metadata.get("assign_to_params_buffers", False))
     except Exception as error:
         problem = error
@@ -105,14 +109,8 @@ def take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
             state_dict[f"{prefix}{name}"] = _part(value, param)
 
 
-def _states(module: nn.Module) -> Iterator[tuple[nn.Module, FSDPState]]:
-    """The modules under ``module`` that ``fully_shard`` was called on, and their states."""
-    return ((each, state) for each in module.modules() if (state := state_of(each)) is not None)
-
-
-def _entries(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> Iterator[_Entry]:
-    """Each sharded parameter under ``module``, by each of its names."""
-    groups = [group for _, state in _states(module) for group in state.groups]
+def _entries(module: nn.Module, groups: list[FSDPParamGroup], state_dict: dict[str, Any], prefix: str) -> Iterator[_Entry]:
+    """Each parameter of ``groups`` under ``module``, by each of its names."""
     owners = {pair: (param, group) for group in groups for param in group.params for pair in param.registered_names}
     for path, each in module.named_modules(remove_duplicate=False):
         for name in each._parameters:
@@ -160,12 +158,13 @@ def _check(module: nn.Module, entries: list[_Entry], assigns: bool) -> dict[FSDP
     conversions = {}
     for group, of_group in groups.items() if assigns and not problems else ():
         try:
-            conversions[group] = _conversion(group, list(of_group.values()))
+            if (conversion := _conversion(group, list(of_group.values()))) is not None:
+                conversions[group] = conversion
         except _Refused as error:
             problems.append(str(error))
     if problems:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(problems))
-    return {group: conversion for group, conversion in conversions.items() if conversion is not None}
+    return conversions
 
 
 class _Refused(RuntimeError):

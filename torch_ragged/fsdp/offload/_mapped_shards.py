@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
 
-from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer
+from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, Borrowed, MemoryPool
 from torch_ragged.fsdp.core.encodings._plain import Shards
 from torch_ragged.fsdp.files._mapped_file import MappedFile
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
@@ -36,16 +35,14 @@ class MappedShards(Shards):
         super().__init__(layout, rank)
         self._folder = folder
 
-    def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
+    def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool, pool: MemoryPool = ALLOCATOR) -> None:
         start, stop = self._layout.shard_range(self._rank)
         nbytes = (stop - start) * dtype.itemsize
         self._file = None
-        if device.type == "meta" or not nbytes:
-            super().allocate(dtype, device, is_pinned=False)
-            return
-        self._file = MappedFile(self._folder, dist.get_rank(), nbytes)
-        flat = torch.frombuffer(self._file.memory, dtype=torch.uint8).view(dtype)
-        self._hold(DBuffer(self._layout, Shard(0), self._rank, dtype, device, pool=Borrowed(flat)))
+        if device.type != "meta" and nbytes:
+            self._file = MappedFile(self._folder, dist.get_rank(), nbytes)
+            pool = Borrowed(torch.frombuffer(self._file.memory, dtype=torch.uint8).view(dtype))
+        super().allocate(dtype, device, is_pinned=False, pool=pool)
 
     def prepare(self, in_step: bool = False) -> None:
         if self._file is not None:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
-from torch_ragged.fsdp.core._dbuffer import NO_LOG, Borrowed, DBuffer, MemoryLog, MemoryPool
+from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, NO_LOG, Borrowed, DBuffer, MemoryLog, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FSDPParam, local_of
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -49,12 +49,9 @@ class Shards:
     def __init__(self, layout: BufferLayout, rank: int) -> None:
         self._layout, self._rank = layout, rank
 
-    def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
+    def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool, pool: MemoryPool = ALLOCATOR) -> None:
         """Make a new buffer for parameters of ``dtype``."""
-        self._hold(DBuffer(self._layout, Shard(0), self._rank, dtype, device, is_pinned))
-
-    def _hold(self, buffer: DBuffer) -> None:
-        self.buffer = buffer
+        self.buffer = DBuffer(self._layout, Shard(0), self._rank, dtype, device, is_pinned, pool)
         # The all-gather sends the padding, too. Old memory there may hold NaN, which sums over a buffer would see.
         self.buffer.zero_padding()
         self._storage = self.buffer.flat.untyped_storage()._cdata

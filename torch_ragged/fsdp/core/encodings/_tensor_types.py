@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import preserved_versions, storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
+from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, local_of
 from torch_ragged.fsdp.core._kit import Draft, FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
@@ -72,8 +72,8 @@ class TypeShards(Shards):
         super().__init__(layout, rank)
         self._locals: dict[int, torch.Tensor] = {}
 
-    def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
-        super().allocate(dtype, device, is_pinned)
+    def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool, pool: MemoryPool = ALLOCATOR) -> None:
+        super().allocate(dtype, device, is_pinned, pool)
         self.buffer.free()
 
     def store(self, index: int, distribution: Distribution, value: torch.Tensor) -> None:
@@ -213,6 +213,7 @@ class TypeEncoding(Encoding):
                 allocate_storage(output, self._log)
             # Views with their own version counters: the type may compute with an output itself, and autograd may have saved it.
             pairs = [(output.data.view(-1), tensor.view(-1)) for output, tensor in zip(self._outputs, inputs)]
+            # With more than one rank, there is one output: all ranks issue one collective.
             return wait_all([collectives.all_gather(output, tensor) for output, tensor in pairs])
         # Into this rank's slice of the output: the all-gather needs no other buffer.
         allocate_storage(self._packed, self._log)
@@ -227,7 +228,7 @@ class TypeEncoding(Encoding):
             padded = shard.new_zeros(param.rows, *shard.shape[1:])
             padded.narrow(0, 0, shard.size(0)).copy_(shard)
             shard = padded
-        if param.takes_mesh_only is None:
+        if param.takes_mesh_only is None:  # Types written for older versions of FSDP2 take the mesh only.
             param.takes_mesh_only = len(inspect.signature(shard.fsdp_pre_all_gather).parameters) == 1
         if param.takes_mesh_only:
             tensors, param.metadata = shard.fsdp_pre_all_gather(self._mesh)
@@ -237,6 +238,7 @@ class TypeEncoding(Encoding):
             tensors, param.metadata = shard.fsdp_pre_all_gather(self._mesh, param.shape, strides, param.module, policy)
         if not param.has_rows:
             param.has_rows = [each.ndim == shard.ndim and each.size(0) == shard.size(0) for each in tensors]
+        # With offload, shards are on the CPU.
         return [each.to(self._device).contiguous() for each in tensors]
 
     def _make_outputs(self, of_params: Sequence[Sequence[torch.Tensor]]) -> None:
