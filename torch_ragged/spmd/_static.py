@@ -617,7 +617,7 @@ class _Region(Shared):
         """See whether calls of this kind can be static, on copies of tensors. The module is as before afterwards."""
         owner, state = self._owner, kind.state
         kind.found, self.is_on_trial = None, True
-        refused: Optional[Refused] = None
+        refused: Optional[tuple[str, str]] = None  # Not the error: its frames would keep all tensors of this forward.
         kind.given, kind.modes = functools.partial(_alike, [*map(_meta_of, leaves)], [*map(id, leaves)], tree), modes()
         _now.enter(self, None)  # Modules in it are called on trial, and must not watch or try themselves.
         try:
@@ -628,7 +628,7 @@ class _Region(Shared):
                 raise Refused(self.name, f"its forward changes {changed}")
             kind.check_uses(self.name, kind.found)
         except Refused as error:
-            kind.found, kind.reason, refused = None, error.reason, error
+            kind.found, kind.reason, refused = None, error.reason, (error.module, error.reason)
         finally:
             state.facts.restore()
             self.is_on_trial = False
@@ -636,7 +636,7 @@ class _Region(Shared):
         if refused is not None:
             # Not only for calls of this kind. But the trial may have guessed with which placements a gradient arrives.
             if not self.is_static and not 0 < len(kind.arrivals) < kind.needing:
-                owner.forbid(refused.module, refused.reason)  # After restore(), which brings back hooks that are removed here.
+                owner.forbid(*refused)  # After restore(), which brings back hooks that are removed here.
             return
         assert kind.found is not None
         self._home = self._home or state

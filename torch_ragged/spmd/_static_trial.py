@@ -157,6 +157,7 @@ def try_module(
             local = _Given(args, params, buffers, ledger, found)
             _run_locally(name, module, ledger, local, found, run_local, only)
     finally:
+        reference.refused = None  # A cycle through its frames would keep all tensors of this forward.
         scope.is_compared = is_compared
         for device, state in states.items():
             write_state(device, state)
