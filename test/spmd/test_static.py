@@ -895,7 +895,7 @@ class ProgramTest(unittest.TestCase):
 
     @ranks(1)
     def test_a_refused_trial_keeps_nothing_of_its_forward():
-        """An error that is kept keeps its frames, with all tensors of the forward: its calls seem to wait for their backward."""
+        """An error that is kept keeps its frames, with all tensors of the forward: its calls seem to wait for backward."""
 
         class Reads(nn.Linear):
             def forward(self, x):
