@@ -339,6 +339,8 @@ class Play:
         }
         # It unties parameters, and under a plan tied ones stay tied. In units, parameters keep their hooks, too.
         assign = assign and not self.case["model"]["tied"] and not self.has_parameter_hooks
+        if assign:  # New parameters have no gradients. In units, they stay the old ones, with theirs.
+            self.optimizer.zero_grad()
         self.model.load_state_dict(state, assign=assign)
         for name, param in self.model.named_parameters():
             param.requires_grad_(trains[name])
