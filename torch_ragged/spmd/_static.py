@@ -1009,11 +1009,8 @@ class _ToLocal(torch.autograd.Function):
         spec = ctx.call.grad_spec(ctx.key)
         if spec is not None and (gradient.is_contiguous() or isinstance(ctx.key, str)):
             return DTensor(gradient, spec, requires_grad=False), None, None
-        return (
-            _with_its_strides(gradient, ctx.spec, clean(ctx.spec.placements) if spec is None else spec.placements),
-            None,
-            None,
-        )
+        placements = clean(ctx.spec.placements) if spec is None else spec.placements
+        return _with_its_strides(gradient, ctx.spec, placements), None, None
 
 
 class _FromLocal(torch.autograd.Function):
