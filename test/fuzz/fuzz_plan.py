@@ -403,6 +403,8 @@ class Writer:
         where = rng.choice(("blocks", "blocks", "root", "all", "some"))
         shards = self.sizes[dims[-1]]
         kept = rng.choice((None, None, True, False, *[k for k in range(1, shards + 1) if shards % k == 0]))
+        if type(kept) is int and options.get("placements") in (ZERO1, ZERO2):  # They say themselves what stays gathered.
+            kept = True
         own = options | ({} if kept is None else {"reshard_after_forward": kept})
         if where in ("blocks", "all"):
             self.plan.unit(r"blocks\.\d+", dims, **own)

@@ -133,6 +133,7 @@ class Play:
         torch.manual_seed(case["seed"] + 2)
 
     def _make_optimizer(self) -> None:
+        self.names = [name for name, _ in self.model.named_parameters()]
         params = [*self.model.parameters(), *self.prompt.parameters(), *self.last.parameters()]
         if self.case["optimizer"] == "sgd":
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
@@ -229,7 +230,11 @@ class Play:
                     loss.backward(retain_graph=True)
                 loss.backward()
             losses.append(loss)
-        for name, param in self.model.named_parameters():
+        params = dict(self.model.named_parameters())
+        if not any(loss.requires_grad for loss in losses):
+            # As in FSDP2, units stay gathered until a backward. Gradients are with their shards, which the optimizer has.
+            params = dict(zip(self.names, self.optimizer.param_groups[0]["params"]))
+        for name, param in params.items():
             self.show(f"gradients: {name}", param.grad)
         for index, given in enumerate(self.given):
             self.show(f"given: {index} input of the script", given.grad)
@@ -334,6 +339,8 @@ class Play:
         }
         # It unties parameters, and under a plan tied ones stay tied. In units, parameters keep their hooks, too.
         assign = assign and not self.case["model"]["tied"] and not self.has_parameter_hooks
+        if assign:  # New parameters have no gradients. In units, they stay the old ones, with theirs.
+            self.optimizer.zero_grad()
         self.model.load_state_dict(state, assign=assign)
         for name, param in self.model.named_parameters():
             param.requires_grad_(trains[name])

@@ -24,8 +24,15 @@ __all__ = ["Workers"]
 
 _START = 600.0  # Seconds in which processes import torch and connect.
 _PATIENCE = 10.0  # Seconds for the other ranks after one of them has failed.
-_PRELOADED = ["torch_ragged", "torch_ragged.spmd", "torch.distributed.checkpoint", "torch._inductor.lowering"]  # By DebugMode.
-_BATCHES = 3  # Of one process: torch's caches have meshes, whose process groups keep their threads and connections.
+_PRELOADED = ["torch_ragged", "torch_ragged.spmd", "torch.distributed.checkpoint", "torch._dynamo", "fuzz_case"]
+_BATCHES = 8  # Of one process: torch's caches have meshes, whose process groups keep their threads and connections.
+
+
+def _sentences() -> Any:
+    """The errors of the docs: it takes longer than three cases to read the package for them, so workers do not."""
+    import fuzz_case
+
+    return fuzz_case.sentences()
 
 
 def _worker(pipe: Connection, stacks: str, path: list[str]) -> None:
@@ -33,12 +40,17 @@ def _worker(pipe: Connection, stacks: str, path: list[str]) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     import fuzz_case
+    import fuzz_shapes
 
     gc.collect()
     gc.freeze()  # Modules stay: later collections need not look at them.
 
     while (task := pipe.recv()) is not None:
-        rank, size, port, kind, seeds, plant = task
+        rank, size, port, kind, seeds, plant, known = task
+        if known is not None:
+            fuzz_case.know(known)
+        if kind == "program" and len(seeds) > 1:  # A case that runs alone is all torch's.
+            fuzz_shapes.remember_shapes()
         timeout = datetime.timedelta(seconds=300)  # The parent's limit is shorter.
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
@@ -70,6 +82,7 @@ class Workers:
         self.limit = limit
         self._workers: list[tuple[Any, Connection, str]] = []
         self._batches = 0
+        self._ran: list[int] = []  # The seeds that these processes have run.
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -79,15 +92,24 @@ class Workers:
             process.join()
             os.unlink(stacks)
         self._workers.clear()
-        self._batches = 0
+        self._batches, self._ran = 0, []
 
     def run(self, kind: str, seeds: Iterable[int], size: int, plant: str = "") -> Iterator[tuple[int, str, str]]:
-        """Yield (seed, status, details) of each case: ``ok``, ``refused``, ``failed`` or ``hangs``."""
+        """Yield (seed, status, details) of each case: ``ok``, ``refused``, ``failed`` or ``hangs``.
+
+        A case that fails runs again alone, in fresh processes, and the details say whether it fails there, too.
+        """
         left = list(seeds)
         while left:
             for seed, status, details in self._batch(kind, left[:], size, plant):
                 left.remove(seed)
                 yield seed, status, details
+
+    def _alone(self, kind: str, seed: int, size: int, plant: str) -> tuple[str, str]:
+        """The status and details of a case in fresh processes."""
+        self.stop()
+        ((_, status, details),) = self._batch(kind, [seed], size, plant)
+        return status, details
 
     def _start(self, size: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -112,11 +134,12 @@ class Workers:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         members = self._workers[:size]
         for rank, (_, pipe, _) in enumerate(members):
-            pipe.send((rank, size, store.port, kind, seeds, plant))
+            pipe.send((rank, size, store.port, kind, seeds, plant, _sentences() if kind == "program" else None))
         pipes = [pipe for _, pipe, _ in members]
         self._answers(pipes, _START)
         for seed in seeds:
-            answers = self._answers(pipes, self.limit)
+            answers, before = self._answers(pipes, self.limit), self._ran
+            self._ran = [*before, seed]
             texts = [answer[2] for answer in answers.values()]
             states = {answer[1] for answer in answers.values()}
             if len(answers) == size and len(states) == 1 and "failed" not in states:
@@ -130,6 +153,10 @@ class Workers:
             has_died = any(answer[0] == -1 for answer in answers.values())
             if missing or has_died or states != {"failed"} or len(self._answers(pipes, _PATIENCE)) < size:
                 self.stop()  # If all ranks raised, they are free, and a new process group is enough.
+            if before:
+                again, alone = self._alone(kind, seed, size, plant)
+                is_same = again in ("failed", "hangs")
+                status, details = (again, alone) if is_same else (status, f"{details}\nalone it is {again}, not after {before}")
             yield seed, status, details
             return
         self._answers(pipes, self.limit)

@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "common"), str(HERE.parent.parent)]
-BATCH = 50  # Seeds in a row, of which those of one size share a process group. Each mesh adds groups, whose threads poll.
+BATCH = 100  # Seeds in a row, of which those of one size share a process group. Each mesh adds groups, whose threads poll.
 
 
 def batches_of(kind: str, seeds: list[int]) -> list[tuple[str, int, list[int]]]:
@@ -35,7 +35,7 @@ def batches_of(kind: str, seeds: list[int]) -> list[tuple[str, int, list[int]]]:
 
 
 def run(kinds: list[str], cases: int, seed: int, limit: float, report: dict[str, Any], path: str | None) -> None:
-    """Run ``cases`` cases, split over ``kinds``; print failures, and write ``report`` after each batch."""
+    """Run ``cases`` cases, split over ``kinds``; print failures, and write ``report`` after each case."""
     from fuzz_case import describe
     from fuzz_workers import Workers
     from tqdm import tqdm
@@ -65,10 +65,10 @@ def run(kinds: list[str], cases: int, seed: int, limit: float, report: dict[str,
                     mine.setdefault("refusals", Counter())[details.strip().splitlines()[-1][:160]] += 1
                 bar.update()
                 bar.set_postfix(failures=len(report["failures"]))
-            report["seconds"] = round(time.monotonic() - start, 1)
-            if path:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                Path(path).write_text(json.dumps(compact(report), indent=1) + "\n")
+                report["seconds"] = round(time.monotonic() - start, 1)
+                if path:
+                    Path(path).parent.mkdir(parents=True, exist_ok=True)
+                    Path(path).write_text(json.dumps(compact(report), indent=1) + "\n")
     workers.stop()
 
 

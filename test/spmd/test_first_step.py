@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import subprocess
+import sys
 import unittest
 from unittest import mock
 
@@ -28,6 +30,21 @@ OPS = {
     "softmax": lambda x, y: x.softmax(-1),
     "cat": lambda x, y: torch.cat([x, y], 1),
 }
+
+STATIC = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch_ragged.spmd import Plan, parallelize
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+model = parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), Plan().default(Replicate()), mesh, mode="static")
+for _ in range(3):
+    model(torch.ones(2, 4)).mean().backward()
+print(model.static_modules.report, "torch._inductor.lowering" in sys.modules)
+"""
 
 
 class FirstStepTest(unittest.TestCase):
@@ -67,6 +84,10 @@ class FirstStepTest(unittest.TestCase):
         with mock.patch.object(op_utils, "expand_to_full_mesh_op_strategy", _spmd._original[4]):
             _, all_costs = self.placements_of(cases)
         self.assertLess(10 * costs, 3 * all_costs)
+
+    def test_finding_static_modules_does_not_import_inductor(self):
+        ran = subprocess.run([sys.executable, "-c", STATIC], capture_output=True, text=True, timeout=600)
+        self.assertEqual(ran.stdout, "static: (root) False\n", ran.stderr)
 
     def test_a_line_says_once_why_the_step_takes_long(self):
         with mock.patch.object(all_ops, "seconds", 0.0), mock.patch.object(all_ops, "ops", 0):

@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
 import random
 import re
 import textwrap
 import unittest
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -890,6 +892,69 @@ class ProgramTest(unittest.TestCase):
                 for name, grad in one[1].items():
                     assert grad is None or torch.equal(grad, other[1][name]), (kind, name)
             assert "first" in static.static_modules.report.modules, static.static_modules.report
+
+    @ranks(1)
+    def test_a_refused_trial_keeps_nothing_of_its_forward():
+        """An error that is kept keeps its frames, with all tensors of the forward: its calls seem to wait for backward."""
+
+        class Reads(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * x.detach().mean().item()
+
+        class AsksForClasses(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * (2 if isinstance(x, DTensor) else 3)
+
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        plan = Plan().shard("<in:input>", Shard(0), "a").default(Replicate())
+        gc.disable()
+        for kind in (Reads, AsksForClasses):
+            model = parallelize(nn.Sequential(nn.Linear(4, 4), kind(4, 4)), plan, mesh, mode="static")
+            for step in range(4):
+                x = torch.randn(2, 4)
+                given = weakref.ref(x)
+                model(x).mean().backward()
+                del x
+                assert given() is None, (kind, step)
+            assert "1" in model.static_modules.report.reasons, model.static_modules.report
+        gc.enable()
+
+    @ranks(2)
+    def test_gradients_keep_their_strides_on_their_way_through_static_modules():
+        """Of a permuted gradient, a sum adds the elements in another order than of its row-major copy."""
+
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.factor, self.dropout = nn.Parameter(torch.randn(8, dtype=torch.float64)), nn.Dropout(0.2)
+
+            def forward(self, x):
+                return self.dropout(x * self.factor)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = Scaled(), Scaled()
+
+            def forward(self, x):
+                y = self.second(self.first(x.sin()))
+                print(end="")  # So it is eager.
+                return y.transpose(1, 2).contiguous().cos()
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        for cut in (Replicate(), Shard(0), Shard(1)):
+            plan = Plan().shard("<in>", cut, "a").default(Replicate())
+            single = Model()
+            eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+            for step in range(5):
+                grads = []
+                for model in (eager, static):
+                    model.zero_grad()
+                    torch.manual_seed(step)
+                    model(torch.randn(6, 20, 8, dtype=torch.float64)).square().mean().backward()
+                    grads.append([whole(param.grad) for param in model.parameters()])
+                assert all(map(torch.equal, *grads)), (cut, step)
+            assert static.static_modules.report.modules == ("first", "second"), static.static_modules.report
 
     @ranks(3)
     def test_a_module_in_a_reentrant_checkpoint_that_is_called_outside_of_it_too_keeps_the_order_of_eager_mode():

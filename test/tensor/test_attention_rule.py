@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from common import fake_group, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import torch_ragged  # noqa: F401  (It registers the rule.)
@@ -140,6 +140,18 @@ class AttentionRuleTest(unittest.TestCase):
                 expected.square().sum().backward()
                 found.square().sum().backward()
                 torch.testing.assert_close(ours.grad.full_tensor(), single.grad)
+
+    @ranks(3)
+    def test_pending_arguments_of_which_the_rule_leaves_a_rank_without_heads_do_not_end_it():
+        """torch's rule cuts the heads of pending arguments: 4 heads over 3 ranks are 2, 2 and none."""
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        parallelize(nn.Linear(1, 1), Plan().default(Replicate()), mesh)
+        x = torch.randn(2, 4, 6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        for is_causal in (False, True):
+            ours = DTensor.from_local(x.clone().requires_grad_(), mesh, [Partial("avg")])
+            expected, found = (F.scaled_dot_product_attention(t, t, t, is_causal=is_causal) for t in (x, ours))
+            torch.testing.assert_close(found.full_tensor(), expected)
+            found.square().sum().backward()
 
 
 if __name__ == "__main__":

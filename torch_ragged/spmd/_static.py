@@ -617,7 +617,7 @@ class _Region(Shared):
         """See whether calls of this kind can be static, on copies of tensors. The module is as before afterwards."""
         owner, state = self._owner, kind.state
         kind.found, self.is_on_trial = None, True
-        refused: Optional[Refused] = None
+        refused: Optional[tuple[str, str]] = None  # Not the error: its frames would keep all tensors of this forward.
         kind.given, kind.modes = functools.partial(_alike, [*map(_meta_of, leaves)], [*map(id, leaves)], tree), modes()
         _now.enter(self, None)  # Modules in it are called on trial, and must not watch or try themselves.
         try:
@@ -628,7 +628,7 @@ class _Region(Shared):
                 raise Refused(self.name, f"its forward changes {changed}")
             kind.check_uses(self.name, kind.found)
         except Refused as error:
-            kind.found, kind.reason, refused = None, error.reason, error
+            kind.found, kind.reason, refused = None, error.reason, (error.module, error.reason)
         finally:
             state.facts.restore()
             self.is_on_trial = False
@@ -636,7 +636,7 @@ class _Region(Shared):
         if refused is not None:
             # Not only for calls of this kind. But the trial may have guessed with which placements a gradient arrives.
             if not self.is_static and not 0 < len(kind.arrivals) < kind.needing:
-                owner.forbid(refused.module, refused.reason)  # After restore(), which brings back hooks that are removed here.
+                owner.forbid(*refused)  # After restore(), which brings back hooks that are removed here.
             return
         assert kind.found is not None
         self._home = self._home or state
@@ -957,6 +957,18 @@ def _alike(metas: Sequence[Any], ids: Sequence[int], tree: Any) -> tuple[list[An
     return [made[key] for key in ids], tree
 
 
+def _with_its_strides(gradient: torch.Tensor, spec: Any, placements: Placed) -> DTensor:
+    """A DTensor on a gradient. On trial it was row-major; copied to that order, later sums would have other roundings."""
+    if gradient.is_contiguous():
+        return make_dtensor(gradient, spec.mesh, placements, spec.shape)
+    stride, steps = list(gradient.stride()), gradient.stride()
+    for dim, (whole, part) in enumerate(zip(spec.shape, gradient.shape)):
+        for other, step in enumerate(steps):
+            if part and other != dim and step >= steps[dim] > 0:  # An expanded dimension takes no memory.
+                stride[other] *= whole // part  # Shards are even.
+    return make_dtensor(gradient, spec.mesh, placements, spec.shape, tuple(stride))
+
+
 def _pending_if(local: torch.Tensor, shares: Any) -> torch.Tensor:
     return _ToPending.apply(local, shares) if shares else local
 
@@ -995,9 +1007,10 @@ class _ToLocal(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         spec = ctx.call.grad_spec(ctx.key)
-        if spec is not None:
+        if spec is not None and (gradient.is_contiguous() or isinstance(ctx.key, str)):
             return DTensor(gradient, spec, requires_grad=False), None, None
-        return make_dtensor(gradient.contiguous(), ctx.spec.mesh, clean(ctx.spec.placements), ctx.spec.shape), None, None
+        placements = clean(ctx.spec.placements) if spec is None else spec.placements
+        return _with_its_strides(gradient, ctx.spec, placements), None, None
 
 
 class _FromLocal(torch.autograd.Function):
@@ -1077,4 +1090,4 @@ class _FromIsland(torch.autograd.Function):
             return None, None, None, None, None
         spec = ctx.spec
         placements = ctx.call.found.islands[ctx.module].output_grads.get(ctx.index, clean(spec.placements))
-        return make_dtensor(gradient.contiguous(), spec.mesh, placements, spec.shape), None, None, None, None
+        return _with_its_strides(gradient, spec, placements), None, None, None, None

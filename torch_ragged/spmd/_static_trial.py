@@ -157,6 +157,7 @@ def try_module(
             local = _Given(args, params, buffers, ledger, found)
             _run_locally(name, module, ledger, local, found, run_local, only)
     finally:
+        reference.refused = None  # A cycle through its frames would keep all tensors of this forward.
         scope.is_compared = is_compared
         for device, state in states.items():
             write_state(device, state)
@@ -575,7 +576,10 @@ class _Reference(DebugMode):
     """Sees each op of the run on DTensors, those on their local tensors, and each redistribution, which it refuses."""
 
     def __init__(self, name: str, module: nn.Module, changes: Sequence[Redistribution], mesh: DeviceMesh) -> None:
-        super().__init__()
+        # Not that of DebugMode: it imports Inductor, which takes seconds of a user's first steps. Only these switches are read.
+        TorchDispatchMode.__init__(self)
+        self.record_torchfunction = self.record_nn_module = self.record_stack_trace = False
+        self.supports_higher_order_operators = True
         self.name, self.ledger = name, Ledger(name)
         self.refused: Refused | None = None
         prefix = f"{name}." if name else ""
@@ -709,11 +713,14 @@ class _Reference(DebugMode):
             ):
                 self._refuse(self._stack[-1], _NOT_ITS_OWN)
             self._op, self._args = func, args
-            return super().__torch_dispatch__(func, types, args, kwargs)  # DTensor runs it, and its local ops are seen here.
+            return NotImplemented  # DTensor runs it, and its local ops are seen here.
         try:
             return self.ledger.run(func, args, kwargs)
         except Refused as refused:
             self._refuse(self._stack[-1], refused.reason)
+
+    def record_output_placements(self, output_spec: Any) -> None:
+        """Nobody reads a log of it."""
 
     def record_redistribute_calls(self, arg: Any, src_placement: Any, dst_placement: Any, *rest: Any, **options: Any) -> Any:
         param = self._args[arg] if isinstance(arg, int) and arg < len(self._args) else None

@@ -585,6 +585,7 @@ def _attention_by_rows(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
         for index, (tensor, spec) in enumerate(zip(arguments, sharding.redistribute_schema.args_schema)):  # type: ignore[union-attr]
             if isinstance(tensor, DTensor):
                 arguments[index] = placed_as(tensor, spec.placements)  # type: ignore[union-attr]
+        arguments = _without_empty_parts(arguments) or arguments  # The rule may cut 4 heads over 3 ranks: 2, 2 and none.
         kwargs = _with_mask_of(arguments[is_backward], kwargs)
     return _by_torch(op, tuple(arguments), kwargs)
 
