@@ -93,6 +93,7 @@ class Neighbours(Keeper):
             return encoding.all_gather(shards, collectives)
         gathered = encoding.buffer
         gathered.allocate()
+        # The whole buffer is filled again: each of the neighbours sends the shards of all ranks in its part.
         return collectives.all_gather(gathered.flat, self._kept, self.group)
 
     def drop(self) -> None:

@@ -81,6 +81,7 @@ class ContiguousEncoding(Encoding):
         pieces = self._distribution.pieces(self.buffer.flat[: self._whole.numel()])
         with torch.no_grad():
             torch.cat(pieces, dim=self._distribution.shard_dim or 0, out=self._whole)
+        # Before the forward, not after it: pieces and whole parameter together are the peak of this unit.
         if not keeps_buffer and not self.keeps_storage:
             self.buffer.free()
 
@@ -90,4 +91,5 @@ class ContiguousEncoding(Encoding):
             free_storage(self._whole, self._log)
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        # Not the pieces: what the model computes with is the copy.
         return any(each in storage_ids(self._whole) for each in storage_ids(tensor))

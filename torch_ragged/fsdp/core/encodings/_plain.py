@@ -83,6 +83,7 @@ class Shards:
 
     def load(self, index: int, local: torch.Tensor) -> None:
         """Copy the local tensor of a sharded parameter into the buffer."""
+        # Flat: a parameter that is cut by rows has the shape of its rows, and the buffer has none.
         self.buffer.tensor(index).copy_(local.reshape(-1))
 
     def dtensor(self, index: int, distribution: Distribution) -> DTensor:
