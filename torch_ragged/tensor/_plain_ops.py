@@ -52,6 +52,10 @@ _WRONG_RULES: dict[Any, Callable[..., bool]] = {
         getattr(_aten, f"fractional_max_pool{name}"): lambda *args: True for name in ("2d", "2d_backward", "3d", "3d_backward")
     },
     _aten.embedding_dense_backward: lambda *args: args[4],  # scale_grad_by_freq: a rank counts its own indices.
+    **dict.fromkeys(  # They cut channels, and the kernel of a rank without any divides by zero.
+        (_aten.native_batch_norm, _aten.native_batch_norm_backward),
+        lambda x, *_: isinstance(x, DTensor) and any(x.shape[1] % ranks for ranks in x.device_mesh.shape),
+    ),
     _aten.addmv: lambda *args: not args[0].is_floating_point(),  # Of whole numbers, it cuts one argument only.
     _aten.fill_: lambda *args: _is_pending(args[0]),  # Each rank would have the value, and the sum many times the value.
 }
