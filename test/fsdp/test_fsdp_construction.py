@@ -303,10 +303,10 @@ def check_agreement():
     attempt(nn.Linear(4, 4), reshard_after_forward=7 if rank == 0 else True)
     attempt(nn.Linear(4, 4) if rank else "module")
     attempt(nn.Linear(4, 4) if rank else [])
-    attempt(nn.Linear(4, 4), mesh=mesh if rank else "cpu")
     attempt(nn.Linear(4, 4), placements=None if rank else HIERARCHICAL)
     attempt(nn.Linear(6, 6), shard_placement_fn=lambda p: Shard(min(rank, p.ndim - 1)))
     fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4)).sum().backward()  # The ranks are still in step.
+    attempt(nn.Linear(4, 4), mesh=mesh if rank else "cpu")  # Last: this rank does not know which ranks wait for it.
     return errors
 
 
@@ -539,9 +539,9 @@ class ConstructionTest(unittest.TestCase):
             "it should be a factor of 3, not 7",
             "TypeError: fully_shard expects an nn.Module or a list of them, got str",
             "TypeError: fully_shard expects an nn.Module or a list of them, got list",
-            "TypeError: fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got 'cpu'",
             "is for a mesh with 2 dimensions",
             "cut along dimension 1",
+            "TypeError: fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got 'cpu'",
         )
         every = run_ranks(3, check_agreement)
         for errors in every:

@@ -218,7 +218,11 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
         # Over gloo, a rank that waits looks at times whether others have failed.
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_watched)
         if isinstance(work, dist.Work):
-            wait_for(work, look)
+            try:
+                wait_for(work, look)
+            except RuntimeError:
+                look()  # Another rank that waited here may have found out first, and ended the group.
+                raise
         elif work is not None:  # Of a simulated group.
             work.wait()
 
