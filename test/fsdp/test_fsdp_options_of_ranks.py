@@ -115,7 +115,7 @@ WRONG = {
 WRONG_MODEL = {
     "module": "expects an nn.Module",
     "plain": "weight of torch.float32 and shape (8, 8) plain",
-    "mesh": "expects a Dev",
+    "mesh": "expects a DeviceMesh",
 }
 
 

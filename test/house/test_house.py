@@ -20,7 +20,7 @@ PRIVATE = {
     "torch.utils._python_dispatch": (
         (
             *("random._recording", "spmd._recorder", "spmd._static", "spmd._static_trial"),
-            *("_ranks.groups", "tensor._plain_ops", "tensor._redistribute"),
+            *("tensor._plain_ops", "tensor._redistribute"),
         ),
         "sees every op of a construction or a step that is recorded; a mesh's ranks are read "
         "while torch.compile traces; a view in place changes the shape of a DTensor",

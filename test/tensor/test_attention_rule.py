@@ -148,30 +148,12 @@ class AttentionRuleTest(unittest.TestCase):
         parallelize(nn.Linear(1, 1), Plan().default(Replicate()), mesh)
         x = torch.randn(2, 4, 6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         for is_causal in (False, True):
-            ours = DTensor.from_local(x.clone().requires_grad_(), mesh, [Partial("avg")])
-            expected, found = (F.scaled_dot_product_attention(t, t, t, is_causal=is_causal) for t in (x, ours))
+            single, ours = x.clone().requires_grad_(), DTensor.from_local(x, mesh, [Partial("avg")]).requires_grad_()
+            expected, found = (F.scaled_dot_product_attention(t, t, t, is_causal=is_causal) for t in (single, ours))
             torch.testing.assert_close(found.full_tensor(), expected)
+            expected.square().sum().backward()
             found.square().sum().backward()
-
-    @ranks(3)
-    def test_batch_norm_of_which_a_rank_has_no_channel_does_not_end_it():
-        """torch's rule cuts 4 channels over 3 ranks, as 2, 2 and none."""
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
-        single, x = (
-            nn.BatchNorm1d(4).double(),
-            torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
-        )
-        for cut in (Shard(0), Shard(1), Partial("avg")):
-            model = parallelize(nn.BatchNorm1d(4).double(), Plan().default(Replicate()), mesh)
-            single.reset_running_stats()
-            given, ours = x.clone().requires_grad_(), DTensor.from_local(x, mesh, [Partial("avg")])
-            ours = (ours if cut == Partial("avg") else distribute_tensor(x, mesh, [cut])).detach().requires_grad_()
-            expected, found = single(given), model(ours)
-            torch.testing.assert_close(found.full_tensor(), expected)
-            torch.testing.assert_close(model.running_var.full_tensor(), single.running_var)
-            expected.sin().sum().backward()
-            found.sin().sum().backward()
-            torch.testing.assert_close(ours.grad.full_tensor(), given.grad)
+            torch.testing.assert_close(ours.grad.full_tensor(), single.grad)
 
 
 if __name__ == "__main__":

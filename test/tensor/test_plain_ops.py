@@ -51,6 +51,29 @@ def check_on_ranks(function, whole, mesh, placements):
         torch.testing.assert_close(tensor.grad.full_tensor(), single.grad, msg=lambda text: f"{placements}: {text}")
 
 
+def check_batch_norms(mesh, sizes):
+    """Values, gradients and statistics are those of one device. torch's rule cuts channels: 4 over 3 ranks are 2, 2, none."""
+    for channels, training in itertools.product(sizes, (True, False)):
+        x = torch.randn(6, channels, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        for placements in itertools.product((Shard(0), Shard(1), Partial("avg")), repeat=mesh.ndim):
+            single = nn.BatchNorm1d(channels).double().train(training)
+            with as_one_device():
+                ours = distribute_module(copy.deepcopy(single), mesh)
+                # Of a mean that is pending, each rank has the whole value.
+                cut = distribute_tensor(x, mesh, [each if each.is_shard() else R for each in placements]).to_local()
+                given = DTensor.from_local(cut, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+                found = values_of(ours, given.requires_grad_())
+                found = [each.full_tensor() for each in found]
+            expected = values_of(single, x.clone().requires_grad_())
+            torch.testing.assert_close(found, expected, msg=lambda text: f"{channels} {training} {placements}: {text}")
+
+
+def values_of(norm, x):
+    output = norm(x)
+    output.sin().sum().backward()
+    return [output.detach(), x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var]
+
+
 def assert_same(found, expected, placements):
     assert found.placements == tuple(placements), found.placements
     assert found.full_tensor().equal(expected), (found.full_tensor(), expected)
@@ -302,6 +325,14 @@ class WrongRuleTest(unittest.TestCase):
                 for each in seen:
                     if isinstance(each, DTensor) and each.ndim:
                         assert order(each) == order(each._local_tensor), (name, cut, each.placements, each.stride())
+
+    @ranks(4)
+    def test_batch_norms_of_which_a_rank_has_no_channels_on_two_mesh_dimensions():
+        check_batch_norms(mesh_of(2, 2), (2, 3))
+
+    @ranks(3)
+    def test_batch_norms_of_which_a_rank_has_no_channels():
+        check_batch_norms(mesh_of(3), (2, 4))
 
     @ranks(2)
     def test_gradients_of_a_group_norm_of_cut_rows_are_pending_and_move_no_rows():

@@ -159,6 +159,7 @@ def agree(
     Raises:
         Exception: ``problem``, on the rank that has it.
         PeerError: a rank died, or did not call this function within the timeout.
+        PeerRaised: a rank has left ``call`` with an error before it knew all groups; see :func:`before_groups`.
         RuntimeError: another rank has a problem.
         ValueError: ranks make different claims; the error shows the first line that differs.
     """

@@ -161,7 +161,8 @@ def fully_shard(
             ``orig_param_policy`` returns something other than a granularity.
         OSError: a folder of ``Offload(parameters="files")`` is missing or read-only, or has too little space.
         PeerError: another rank died, or did not make this call within the timeout.
-        RuntimeError: another rank raised.
+        RuntimeError: another rank raised. If its ``mesh`` or ``module`` is not usable at all, ranks that waited for it raise a
+            ValueError after two seconds, and the process groups in which they waited are ended.
     """
     if mesh is None:  # All ranks. As in FSDP2, torchrun needs no ``init_process_group``.
         if not dist.is_initialized():

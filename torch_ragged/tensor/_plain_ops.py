@@ -44,6 +44,10 @@ _LOSSES = """
     mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward
     nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward
 """.split()
+_BATCH_NORMS = """
+    native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_no_training
+    _batch_norm_with_update
+""".split()
 # Ops of which torch's rule is wrong for some arguments: they run on whole tensors.
 _WRONG_RULES: dict[Any, Callable[..., bool]] = {
     _aten._adaptive_avg_pool2d_backward: lambda *args: True,  # Of rows that are cut, it takes the gradient of all.
@@ -53,7 +57,7 @@ _WRONG_RULES: dict[Any, Callable[..., bool]] = {
     },
     _aten.embedding_dense_backward: lambda *args: args[4],  # scale_grad_by_freq: a rank counts its own indices.
     **dict.fromkeys(  # They cut channels, and the kernel of a rank without any divides by zero.
-        (_aten.native_batch_norm, _aten.native_batch_norm_backward),
+        [getattr(_aten, name) for name in _BATCH_NORMS],
         lambda x, *_: isinstance(x, DTensor) and any(x.shape[1] % ranks for ranks in x.device_mesh.shape),
     ),
     _aten.addmv: lambda *args: not args[0].is_floating_point(),  # Of whole numbers, it cuts one argument only.

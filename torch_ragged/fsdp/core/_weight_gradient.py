@@ -161,7 +161,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         ctx.set_materialize_grads(False)  # An unused output has no gradient, and no products.
-        # The weight itself, beside what autograd saves of it: hooks on saved tensors may give back another object.
+        # The weight itself, beside what autograd saves of it: hooks on saved tensors may return another one.
         ctx.weight, ctx.is_linear = weight, call is F.linear
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
         if recomputation_ends(saves=1 + ctx.needs_input_grad[1]):
@@ -254,7 +254,7 @@ def _destination(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
         return None
     if is_whole:
         return whole, holds_gradient, target
-    # The view of the gradient that is what ``weight`` is of the parameter: by geometry, whatever views lie between.
+    # The view of the gradient has the offset, shape and strides that ``weight`` has in the parameter, also after several views.
     if whole.stride() != parameter.stride():
         return None
     offset = whole.storage_offset() + weight.storage_offset() - parameter.storage_offset()
