@@ -1162,18 +1162,20 @@ class OutputTest(unittest.TestCase):
         """A whole output whose gradient is cut: the gradients of a layer's parameters are sums over cut rows, then."""
 
         class Net(nn.Module):
-            def __init__(self):
+            def __init__(self, draws):
                 super().__init__()
-                self.first, self.last, self.calls = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), 0
+                between = [nn.Dropout(0.3)] if draws else []
+                self.first, self.last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), *between, nn.Linear(16, 8))
+                self.calls = 0
 
             def forward(self, x):
                 self.calls += 1
                 return self.last(self.first(x))
 
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        torch.manual_seed(0)
-        single, factor = Net().double(), torch.randn(4, 6, 8, dtype=torch.float64)
-        for in_unit in (False, True):
+        for in_unit, draws in itertools.product((False, True), repeat=2):
+            torch.manual_seed(0)
+            single, factor = Net(draws).double(), torch.randn(4, 6, 8, dtype=torch.float64)
             plan = Plan().shard("<in>", Replicate(), "tp").default(Replicate())
             if in_unit:
                 plan.unit("last", "dp")
@@ -1181,6 +1183,7 @@ class OutputTest(unittest.TestCase):
             for step, cut in enumerate((None, None, None, 1, None, 1, 0, None)):
                 found = []
                 for model in (eager, static):
+                    torch.manual_seed(step)
                     model.zero_grad()
                     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
                     x.requires_grad_()
@@ -1188,11 +1191,11 @@ class OutputTest(unittest.TestCase):
                     by = factor if cut is None else distribute_tensor(factor, mesh, [Replicate(), Shard(cut)])
                     (y * by).sin().mean().backward()
                     grads = {key: whole(p.grad) for key, p in model.named_parameters()}
-                    found.append({**grads, "x": x.grad})
+                    found.append({**grads, "x": x.grad, "the next numbers": torch.rand(3)})
                 for key, grad in found[0].items():
-                    assert torch.equal(grad, found[1][key]), (in_unit, step, cut, key)
+                    assert torch.equal(grad, found[1][key]), (in_unit, draws, step, cut, key)
             told = static.static_modules.report.reasons["last"]
-            assert "with a gradient under RS(1), its backward redistributes" in told, (in_unit, told)
+            assert "with a gradient under RS(1), its backward redistributes" in told, (in_unit, draws, told)
 
     @ranks(2)
     def test_a_retained_graph_and_a_later_one_whose_gradients_are_placed_otherwise_raise():

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_ragged._register._torch import GradientUse, backward_id, functorch_is_active, gradient_use
+from torch_ragged.random._tape import read_state
 from torch_ragged.spmd._boundary import Redistribution, Shared, as_dtensor, is_own_hook, local_moves
 from torch_ragged.spmd._gradients import Leaf, LeavesOfCall, PendingGradients, has_hooks, witness
 from torch_ragged.spmd._move import Move, Placed, clean, differentiable_once, make_dtensor, move_dtensor
@@ -32,6 +33,7 @@ from torch_ragged.spmd._static_trial import (
     Found,
     Island,
     Refused,
+    as_drawn,
     count_uses,
     edge_of,
     is_even_dtensor,
@@ -323,7 +325,7 @@ class _StaticCall(LeavesOfCall):
     Attributes:
         found: what the trial with the placements found under which gradients have arrived, in this backward.
         nodes: by output, the node of autograd to which its gradient comes.
-        given: the arguments, until the call ends.
+        given: the arguments, and the random states if it draws, until the call ends.
         repeated: the gradients of inputs and parameters, if eager mode has computed them in this backward.
     """
 
@@ -331,7 +333,7 @@ class _StaticCall(LeavesOfCall):
         super().__init__()
         self.region, self.kind, self.first, self.found = region, kind, found, found
         self.nodes: dict[int, weakref.ref[Any]] = {}
-        self.given: Optional[tuple[list[Any], Any]] = None
+        self.given: Optional[tuple[list[Any], Any, dict[str, torch.Tensor]]] = None
         self.repeated: Optional[dict[Any, Any]] = None
         self._arrived: dict[int, Placed] = {}
         self._backward = -1
@@ -493,7 +495,8 @@ class _Region(Shared):
         kind.latest = weakref.ref(call)
         self._running[-1] = ("static", call)
         if found.can_repeat and torch.is_grad_enabled():
-            call.given = leaves[:], tree
+            devices = {"cpu", self._owner.mesh.device_type} if found.islands else ()
+            call.given = leaves[:], tree, {device: read_state(device) for device in devices}
         _now.enter(self, call)
         made: dict[int, torch.Tensor] = {}  # The code may ask whether two arguments are the same object.
         for index, leaf in enumerate(leaves):
@@ -691,7 +694,7 @@ class _Region(Shared):
         with torch.enable_grad(), _disable_current_modes():
             if _now.region is not None or modes() != call.kind.modes or not call.kind.state.facts.hold():
                 return None
-            tensors, (arguments, tree) = iter(saved), given
+            tensors, (arguments, tree, states) = iter(saved), given
             pairs = [each.made(next(tensors)) if isinstance(each, _Saved) else (None, each) for each in arguments]
             inputs = {i: leaf for i, (leaf, _) in enumerate(pairs) if leaf is not None and leaf.requires_grad}
             params = {each.name: each.registered[each.key] for each in self._params}
@@ -701,7 +704,7 @@ class _Region(Shared):
             self.is_on_trial = True
             _now.enter(self, None)
             try:
-                with standing_in(self.module, params):
+                with standing_in(self.module, params), as_drawn(states):
                     output = pytree.tree_leaves(self.module.forward(*args, **kwargs))[index]
                 leaves: dict[Any, Any] = {**inputs, **{name: param for name, param in params.items() if param.requires_grad}}
                 distinct = list({id(leaf): leaf for leaf in leaves.values()}.values())
@@ -1027,10 +1030,10 @@ class _FromLocal(torch.autograd.Function):
         call.nodes[index] = weakref.ref(ctx)
         ctx.given = None
         if given is not None:
-            leaves, tree = given
+            leaves, *others = given
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             ctx.save_for_backward(*[leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in tensors])
-            ctx.given = [_Saved.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree
+            ctx.given = [_Saved.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], *others
         return DTensor(local, spec, requires_grad=local.requires_grad)
 
     @staticmethod

@@ -29,7 +29,7 @@ from torch_ragged.tensor._api import ragged_extension
 from torch_ragged.tensor._random import scope
 from torch_ragged.tensor.placement_types import has_ragged
 
-__all__ = ["Found", "Island", "Refused", "count_uses", "edge_of", "is_even_dtensor", "standing_in", "try_module"]
+__all__ = ["Found", "Island", "Refused", "as_drawn", "count_uses", "edge_of", "is_even_dtensor", "standing_in", "try_module"]
 
 _UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
 _AGAIN = "activation checkpointing in it runs code again in backward"
@@ -78,8 +78,8 @@ class Found:
         uses: how often each input is used, in the module.
         shares: of replicated parameters that an op takes as pending a sum, such as the bias of a row-parallel layer: the
             sizes of the mesh dimensions of the sum.
-        can_repeat: whether backward can run it again in eager mode: it sends, draws and writes nothing, and autograd keeps its
-            inputs anyway.
+        can_repeat: whether backward can run it again in eager mode: it sends and writes nothing, and autograd keeps its inputs
+            anyway.
     """
 
     outputs: list[Any]
@@ -135,10 +135,9 @@ def try_module(
     params = {key: param for key, param in module.named_parameters(remove_duplicate=False)}
     buffers = {key: buffer for key, buffer in module.named_buffers(remove_duplicate=False)}
     devices = {"cpu", mesh.device_type}
-    # Both runs draw, and the call that follows must draw what it would have drawn without them.
+    # Both runs draw the same, and the call that follows must draw what it would have drawn without them.
     states = {device: read_state(device) for device in devices}
     reference = _Reference(name, module, changes, mesh)
-    is_compared, scope.is_compared = scope.is_compared, True  # Draws on trial send nothing, either.
     try:
         # Of an activation checkpoint around the module: it must not count what is saved here.
         saved: set[int] = set()
@@ -150,26 +149,38 @@ def try_module(
 
         with _disable_current_modes(), saved_tensors_hooks(pack, lambda x: x):
             given = _Given(args, params, buffers, reference.ledger)
-            found = _run_reference(module, reference, given, tree, arrivals, mesh, only)
-            for device, state in states.items():
-                write_state(device, state)
+            with as_drawn(states):
+                found = _run_reference(module, reference, given, tree, arrivals, mesh, only)
             ledger = Ledger(name)
             local = _Given(args, params, buffers, ledger, found)
-            _run_locally(name, module, ledger, local, found, run_local, only)
+            with as_drawn(states):
+                _run_locally(name, module, ledger, local, found, run_local, only)
     finally:
         reference.refused = None  # A cycle through its frames would keep all tensors of this forward.
-        scope.is_compared = is_compared
-        for device, state in states.items():
-            write_state(device, state)
     eager, static = reference.ledger.expressions, ledger.expressions
     for key in {**eager, **static}:
         if key not in eager or key not in static or eager[key] != static[key]:
             raise Refused(name, f"on local tensors, {_what(key)} is computed in another way")
-    is_silent = not (found.islands or any(move.is_needed for move in found.moves.values()))
+    is_silent = not any(move.is_needed for move in found.moves.values())
     is_silent = is_silent and not any(kind == "written" for kind, _ in static)
     is_silent = is_silent and all(isinstance(param, DTensor) for param in params.values())
     found.can_repeat = is_silent and all(_address(leaf) in saved for leaf in local.args if _is_tensor(leaf))
     return found
+
+
+@contextlib.contextmanager
+def as_drawn(states: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Code in it draws from ``states``, by device. Ranks do not compare these draws, and later ones are as without it."""
+    before = {device: read_state(device) for device in states}
+    is_compared, scope.is_compared = scope.is_compared, True
+    try:
+        for device, state in states.items():
+            write_state(device, state)
+        yield
+    finally:
+        scope.is_compared = is_compared
+        for device, state in before.items():
+            write_state(device, state)
 
 
 def _what(key: Any) -> str:
