@@ -194,7 +194,6 @@ ERRORS = {
     "a view in place": lambda x: x.t_(),
     "random numbers": lambda x: torch.poisson(x.abs()),
     "in place, across rows": lambda x: x.cumsum_(0),
-    "to another ragged": lambda x: x.t().redistribute(placements=[RaggedShard((0,), (1, 1, 2, 2))]),
     "no rule in DTensor": lambda x: torch.searchsorted(x, x),
     "mixed with a plain tensor": lambda x: torch.mm(x, torch.ones(6, 2)),
 }
@@ -338,6 +337,40 @@ class RowOpsTest(ExpectTestCase):
                 assert mine.grad.placements == mine.placements and torch.equal(mine.grad.full_tensor(), weight.t()), target
 
     @ranks(4)
+    def test_a_view_moves_to_other_ragged_placements_and_follows_them_in_ops():
+        """As the gradient of a weight's view does, which autograd adds to ``.grad``. No rank gets the whole tensor."""
+        mesh, nodes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        plain = torch.arange(48.0).view(8, 6)
+        cases = [(mesh, [RaggedShard((0,), units)], (1, 0, 3, 2)) for units in TOKENS]
+        cases += [
+            (nodes, [Replicate(), RaggedShard((0,), (1, 3))], (2, 1)),
+            (nodes, [RaggedShard((0,), (3, 1)), Replicate()], (0, 1)),
+        ]
+        for of, placements, units in cases:
+            view = distribute_tensor(plain, of, placements).t()
+            for dims in ((0,), (0, 1)):
+                target, name = [p if p.is_replicate() else RaggedShard(dims, units) for p in placements], f"dims {dims}"
+                with CommDebugMode() as comms:
+                    moved = view.redistribute(placements=target)
+                assert moved.placements == tuple(target) and torch.equal(moved.full_tensor(), plain.t()), (placements, name)
+                assert not comms.get_comm_counts().get(torch.ops.c10d_functional.all_gather_into_tensor), (placements, name)
+                other = distribute_tensor(plain.t() * 3, of, target)
+                grads = distribute_tensor(plain.t().contiguous(), of, target)
+                for found, expected in (
+                    (view + other, plain.t() * 4),
+                    (other - view, plain.t() * 2),
+                    (torch.where(other > 9, other, view), torch.where(plain.t() * 3 > 9, plain.t() * 3, plain.t())),
+                    (torch._foreach_add([other], [view])[0], plain.t() * 4),
+                    (grads.clone().add_(view), plain.t() * 2),
+                    (grads.copy_(view), plain.t()),
+                ):
+                    assert torch.equal(found.full_tensor(), expected), (placements, name)
+                assert grads.placements == tuple(target) and torch.equal(grads.full_tensor(), plain.t()), (placements, name)
+            leaf = distribute_tensor(plain, of, placements).requires_grad_()
+            (leaf.t().redistribute(placements=target) * distribute_tensor(plain.t() * 3, of, target)).sum().backward()
+            assert leaf.grad.placements == leaf.placements and torch.equal(leaf.grad.full_tensor(), plain * 3), placements
+
+    @ranks(4)
     def test_columns_of_strided_shards_equal_plain_tensors():
         """A ragged vector leads: the other tensor is cut into columns, and the dimension of its own strided shard moves."""
         mesh = init_device_mesh("cpu", (2, 2))
@@ -383,8 +416,6 @@ random numbers
     NotImplementedError: aten.poisson.default is not supported on a DTensor with RaggedShard placements: DTensor itself has no sharding rule for it (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
 in place, across rows
     NotImplementedError: aten.cumsum_.default is not supported on a DTensor with RaggedShard placements: it does not take rows one by one (dimensions (0,) are cut) (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
-to another ragged
-    ValueError: redistribution from (RaggedRows(dims=(1,), local_units=(3, 1, 0, 4)),) to (RaggedShard(dims=(0,), local_units=(1, 1, 2, 2)),): redistribute the strided view to Replicate or Shard first
 no rule in DTensor
     NotImplementedError: aten.searchsorted.Tensor is not supported on a DTensor with RaggedShard placements: DTensor itself has no sharding rule for it (got (8, 6) RS(0)[3,1,0,4], (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
 mixed with a plain tensor

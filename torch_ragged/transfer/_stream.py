@@ -250,6 +250,7 @@ class _Gather:
         if issued.receives and not _is_everything(issued.receives):
             result = tensor.new_empty(tensor.numel())
             copy_into(result, tensor, issued.receives)
+            tensor.untyped_storage().resize_(0)  # A thread of gloo may keep it for a while after the wait.
             tensor = result
         return tensor if issued.shape is None else tensor.view(issued.shape)
 

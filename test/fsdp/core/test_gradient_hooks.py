@@ -1,6 +1,7 @@
 """Hooks on the gradients of sharded parameters run at one point of backward, the same on all ranks."""
 
 import contextlib
+import re
 import unittest
 from unittest import mock
 
@@ -193,6 +194,26 @@ class GradientHooksTest(unittest.TestCase):
                     assert sorted(seen) == sorted(names), (name, syncs, seen)
                 found[hooked] = {fqn: param.grad.full_tensor() for fqn, param in model.named_parameters()}
             assert all(torch.equal(found[True][fqn], found[False][fqn]) for fqn in found[False]), name
+
+    @ranks(2)
+    def test_hooks_that_would_run_twice_raise():
+        """Once for the gradient that autograd brings to the shard, once for the reduced one."""
+        for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
+            model = sharded(init_device_mesh("cpu", (2,)))
+            weight, extra = model.blocks[1].linear.weight, model.blocks[1].extra
+            for used, calls in ((extra, ["weight"]), (None, ["weight"]), (weight, [])):
+                seen = []
+                handle = register(weight, lambda given, seen=seen: seen.append("weight"))
+                penalty = 0 if used is None else used.to_local().square().sum()
+                loss = model(torch.ones(2, DIM)).sum() + penalty
+                if used is weight:
+                    text = error_of(loss.backward)
+                    assert re.search(r"RuntimeError: the hooks on 'linear.weight' would run twice in this backward", text), text
+                else:
+                    loss.backward()
+                    assert seen == calls, (used, seen)
+                handle.remove()
+                model.zero_grad()
 
     def test_a_hook_that_one_rank_alone_has_is_an_error_on_all(self):
         for error in run_ranks(2, a_hook_on_one_rank):

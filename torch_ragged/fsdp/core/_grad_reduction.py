@@ -11,10 +11,11 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import dtensor_like, dtensor_of, profiler_range
+from torch_ragged._register._torch import GradientUse, dtensor_like, dtensor_of, gradient_use, profiler_range
 from torch_ragged.fsdp.comm._collectives import NamedCollectives, Work
 from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._dbuffer import NO_LOG, DBuffer, MemoryLog, copy_stream, current_stream, order_behind
@@ -401,6 +402,8 @@ class GradReduction:
             # Each gradient has its own version counter, as a tensor of the optimizer.
             shard = shards[sharded.grad_dtype or reduced.flat.dtype]
             gradient: Any = self._gradient(param, shard.flat.data[begin:end])
+            if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
+                _check_hooks_run_once(param)
             # Autograd would run these hooks for a leaf: before it adds to .grad, and after that. Optimizers that step in
             # backward are hooks of the second kind.
             for hook in (sharded._backward_hooks or {}).values():
@@ -523,3 +526,16 @@ class GradReduction:
             self._copy = copy
         begin, end = self._intervals[index]
         return self._gradient(self._params[index], self._copy.flat[begin:end].to(like.flat.device, dtype, copy=True))
+
+
+def _check_hooks_run_once(param: FSDPParam) -> None:
+    """Hooks on a sharded parameter run for its whole gradient. For what reaches the shard itself, autograd runs them, too.
+
+    Raises:
+        RuntimeError: this backward has both parts.
+    """
+    if gradient_use(get_gradient_edge(param.sharded).node) is not GradientUse.NONE:
+        raise RuntimeError(
+            f"the hooks on {param.fqn!r} would run twice in this backward: its unit has used it, and so has code outside of "
+            "the unit's forward, which got the shards. Move that code into the unit's forward, or remove the hooks"
+        )

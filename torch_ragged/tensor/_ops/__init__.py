@@ -6,13 +6,15 @@ outputs. A *decomposition* computes an op by a function on DTensors. If an op ha
 :class:`NoLocalWay`, ``_dispatch`` replicates the ragged arguments or raises ``NotImplementedError``.
 """
 
+import functools
+
 import torch
 
 from torch_ragged.tensor._ops import _loss_ops, _math_ops, _pointwise_ops, _tensor_ops  # noqa: F401  (they register their rules)
 from torch_ragged.tensor._ops._attention_ops import register_cpu_attention
 from torch_ragged.tensor._ops._foreach_ops import call_per_mesh
 from torch_ragged.tensor._ops._interleaved_ops import interleaved_rule, interleaved_view_rule
-from torch_ragged.tensor._ops._pointwise_ops import family_rule, list_rule
+from torch_ragged.tensor._ops._pointwise_ops import family_rule, list_rule, pointwise_rule
 from torch_ragged.tensor._ops._row_ops import row_rule
 from torch_ragged.tensor._ops._rows import RaggedRows, has_ragged_rows, redistribute_rows
 from torch_ragged.tensor._ops._rules import (
@@ -62,11 +64,15 @@ __all__ = [
 
 
 def rules_of(op: torch._ops.OpOverload) -> list[Rule]:
-    """The rules that may answer for ``op``, best first: its own or its family's, that of segments, of views, of whole rows."""
+    """The rules that may answer for ``op``, best first: its own or its family's, that of segments, of views, of whole rows.
+
+    The last resort of an element-wise op is to move strided views to the placements of a flat tensor.
+    """
     own = rule_of(op)
     if own is None and (family := family_rule(op)) is not None:
         own = rule(op)(family)  # Registered, so that the search by name runs once.
     first = [own] if own is not None else []
     if returns_alias(op) and own is None:
         return [interleaved_view_rule, view_rule]
-    return [*first, interleaved_rule, row_rule]
+    last = [functools.partial(own, with_views=True)] if own in (pointwise_rule, list_rule) else []
+    return [*first, interleaved_rule, row_rule, *last]

@@ -51,23 +51,23 @@ def _is_pointwise_name(name: str) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
-def pointwise_rule(call: OpCall) -> Sharding:
-    """All tensors follow the leader; every output has its shape and placements."""
+def pointwise_rule(call: OpCall, with_views: bool = False) -> Sharding:
+    """All tensors follow the leader; every output has its shape and placements. ``with_views``: so do strided views."""
     if averages(call):
         raise NoLocalWay("it averages over all elements")
     specs = tensor_leaves(call)
-    leader = _leader(call, specs)
+    leader = _leader(call, specs, with_views)
     _check_out(call, specs, leader)
     returns = len(call.op._schema.returns)
     outputs: Any = leader.placements if returns == 1 else [leader.placements] * returns
     return Sharding([_follow(call, spec, leader, specs) for spec in specs], outputs)
 
 
-def list_rule(call: OpCall) -> Sharding:
+def list_rule(call: OpCall, with_views: bool = False) -> Sharding:
     """Lists of tensors: at each index, all tensors follow the leader of that index, on its mesh."""
     lists = [arg for arg in call.args if isinstance(arg, (list, tuple)) and arg and hasattr(arg[0], "placements")]
     columns = list(zip(*lists))
-    leaders = [_leader(call, column) for column in columns]
+    leaders = [_leader(call, column, with_views) for column in columns]
     inputs: list[Wanted] = []
     for arg in call.args:
         if any(arg is candidate for candidate in lists):
@@ -84,12 +84,13 @@ def list_rule(call: OpCall) -> Sharding:
     return Sharding(inputs, [leader.placements for leader in leaders], meshes=[leader.mesh for leader in leaders])
 
 
-def _leader(call: OpCall, specs: Any) -> Spec:
+def _leader(call: OpCall, specs: Any, with_views: bool) -> Spec:
     """The tensor that decides the shape and placements of the outputs."""
     ragged = [spec for spec in specs if has_own_rules(spec.placements)]
-    if any(has_ragged_rows(spec.placements) for spec in ragged):
+    flat = [spec for spec in ragged if not has_ragged_rows(spec.placements)]
+    leader = specs[0] if call.is_inplace or not ragged else (flat or ragged)[0]
+    if len(flat) < len(ragged) and not (with_views and leader in flat):
         raise NoLocalWay("strided views can only run as rows")
-    leader = specs[0] if call.is_inplace or not ragged else ragged[0]
     if call.name not in _KEEPS_VALUES and any(isinstance(p, Partial) for p in leader.placements):
         raise NoLocalWay("a Partial tensor must be reduced first")
     shape = torch.broadcast_shapes(*(spec.shape for spec in specs)) if ragged else leader.shape

@@ -58,7 +58,7 @@ def new_factory_rule(call: OpCall) -> Sharding:
     strided = call.op is aten.new_empty_strided.default
 
     def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        size = tuple(local.shape)
+        size = (local.numel(),) if rows else tuple(local.shape)  # That of a ragged placement is flat.
         return local.new_empty(size, **kwargs) if strided else call.op(local, size, *args[1:], **kwargs)
 
     return Sharding([(spec.placements, None)], clean, run)
