@@ -170,13 +170,13 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
-def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of ``local`` and ``spec``, unchecked and without gradients, on the device of ``local``. (2.11 to 2.15)
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """The DTensor of ``local`` and ``spec``, unchecked, on the device of ``local``. (2.11 to 2.15)
 
     ``DTensor.from_local`` would copy a shard in host memory to the device of its mesh.
     """
     # Not DTensor(...): its __init__ serves torch.export only, and takes twice the time of the rest. Each .grad is made anew.
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:

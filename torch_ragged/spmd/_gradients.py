@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.peers import peers_named
-from torch_ragged._register._torch import GradientUse, backward_id, gradient_use
+from torch_ragged._register._torch import GradientUse, backward_id, dtensor_of, gradient_use
 from torch_ragged.spmd._move import make_dtensor
 from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._redistribute import mesh_group
@@ -37,12 +37,14 @@ class Leaf:
 
     Attributes:
         local: the leaf.
+        order: that of the parameter among those that are reduced.
         spec: of its gradient, a DTensor's.
         goal, pending: what :func:`_goal` and :func:`_pending` say of this gradient.
     """
 
     param: torch.nn.Parameter
     local: torch.Tensor
+    order: int
     spec: Any
     goal: tuple[Placement, ...]
     pending: tuple[int, ...] | None
@@ -98,6 +100,7 @@ class PendingGradients:
         self._wanted: dict[torch.nn.Parameter, tuple[Placement, ...]] = {}
         # All ranks reduce in this order, whether modules of theirs are static or not.
         self._order: dict[torch.nn.Parameter, int] = {}
+        self._params: list[torch.nn.Parameter] = []
         self._mesh = mesh
         self._passes: dict[int, _Pass] = {}
         self._without: torch.nn.Parameter | None = None
@@ -110,7 +113,8 @@ class PendingGradients:
 
     def add(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> None:
         """From now on, bring the gradients of ``param`` to ``placements``, too."""
-        self._wanted[param], self._order[param] = placements, len(self._order)
+        self._wanted[param], self._order[param] = placements, len(self._params)
+        self._params.append(param)
         trains = param.requires_grad
         # Only this hook keeps this object alive. Python's collector sees neither a node of autograd nor all that torch holds of
         # the other kind of hook: a cycle through them, which a parameter of this object would close, stays for ever.
@@ -133,7 +137,7 @@ class PendingGradients:
         if known is None or known.local.data_ptr() != local.data_ptr():
             spec = spec_of(self._mesh, placements, param.shape, param.dtype)
             goal = _goal(placements, self._wanted[param])
-            known = Leaf(param, local.requires_grad_(), spec, goal, _pending(placements, goal))
+            known = Leaf(param, local.requires_grad_(), self._order[param], spec, goal, _pending(placements, goal))
             leaves[placements] = known
         return known
 
@@ -226,37 +230,39 @@ class PendingGradients:
         self._check_specs(self._passes.get(task, _Pass()))
         this = self._passes.pop(task, _Pass())
         self.backwards += 1
-        parts: dict[torch.nn.Parameter, list[tuple[torch.Tensor, Any, Leaf | None]]] = {}
+        parts: dict[int, list[tuple[torch.Tensor, Any, Leaf | None]]] = {}  # By the order of the parameter.
         for event in this.events:
             if isinstance(event, torch.nn.Parameter):
                 grad: Any = this.diverted.get(event, event.grad)
                 if isinstance(grad, DTensor):
                     if event not in this.diverted:
                         event.grad = None
-                    parts.setdefault(event, []).append((grad._local_tensor, grad._spec, None))
+                    parts.setdefault(self._order[event], []).append((grad._local_tensor, grad._spec, None))
                 continue
             for each in event.leaves:
+                local_grad = each.local.grad
                 if event.by_eager is not None:
                     grad, each.local.grad = event.by_eager.get(each.param), None
                     if grad is not None:
-                        parts.setdefault(each.param, []).append((grad._local_tensor, grad._spec, None))
-                elif each.local.grad is not None:
-                    spec = event.spec_of(each)
-                    parts.setdefault(each.param, []).append((each.local.grad, spec, each if spec is each.spec else None))
+                        parts.setdefault(each.order, []).append((grad._local_tensor, grad._spec, None))
+                elif local_grad is not None:
+                    spec = event.spec_of(each) if event.specs else each.spec
+                    parts.setdefault(each.order, []).append((local_grad, spec, each if spec is each.spec else None))
                     each.local.grad = None
         arrived: list[_Arrived] = []
-        for param, given in parts.items():
+        for order in sorted(parts):
+            given = parts[order]
             local, spec, leaf = given[0]
             if len(given) == 1 and leaf is not None:
-                arrived.append((param, local, spec, leaf.goal, leaf.pending))
+                arrived.append((leaf.param, local, spec, leaf.goal, leaf.pending))
                 continue
             # Autograd adds the gradients of one backward to each other, as they come, before they are reduced.
             total: Any = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
             for more, other, _ in given[1:]:
                 total = total + DTensor(more, other, requires_grad=False)  # type: ignore[call-arg]
+            param = self._params[order]
             goal = _goal(total.placements, self._wanted[param])
             arrived.append((param, total._local_tensor, total._spec, goal, _pending(total.placements, goal)))
-        arrived.sort(key=lambda each: self._order[each[0]])
         for param, grad in self._reduced(arrived):
             if param.grad is None:
                 param.grad = grad
@@ -293,7 +299,7 @@ class PendingGradients:
             if pending:
                 buckets.setdefault((pending, local.dtype), []).append(each)
                 continue
-            grad: Any = DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+            grad = dtensor_of(local, spec, requires_grad=local.requires_grad)
             results.append((param, grad if pending == () else grad.redistribute(placements=goal)))
         for (dims, _), alike in buckets.items():
             for bucket in _split(alike):

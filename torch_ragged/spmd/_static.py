@@ -117,7 +117,7 @@ class StaticModules:
         # Only of forwards with a backward of their own: without gradients, it does not count how often a tensor is used.
         self.program = _OUTSIDE
         if torch.is_grad_enabled() and backward_id() < 0:
-            if not self._around:
+            if self._is_changed and not self._around:
                 self._look_around()
             self.program = hash((*map(_fact_of, pytree.tree_leaves((args, kwargs))), modes(), self._around.number()))
 
@@ -745,18 +745,18 @@ class _Region(Shared):
 
     def _bind(self, call: _StaticCall, by_leaves: bool) -> None:
         """While the module runs, attributes of the instances are local tensors."""
-        found = call.found
+        specs, shares = call.found.param_grads, call.found.shares
         for each in self._params:
             param: Any = each.registered[each.key]
-            spec = found.param_grads.get(each.name)
+            spec = specs.get(each.name)
             if not by_leaves and spec is not None and param.requires_grad:
-                each.attributes[each.key] = _pending_if(_ToLocal.apply(param, call, each.name), found.shares.get(each.name))
+                each.attributes[each.key] = _pending_if(_ToLocal.apply(param, call, each.name), shares.get(each.name))
                 continue
             is_known = param is each.of and spec is each.spec and param._local_tensor.data_ptr() == each.address
             is_known = is_known and param.requires_grad == each.requires_grad and not (each.leaf and has_hooks(param))
             local = each.local if is_known else self._local_of(each, param, call, spec)
             if local is not None:
-                each.attributes[each.key] = _pending_if(local, found.shares.get(each.name))
+                each.attributes[each.key] = _pending_if(local, shares[each.name]) if each.name in shares else local
         call.leaves = self._leaves if by_leaves else []
         for owner, key in self._buffers:
             buffer = owner._buffers.get(key)

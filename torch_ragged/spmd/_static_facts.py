@@ -110,7 +110,12 @@ class Facts:
         self._empty = [each[0] for each in (*self._whole, *self._listed) if not each[0]]
         self._full = [each[0] for each in (*self._whole, *self._listed) if each[0]]
         self._lengths = [*map(len, self._full)]
-        self._keys = [*chain.from_iterable(self._full)]
+        # Of texts, == is faster than a comparison one by one. Other keys and entries may be tensors, whose == is an op.
+        is_named = [isinstance(each, dict) and all(type(key) is str for key in each) for each in self._full]
+        self._by_name = [each for each, named in zip(self._full, is_named) if named]
+        self._others = [each for each, named in zip(self._full, is_named) if not named]
+        self._texts = [*chain.from_iterable(self._by_name)]
+        self._keys = [*chain.from_iterable(self._others)]
         self._dicts = [each[0] for each in self._whole if each[0]]
         self._values = [*chain.from_iterable(map(_values_of, self._dicts))]
         self._metas = [*map(_changes_in_place, self._tensors)]
@@ -120,7 +125,8 @@ class Facts:
         same = (
             not any(self._empty)
             and [*map(len, self._full)] == self._lengths
-            and all(map(is_, chain.from_iterable(self._full), self._keys))
+            and [*chain.from_iterable(self._by_name)] == self._texts
+            and all(map(is_, chain.from_iterable(self._others), self._keys))
             and all(map(is_, chain.from_iterable(map(_values_of, self._dicts)), self._values))
             and [*map(_changes_in_place, self._tensors)] == self._metas
             and all(cell.cell_contents is value for cell, value, _ in self._cells)
