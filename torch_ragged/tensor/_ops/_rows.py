@@ -162,18 +162,16 @@ def redistribute_rows(
     It issues the collectives of that redistribution. To or from another ragged placement, which has no meaning for the permuted
     dimensions, it takes two: between them, the cut dimension is under Shard, so no rank has more than its part.
     """
-    ragged = {p for p in (*source, *target) if isinstance(p, _Ragged)}
-    if len(ragged) > 1:
-        at, view = next((i, p) for side in (source, target) for i, p in enumerate(side) if isinstance(p, RaggedRows))
-        shard: Placement = Shard(view.dims[0])
-        between = (*source[:at], shard, *source[at + 1 :]) if view in source else (*target[:at], shard, *target[at + 1 :])
+    at, view = next((i, p) for side in (source, target) for i, p in enumerate(side) if isinstance(p, RaggedRows))
+    if any(isinstance(p, _Ragged) and p != view for p in (*source, *target)):
+        side, shard = source if view in source else target, Shard(view.dims[0])
+        between: tuple[Placement, ...] = (*side[:at], shard, *side[at + 1 :])
         for here, there in ((source, between), (between, target)):
             if has_ragged_rows((*here, *there)):
                 local = redistribute_rows(local, mesh, shape, here, there)
             else:
                 local = redistribute_local(local, mesh, shape, here, there).wait()
         return local
-    (view,) = ragged
     order = [*view.dims, *(d for d in range(len(shape)) if d not in view.dims)]
     inverse = sorted(range(len(order)), key=order.__getitem__)
     front = RaggedShard(tuple(range(len(view.dims))), view.units)
