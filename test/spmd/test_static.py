@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.spmd import Plan, _static, parallelize
+from torch_ragged.spmd._static_facts import Facts
 
 BLOCK = r"blocks\.\d+"
 
@@ -87,6 +88,16 @@ def losses_of(model, batches=(4, 4, 8), accumulate=1):
     with torch.no_grad():
         losses.append(model(torch.arange(24).view(4, 6)).item())
     return losses
+
+
+class Shifting(Block):
+    """On local tensors, the mean would be that of a rank's part."""
+
+    shifts = False
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x - x.mean(1, keepdim=True) if self.shifts else x
 
 
 class Pair(nn.Module):
@@ -264,6 +275,32 @@ class StaticTest(unittest.TestCase):
             loss.backward()
         assert [len(param._backward_hooks or ()) for param in model.parameters()] == hooks
         assert "blocks.0" in model.static_modules.report.modules
+
+    @ranks(2)
+    def test_a_check_compares_a_step_with_eager_mode_to_the_bit_and_leaves_nothing():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        for in_units in (True, False):
+            plan = plan_of().unit(BLOCK, "dp") if in_units else plan_of().default(Replicate())
+            model, ids = parallelize(make(block=Shifting), plan, mesh, mode="static"), torch.arange(24).view(4, 6)
+            model(ids).backward()  # Gradients that are there stay.
+            before = {name: (param.detach().clone(), param.grad.clone()) for name, param in model.named_parameters()}
+            state = torch.get_rng_state()
+            model.static_modules.check(lambda model=model: model(ids).backward())
+            assert {"blocks.0", "blocks.1"} <= set(model.static_modules.report.modules), model.static_modules.report
+            assert torch.equal(torch.get_rng_state(), state)
+            for name, param in model.named_parameters():
+                assert torch.equal(param, before[name][0]) and torch.equal(param.grad, before[name][1]), name
+        check, optimizer, counter = model.static_modules.check, torch.optim.SGD(model.parameters(), lr=0.1), itertools.count()
+        assert error_of(check, lambda: model(torch.randint(24, (4, 6))).backward()) == ""  # Equal random numbers in each run.
+        text = error_of(check, lambda: (model(ids).backward(), optimizer.step()))
+        assert "the step writes to " in text and "leave optimizer.step() out of it" in text, text
+        text = error_of(check, lambda: (model(ids) * next(counter)).backward())
+        assert re.search(r"ValueError: .*is another one in two eager runs", text), text
+        for block in model.blocks:
+            block.shifts = True
+        with mock.patch.object(Facts, "hold", lambda self: True):  # As if no guard could see it.
+            text = error_of(check, lambda: model(ids).backward())
+        assert re.search(r"AssertionError: .* has other bits in static mode than in eager mode", text), text
 
     @ranks(2)
     def test_an_error_without_a_text_keeps_a_module_eager():
