@@ -62,7 +62,7 @@ def run(kinds: list[str], cases: int, seed: int, limit: float, report: dict[str,
                     print(f"\n{'=' * 100}\n{kind} seed {number} {status}:\n{describe(kind, number)}\n{details}", flush=True)
                     print(f"replay: python test/fuzz/run.py --kind {kind} --replay {number}", flush=True)
                 elif status == "refused":
-                    mine.setdefault("refusals", Counter())[details.strip().splitlines()[-1][:160]] += 1
+                    mine.setdefault("refusals", {}).setdefault(details.strip().splitlines()[-1][:160], []).append(number)
                 bar.update()
                 bar.set_postfix(failures=len(report["failures"]))
                 report["seconds"] = round(time.monotonic() - start, 1)
