@@ -63,6 +63,8 @@ def run(kinds: list[str], cases: int, seed: int, limit: float, report: dict[str,
                     print(f"replay: python test/fuzz/run.py --kind {kind} --replay {number}", flush=True)
                 elif status == "refused":
                     mine.setdefault("refusals", {}).setdefault(details.strip().splitlines()[-1][:160], []).append(number)
+                    if cases == 1:  # A replay.
+                        print(details)
                 bar.update()
                 bar.set_postfix(failures=len(report["failures"]))
                 report["seconds"] = round(time.monotonic() - start, 1)
