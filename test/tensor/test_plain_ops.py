@@ -559,6 +559,32 @@ class RedistributeTest(unittest.TestCase):
                         count += 1
         assert count == 24, count
 
+    @ranks(4)
+    def test_views_of_strided_shards_have_the_values_of_one_device():
+        """torch's rule looks at one mesh dimension at a time. (Shard(0), strided by 4) of 32 rows is no cut of 4 x 8."""
+        mesh, whole = mesh_of(2, 2), torch.arange(128.0).view(32, 4)
+        strided = [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=4), _StridedShard(1, split_factor=2)]
+        count = wrong_by_torch = 0
+        for placements in itertools.product((Shard(0), R, *strided), repeat=2):
+            tensor = None
+            with contextlib.suppress(ValueError, RuntimeError):  # Which torch cannot make, or only in some versions.
+                made = distribute_tensor(whole, mesh, [R, R]).redistribute(placements=placements)
+                tensor = made if made.full_tensor().equal(whole) else None
+            if tensor is None or not any(p in strided for p in placements):
+                continue
+            for shape in ((4, 8, 4), (2, 4, 4, 4), (128,), (2, 64)):
+                count += 1
+                with as_one_device():
+                    leaf = tensor.detach().requires_grad_()
+                    view = leaf.view(shape)
+                    assert view.full_tensor().equal(whole.view(shape)), (placements, shape, view.placements)
+                    (view * whole.view(shape)).sum().backward()
+                    assert leaf.grad.full_tensor().equal(whole), (placements, shape)
+                    assert view.argmax(-1).full_tensor().equal(whole.view(shape).argmax(-1)), (placements, shape)
+                with contextlib.suppress(Exception):
+                    wrong_by_torch += not tensor.view(shape).full_tensor().equal(whole.view(shape))
+        assert count >= 40 and (wrong_by_torch > 0 or torch.__version__ < "2.13"), (count, wrong_by_torch)
+
     @unittest.skipIf(torch.__version__ < "2.13", "such a view is an error in earlier versions")
     @ranks(4)
     def test_a_product_after_such_a_view_has_the_values_of_one_device():

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,10 +31,12 @@ from torch_ragged.tensor._ops import decomposition_of, dims_from_the_front, retu
 from torch_ragged.tensor._ops._rules import is_written
 from torch_ragged.tensor._ops._whole_tensors import on_whole_tensors, placed_as
 from torch_ragged.tensor._owned_boxes import owned_boxes
+from torch_ragged.tensor._ownership import Owned, owned, row_major
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._read import read_item
 from torch_ragged.tensor._redistribute import is_permuted
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
+from torch_ragged.tensor.placement_types import cuts_of
 
 __all__ = ["all_ops", "on_whole_tensors", "plain_handlers"]
 
@@ -215,6 +219,8 @@ def _arg_extreme(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     """An extreme and where it is, by torch's own handler if it has one: that computes on the local tensors at once."""
     if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
         return found
+    if any(isinstance(placement, _StridedShard) for placement in args[0].placements):  # Which torch's handler refuses.
+        return on_whole_tensors(op, args, kwargs)
     given = _without_empty_parts(args)
     args = dims_from_the_front(op, args if given is None else tuple(given))  # Of one row, torch's handler would count wrong.
     return _torchs_handlers.get(op, _by_torch)(op, args, kwargs)
@@ -345,13 +351,17 @@ class _AllOps:
             if (given := _without_idle_cuts(args)) is not None and not op._schema.is_mutable:
                 return op(*given, **kwargs)
         else:
+            result = getattr(sharding, "output_spec", None)
             if op.overloadpacket in _VIEWS and isinstance(args[0], DTensor):
-                _check_view(op, args[0], sharding.output_spec)
+                moved = getattr(sharding, "redistribute_schema", None)
+                if _has_other_parts(args[0]._spec if moved is None else moved.args_schema[0], result):
+                    _log(op)
+                    return on_whole_tensors(op, args, kwargs)
+                _check_view(op, args[0], result)
             if op in _OF_COMPLEX and isinstance(args[0], DTensor):
                 _check_strided(op, args[0], sharding.output_spec)
             # Torch refuses to place a tensor anew that an op writes, but for ops with a rule that follows from others:
             # index_add_ would make a DTensor whose local tensor does not fit.
-            result = getattr(sharding, "output_spec", None)
             written = args[0]._spec if op._schema.is_mutable and args and isinstance(args[0], DTensor) else None
             if written is None or not isinstance(result, DTensorSpec):
                 return sharding
@@ -540,6 +550,59 @@ def _check_view(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None
                 f"of {size} would be cut over the {ranks} ranks of mesh dimensions {over}, which {size} is no multiple of: cut "
                 "the tensor over fewer of them in the plan"
             )
+
+
+def _has_other_parts(given: DTensorSpec, result: Any) -> bool:
+    """Whether a view by torch's rule would place other elements on a rank than it has: of strided shards, it looks at one mesh
+    dimension at a time, and at no ``split_factor`` of a dimension that is joined with others."""
+    if not any(isinstance(p, _StridedShard) for p in (*given.placements, *result.placements)):
+        return False
+    return _differ(tuple(given.shape), given.placements, tuple(result.shape), result.placements, tuple(given.mesh.shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _differ(
+    shape: tuple[int, ...],
+    old: tuple[Placement, ...],
+    other: tuple[int, ...],
+    new: tuple[Placement, ...],
+    mesh_shape: tuple[int, ...],
+) -> bool:
+    # Inner dimensions that stay as they are, and are cut alike, do not count.
+    while min(len(shape), len(other)) > 1 and shape[-1] == other[-1]:
+        last = (
+            [getattr(p, "dim", None) == len(shape) - 1 for p in old],
+            [getattr(p, "dim", None) == len(other) - 1 for p in new],
+        )
+        if last[0] != last[1] or any(type(p) is _StridedShard for p, is_last in zip((*old, *new), sum(last, [])) if is_last):
+            break
+        old, new = (
+            tuple([Replicate() if is_last else p for p, is_last in zip(placements, cut)])
+            for placements, cut in zip((old, new), last)
+        )
+        shape, other = shape[:-1], other[:-1]
+    before, after = cuts_of(old), cuts_of(new)
+    return any(
+        _runs(shape, owned(shape, mesh_shape, before, where)) != _runs(other, owned(other, mesh_shape, after, where))
+        for where in itertools.product(*map(range, mesh_shape))
+    )
+
+
+def _runs(shape: tuple[int, ...], part: Owned) -> list[tuple[int, int, int]]:
+    """The longest runs of elements that are consecutive in a rank's part and in the whole tensor: their starts and lengths."""
+    strides, runs = row_major(shape), []
+    for box in part.boxes:
+        for index in itertools.product(*map(range, box.sizes[:-1])) if box.numel else ():
+            here = box.local_offset + sum(map(operator.mul, index, box.local_strides))
+            there = sum(map(operator.mul, map(operator.add, (*index, 0), box.offsets), strides))
+            runs.append((here, there, box.sizes[-1]))
+    joined: list[tuple[int, int, int]] = []
+    for here, there, length in sorted(runs):
+        if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (here, there):
+            joined[-1] = (*joined[-1][:2], joined[-1][2] + length)
+        else:
+            joined.append((here, there, length))
+    return joined
 
 
 def _check_strided(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None:
