@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["torch_ragged/tensor/_ownership.py"],
         ["test_ownership.py", "test_placement_types.py", "test_route.py", "test_transfer_property.py"],
     ),
-    "transfer": (
+    "route": (
         ["torch_ragged/tensor/_route.py"],
         ["test_route.py", "test_transfer_property.py"],
     ),

@@ -100,6 +100,10 @@ plan.default(Replicate(), under="model")""",
     def test_plans_are_equal_if_their_rules_are(self):
         self.assertEqual(every_call(), every_call())
         self.assertNotEqual(every_call(), every_call().default(Replicate()))
+        one, other = Plan().default(Replicate()), Plan().shard("a.weight", Shard(0), "tp")
+        both = Plan().shard("a.weight", Shard(0), "tp").default(Replicate())
+        self.assertEqual(one.shard("a.weight", Shard(0), "tp"), both)  # The order of rules has no meaning.
+        self.assertNotEqual(other.shard("a.weight", Shard(0), "tp"), both)
         self.assertNotEqual(Plan(), [])
         self.assertRaises(TypeError, hash, Plan())
 

@@ -263,11 +263,12 @@ def _stack_of(thread: int) -> list[FrameType]:
     """The frames of a thread, the innermost first; none if it has ended."""
     # While the thread runs, ``f_back`` of its frames may lead to freed memory. So the thread must not run between the first
     # frame and the last: iterators of C alone make the list, and the interpreter gives the GIL away between bytecodes only.
-    # Its garbage collector would run code of its own.
+    # Before Python 3.12, its garbage collector may run code of its own there.
     frames = itertools.islice(map(operator.methodcaller("get", thread), iter(sys._current_frames, None)), 1)
     walk = itertools.accumulate(itertools.chain(frames, itertools.repeat("f_back")), getattr)
-    collects = gc.isenabled()
-    gc.disable()
+    collects = gc.isenabled() and sys.version_info < (3, 12)
+    if collects:  # Not known: how to do without. If the program switches it off in this moment, it is on again afterwards.
+        gc.disable()
     try:
         return list(itertools.takewhile(bool, walk))
     finally:
