@@ -38,7 +38,8 @@ _PRELOADED = [
     *(f"torch.{name}" for name in ("distributed.checkpoint", "distributed.fsdp", "testing")),
     # They import Dynamo, a second of work. Each process of ranks would do it again.
     *(f"torch.{name}" for name in ("distributed.tensor.debug", "testing._internal.distributed.fake_pg")),
-    *(f"torch_ragged.{name}" for name in ("fsdp", "optim", "random", "spmd", "transfer", "checkpoint")),
+    *("torch_ragged.fsdp", "torch_ragged.optim", "torch_ragged.random"),
+    *("torch_ragged.spmd", "torch_ragged.transfer", "torch_ragged.checkpoint"),
 ]
 
 

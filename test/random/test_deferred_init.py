@@ -6,6 +6,7 @@ import warnings
 
 import torch
 from common import error_of, ranks
+from soon import soon
 from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -347,6 +348,7 @@ class DeferredInitTest(unittest.TestCase):
         assert "materialize was called differently" in error_of(lambda: materialize(other))
 
     @ranks(2)
+    @soon()
     def test_a_module_that_one_rank_did_not_record_raises_on_both():
         mesh = init_device_mesh("cpu", (2,))
         with torch.device("meta"):

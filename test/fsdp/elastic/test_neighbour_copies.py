@@ -160,15 +160,15 @@ def lose_a_rank_while_others_are_busy():
     """Rank 1 dies. Rank 0 is in a collective with it, rank 2 computes, rank 3 waits for rank 2 in another group."""
     rank = dist.get_rank()
     # Rank 2 is later than each of these, also than the standstill that rank 3 finds: the timeout of the group counts.
-    peers.HELD, standstill._PERIOD, standstill._NOTICE = 1.0, 0.2, 0.5
-    peers._PATIENCE = _watch._PATIENCE = _neighbour_copies._REPORTING = 2.0
+    peers.HELD, standstill._PERIOD, standstill._NOTICE = 0.5, 0.1, 0.2
+    peers._PATIENCE = _watch._PATIENCE = _neighbour_copies._REPORTING = 1.0
     mesh = DeviceMesh.from_group(dist.new_group([0, 1, 2, 3]), "cpu")
     copies = NeighbourCopies(*make(mesh))
     dist.barrier()
     if rank == 1:
         die()
     if rank == 2:
-        time.sleep(5)
+        time.sleep(2.5)
     failure = error_of(dist.all_reduce, torch.ones(1), group=None if rank == 3 else mesh.get_group())
     return failure, copies.ranks_left()
 
