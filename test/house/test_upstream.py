@@ -136,7 +136,7 @@ class SeriesTest(unittest.TestCase):
         out = ROOT / "out"
         out.mkdir(exist_ok=True)  # On the file system of the environment as a rule, so that links can be made.
         with tempfile.TemporaryDirectory(dir=out) as folder:
-            with mock.patch.object(build, "build", lambda *_: patches()):
+            with mock.patch.object(build, "build", mock.Mock(return_value=patches(), spec=build.build)):
                 written = build.write(Path(folder) / "patches")
             tree = patched_tree(Path(folder) / "torch", written)
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
