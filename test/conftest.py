@@ -5,7 +5,6 @@ import gc
 
 def pytest_collection_finish() -> None:
     """Later collections of garbage need not look at any of it: many tests collect, and each took two seconds."""
-    gc.collect()
     gc.freeze()
 
 

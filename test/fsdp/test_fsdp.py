@@ -25,7 +25,7 @@ from torch_ragged._register._torch import fsdp2_keeps_wide_gradients
 from torch_ragged.fsdp import advise, blocks, buffer_layouts, fully_shard, rows, tensor
 from torch_ragged.fsdp._groups import named_groups
 
-STEPS = 8
+STEPS = 5
 POLICIES = {"elements": None, "rows": lambda fqn, p: rows(5), "blocks": lambda fqn, p: blocks(8, 8)}
 
 

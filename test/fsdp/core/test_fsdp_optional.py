@@ -342,6 +342,7 @@ class SkippedTest(unittest.TestCase):
             model(torch.ones(2, SIZE)).sum().backward()
 
     @ranks(2)
+    @soon()
     def test_a_late_rank_is_waited_for():
         """A rank that needs longer than others to come to a new call is waited for."""
         model = shard_model(Model(), optional=False)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from common import context_of_ranks, error_of, ranks, run_mortal_ranks, run_ranks
 from delays import delays
+from soon import soon
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -436,6 +437,7 @@ class NeighbourCopiesTest(unittest.TestCase):
         assert "pass the root, the outermost fully_shard module, to NeighbourCopies" in text, text
 
     @ranks(2)
+    @soon()
     def test_a_model_that_is_not_sharded_on_one_rank_is_an_error_on_all_ranks():
         """That rank does not know which ranks to tell, and goes on with other work."""
         model, optimizer = make(init_device_mesh("cpu", (2,)))
