@@ -83,9 +83,9 @@ ValueError: Shard(0) over 2 ranks to the right of a StridedRaggedShard with spli
     def test_random_cases_are_bitwise_right_and_move_the_least(self):
         kinds = set()
         for ranks in (1, 2, 5):
-            kinds |= kinds_of_random_cases(((ranks,),), 15, ranks, StridedRaggedShard)
+            kinds |= kinds_of_random_cases(((ranks,),), 30, ranks, StridedRaggedShard)
         for ranks, mesh_shapes in MESHES.items():
-            kinds |= kinds_of_random_cases(mesh_shapes, 70, ranks, StridedRaggedShard)
+            kinds |= kinds_of_random_cases(mesh_shapes, 100, ranks, StridedRaggedShard)
         names = ("Replicate", "Shard", "_StridedShard", "Partial", "RaggedShard", "StridedRaggedShard")
         self.assertLessEqual(set(itertools.product(names, names)), kinds)
 
