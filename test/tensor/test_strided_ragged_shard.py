@@ -85,7 +85,7 @@ ValueError: Shard(0) over 2 ranks to the right of a StridedRaggedShard with spli
         for ranks in (1, 2, 5):
             kinds |= kinds_of_random_cases(((ranks,),), 30, ranks, StridedRaggedShard)
         for ranks, mesh_shapes in MESHES.items():
-            kinds |= kinds_of_random_cases(mesh_shapes, 100, ranks, StridedRaggedShard)
+            kinds |= kinds_of_random_cases(mesh_shapes, 130, ranks, StridedRaggedShard)
         names = ("Replicate", "Shard", "_StridedShard", "Partial", "RaggedShard", "StridedRaggedShard")
         self.assertLessEqual(set(itertools.product(names, names)), kinds)
 
