@@ -65,9 +65,7 @@ class EndsTest(unittest.TestCase):
                     self.assertRegex(error, pattern)
 
     QUICK = (
-        checkpoint_ends.groups_are_destroyed,
         checkpoint_ends.groups_are_destroyed_by_an_older_name,
-        checkpoint_ends.two_in_flight,
         checkpoint_ends.a_load_and_keep_follow,
         checkpoint_ends.it_fails,
     )
@@ -81,12 +79,12 @@ class EndsTest(unittest.TestCase):
 
     def test_delays_of_ranks_change_nothing(self):
         with tempfile.TemporaryDirectory() as folder:
-            run_ranks(2, under_delays, folder, range(2))
+            run_ranks(2, under_delays, folder, range(1))
 
     @pytest.mark.slow
     def test_delays_of_ranks_change_nothing_for_50_seeds(self):
         with tempfile.TemporaryDirectory() as folder:
-            run_ranks(2, under_delays, folder, range(2, 52), timeout=1000)
+            run_ranks(2, under_delays, folder, range(1, 51), timeout=1000)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,14 @@ _LONGEST = 200.0  # seconds for a whole call; a rank that waits for another one 
 _MOST_THREADS = 300  # in a process of the pool, which is replaced then
 # c10d looks up the name of each new connection. Where no server answers, glibc would try for 5 or 10 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-_PRELOADED = ["torch_ragged", *(f"torch.{name}" for name in ("distributed.checkpoint", "distributed.fsdp", "testing"))]
+_PRELOADED = [
+    *("pytest", "hypothesis", "numpy"),
+    *(f"torch.{name}" for name in ("distributed.checkpoint", "distributed.fsdp", "testing")),
+    # They import Dynamo, a second of work. Each process of ranks would do it again.
+    *(f"torch.{name}" for name in ("distributed.tensor.debug", "testing._internal.distributed.fake_pg")),
+    *("torch_ragged.fsdp", "torch_ragged.optim", "torch_ragged.random"),
+    *("torch_ragged.spmd", "torch_ragged.transfer", "torch_ragged.checkpoint"),
+]
 
 
 def context_of_ranks() -> BaseContext:
@@ -58,7 +65,8 @@ def _worker(rank: int, pipe: Connection, port: int) -> None:
     faulthandler.enable()  # A rank that a signal ends says where it was.
     torch.set_num_threads(1)
     client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
-    modules = 0
+    gc.freeze()  # Collections need not look at what has been imported.
+    modules = len(sys.modules)
     while True:
         task = pipe.recv()
         if task is None:
@@ -80,7 +88,7 @@ def _worker(rank: int, pipe: Connection, port: int) -> None:
             # would wait for its timeout when its own group is collected, in some later test.
             gc.collect()
             if len(sys.modules) > modules:
-                gc.freeze()  # Later collections need not look at modules.
+                gc.freeze()
                 modules = len(sys.modules)
         pipe.send(answer)
 
@@ -190,6 +198,7 @@ def _mortal(
     rank: int, size: int, port: int, seconds: float, pipe: Connection, function: Callable[..., Any], *arguments: Any
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()
     limit = datetime.timedelta(seconds=seconds)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
     init_ranks(store, rank, size, limit)

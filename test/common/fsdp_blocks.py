@@ -63,7 +63,7 @@ def assert_same_gradients(models):
                 torch.testing.assert_close(mine, theirs)
 
 
-def assert_same_training(models, steps=5, accumulate=None):
+def assert_same_training(models, steps=3, accumulate=None):
     """Losses of ``steps`` steps are equal; ``accumulate(model, micro)`` is called before each of two micro-batches."""
     curves = []
     for model in models:

@@ -25,7 +25,7 @@ from torch_ragged._register._torch import fsdp2_keeps_wide_gradients
 from torch_ragged.fsdp import advise, blocks, buffer_layouts, fully_shard, rows, tensor
 from torch_ragged.fsdp._groups import named_groups
 
-STEPS = 8
+STEPS = 6
 POLICIES = {"elements": None, "rows": lambda fqn, p: rows(5), "blocks": lambda fqn, p: blocks(8, 8)}
 
 
@@ -172,7 +172,7 @@ class FullyShardTest(unittest.TestCase):
             got = train(build("ragged", raf, policy=POLICIES[name]), STEPS)
             torch.testing.assert_close(got, want[True], rtol=2e-4, atol=2e-5, msg=lambda m: f"{raf} {name}: {m}")
         torch.testing.assert_close(train(build("ragged", tied=False), STEPS), want[False], rtol=2e-4, atol=2e-5)
-        assert (want[True][0] - want[True][-1])[0] > 0.5  # It learns, so equal curves mean something.
+        assert (want[True][0] - want[True][-1])[0] > 0.3  # It learns, so equal curves mean something.
 
     @pytest.mark.slow
     @ranks(4)

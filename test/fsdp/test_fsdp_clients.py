@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import os
 import unittest
 import weakref
@@ -99,30 +100,32 @@ class Block(nn.Module):
         return x + self.second(F.gelu(self.first(x)))
 
 
-def check_compiled_blocks(backend, recomputes):
+def check_compiled_blocks(backend, recomputes, takes_all):
+    """Compiled before and after fully_shard, and gathered again or not: all combinations, or each of both once."""
+
     def run(block, x):
         return checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
 
     torch.manual_seed(0)
     plain = nn.ModuleList(Block() for _ in range(2))
-    for when in ("before", "after"):
-        for reshards in (True, False):
-            torch._dynamo.reset()
-            single, model = copy.deepcopy(plain), nn.Sequential(*copy.deepcopy(plain))
-            blocks = list(model)
-            for block in blocks if when == "before" else ():
-                block.compile(backend=backend, fullgraph=True)
-            shard(model, reshard_after_forward=reshards)
-            for block in blocks if when == "after" else ():
-                block.compile(backend=backend, fullgraph=True)
-            model.forward = lambda x, blocks=blocks: run(blocks[1], run(blocks[0], x))
-            for micro_batch in range(2):
-                x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(micro_batch))
-                model.set_requires_gradient_sync(micro_batch == 1)
-                model(x[dist.get_rank()]).pow(2).mean().backward()
-                (sum(single[1](single[0](part)).pow(2).mean() for part in x) / 2).backward()
-            for mine, other in zip(model.parameters(), single.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+    once = [("before", not recomputes), ("after", recomputes)]
+    for when, reshards in itertools.product(("before", "after"), (True, False)) if takes_all else once:
+        torch._dynamo.reset()
+        single, model = copy.deepcopy(plain), nn.Sequential(*copy.deepcopy(plain))
+        blocks = list(model)
+        for block in blocks if when == "before" else ():
+            block.compile(backend=backend, fullgraph=True)
+        shard(model, reshard_after_forward=reshards)
+        for block in blocks if when == "after" else ():
+            block.compile(backend=backend, fullgraph=True)
+        model.forward = lambda x, blocks=blocks: run(blocks[1], run(blocks[0], x))
+        for micro_batch in range(2):
+            x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(micro_batch))
+            model.set_requires_gradient_sync(micro_batch == 1)
+            model(x[dist.get_rank()]).pow(2).mean().backward()
+            (sum(single[1](single[0](part)).pow(2).mean() for part in x) / 2).backward()
+        for mine, other in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------
@@ -319,12 +322,17 @@ class ClientsTest(unittest.TestCase):
 
     def test_compiled_blocks_are_one_graph_each(self):
         for recomputes in (False, True):
-            run_ranks(2, check_compiled_blocks, "aot_eager", recomputes)
+            run_ranks(2, check_compiled_blocks, "aot_eager", recomputes, False)
+
+    @pytest.mark.slow
+    def test_compiled_blocks_are_one_graph_each_in_all_combinations(self):
+        for recomputes in (False, True):
+            run_ranks(2, check_compiled_blocks, "aot_eager", recomputes, True)
 
     @pytest.mark.slow
     def test_blocks_compiled_by_inductor(self):
         for recomputes in (False, True):
-            run_ranks(2, check_compiled_blocks, "inductor", recomputes, timeout=600)
+            run_ranks(2, check_compiled_blocks, "inductor", recomputes, True, timeout=600)
 
     @ranks(2)
     def test_a_compiled_step_does_not_trace_hooks():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_mortal_ranks
 from delays import delays
+from soon import soon
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -142,6 +143,7 @@ def check_each_option(mesh, tp=None, odd_rank=0, names=WRONG, **options):
     fully_shard(linear(tp), mesh=mesh, **options)
 
 
+@soon()
 def another_dimension():
     """Rank 0 passes the mesh of tensor parallelism: it waits for a rank that waits for others. Connections close then."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -223,6 +225,7 @@ class OptionsOfRanksTest(unittest.TestCase):
             check_each_option(mesh["dp"], mesh["tp"], odd_rank)
 
     @ranks(4)
+    @soon()
     def test_one_rank_has_a_wrong_mesh_or_module_and_its_tensor_parallel_peers_raise():
         for odd_rank, kind in ((0, "module"), (3, "module"), (1, "plain"), (2, "mesh")):
             # New groups in each round: those in which ranks have waited for the one that failed are ended. With new names:

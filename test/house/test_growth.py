@@ -202,7 +202,7 @@ class GrowthTest(unittest.TestCase):
                 self.assertFalse(grown, grown)
 
     def test_objects_that_are_made_and_deleted_leave_nothing(self):
-        self.check(6)
+        self.check(4)
 
     @pytest.mark.slow
     def test_200_objects_that_are_made_and_deleted_leave_nothing(self):

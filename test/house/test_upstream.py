@@ -1,6 +1,7 @@
 """The patch series and torch's versions: patches are made and apply; a patched, a newer and an unknown torch."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -26,6 +28,12 @@ from tree import patched_tree  # noqa: E402
 IS_RELEASE = torch.__version__.startswith(RELEASES)
 
 
+@functools.cache
+def patches():
+    """The patches by name. To make them takes seconds."""
+    return build.build(build.installed()[1])
+
+
 def _imported(node):
     """The modules that a statement imports, each with the names that it takes of it."""
     if isinstance(node, ast.Import):
@@ -38,18 +46,15 @@ def _imported(node):
 class SeriesTest(unittest.TestCase):
     @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
     def test_the_sources_make_each_patch_and_the_same_bytes_each_time(self):
-        _, site_packages = build.installed()
-        patches = build.build(site_packages)
-        self.assertEqual(list(patches), [f"{step.name}.patch" for step in SERIES])
-        for step, text in zip(SERIES, patches.values(), strict=True):
+        self.assertEqual(list(patches()), [f"{step.name}.patch" for step in SERIES])
+        for step, text in zip(SERIES, patches().values(), strict=True):
             for path in [path for path, _ in (*build.new_files(step), *build.edits(step))]:
                 self.assertIn(f"diff --git a/{path} b/{path}\n", text)
-        self.assertEqual(build.build(site_packages), patches)
+        self.assertEqual(build.build(build.installed()[1]), patches())
 
     @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
     def test_patches_behind_the_placements_are_small_and_name_their_tests(self):
-        _, site_packages = build.installed()
-        for step, text in zip(SERIES[ALONE:], list(build.build(site_packages).values())[ALONE:], strict=True):
+        for step, text in zip(SERIES[ALONE:], list(patches().values())[ALONE:], strict=True):
             added = sum(line.startswith("+") and not line.startswith("+++") for line in text.splitlines())
             self.assertLessEqual(added, MOST_LINES, step.name)
             tests = {Path(test).name for test in step.tests if Path(test).name.startswith("test_")}
@@ -131,7 +136,9 @@ class SeriesTest(unittest.TestCase):
         out = ROOT / "out"
         out.mkdir(exist_ok=True)  # On the file system of the environment as a rule, so that links can be made.
         with tempfile.TemporaryDirectory(dir=out) as folder:
-            tree = patched_tree(Path(folder) / "torch", build.write(Path(folder) / "patches"))
+            with mock.patch.object(build, "build", mock.Mock(return_value=patches(), spec=build.build)):
+                written = build.write(Path(folder) / "patches")
+            tree = patched_tree(Path(folder) / "torch", written)
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
             saved = str(Path(folder) / "placements.pt")
             torch.save([RaggedShard((0,), (1, 2)), StridedRaggedShard((0,), (1, 2), 2)], saved)
@@ -166,17 +173,16 @@ class SeriesTest(unittest.TestCase):
         out.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out) as folder:
             tree = patched_tree(Path(folder) / "torch", build.write(Path(folder) / "patches", [FIRST]))
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            both = [  # At once.
+                subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, **pipes)
+                for path in ("", str(tree))
+            ]
             answers = []
-            for path in ("", str(tree)):
-                done = subprocess.run(
-                    [sys.executable, "-c", program],
-                    capture_output=True,
-                    text=True,
-                    timeout=200,
-                    env={**os.environ, "PYTHONPATH": path},
-                )
-                self.assertEqual(done.returncode, 0, done.stderr)
-                answers.append(done.stdout.splitlines())
+            for process in both:
+                printed, errors = process.communicate(timeout=200)
+                self.assertEqual(process.returncode, 0, errors)
+                answers.append(printed.splitlines())
         stock, patched = answers
         self.assertEqual(stock.pop(4), "[]")
         self.assertEqual(
@@ -186,15 +192,19 @@ class SeriesTest(unittest.TestCase):
         self.assertTrue(all("Shard" in line for line in (patched[0], patched[1], patched[2], patched[4])), patched)
 
 
-# Imports torch_ragged in a fork for each case, after a change of torch; prints how that ended.
+# Imports torch_ragged in a fork for each case, after a change of torch; prints how that ended. Two forks run at once.
 FORKS = """
 import json, os, warnings
 import torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor.debug
 from torch.distributed import tensor
 dispatcher, from_local = tensor._dispatch.OpDispatcher, tensor.DTensor.from_local
-for version, change in json.loads(os.environ["CASES"]):
+cases = json.loads(os.environ["CASES"])
+for number, (version, change) in enumerate(cases):
     if os.fork():
-        os.wait()
+        if number:
+            os.wait()
+        if number == len(cases) - 1:
+            os.wait()
         continue
     torch.__version__ = version
     exec(change)
@@ -206,7 +216,8 @@ for version, change in json.loads(os.environ["CASES"]):
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
     texts = [str(w.message) for w in caught if w.category is UserWarning]
-    print(json.dumps([outcome, texts, tensor.DTensor.from_local is not from_local]), flush=True)
+    line = json.dumps([number, outcome, texts, tensor.DTensor.from_local is not from_local])
+    os.write(1, f"{line}\\n".encode())  # At once: two may print.
     os._exit(0)
 """
 
@@ -216,7 +227,7 @@ def outcomes(*cases):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CASES": json.dumps(cases)}
     command = [sys.executable, "-c", FORKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = [outcome for _, *outcome in sorted(map(json.loads, done.stdout.splitlines()))]
     if len(found) != len(cases):
         raise AssertionError(done.stdout + done.stderr)
     return found

@@ -6,7 +6,6 @@ Without triton (CPU builds of torch do not bring it) the twins are tested only, 
 import importlib.util
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import kernel_cases
 import pytest
 import torch
 from common import error_of
+from processes import answers_of
 
 from torch_ragged._kernels import _choice, symmetric
 from torch_ragged._kernels.casts import scaled_copy_
@@ -26,16 +26,8 @@ has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 FOLDER = Path(__file__).parent
 
 
-def _answers(script, *arguments, **environment):
-    """What a script of this folder prints, as JSON: a process chooses once whether Triton interprets."""
-    command = [sys.executable, "-W", "ignore", str(FOLDER / script), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=570)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout)
-
-
 def _check_by_the_interpreter(*names):
-    answers = _answers("kernel_cases.py", *names, TRITON_INTERPRET="1")
+    answers = answers_of("kernel_cases.py", *names, TRITON_INTERPRET="1")
     assert set(answers) == set(names)
     assert not any(answers.values()), "\n".join(f"{name}: {text}" for name, text in answers.items() if text)
 
@@ -62,7 +54,7 @@ def test_kernels_equal_their_twins_on_a_gpu(name):
 @pytest.mark.slow
 def test_kernels_compile_for_hopper():
     """With no GPU; nothing is spilled where rows are aligned, memory is accessed 16 bytes at a time, products use wgmma."""
-    answers = _answers("kernel_compile_cases.py", TRITON_INTERPRET="0")
+    answers = answers_of("kernel_compile_cases.py", TRITON_INTERPRET="0")
     assert len(answers) > 30 and not any("error" in each for each in answers.values()), answers
     for name, each in answers.items():
         is_aligned = not name.endswith("False") or name.startswith("casts")

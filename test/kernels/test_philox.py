@@ -6,19 +6,16 @@ printed on GPUs. The kernel equals these loops by Triton's interpreter (``philox
 
 import importlib.util
 import itertools
-import json
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import numpy_philox as reference
+import philox_cases
 import pytest
 import torch
+from processes import answers_of
 
 from torch_ragged._kernels import distributions, philox
 from torch_ragged._kernels.distributions import distribution_of
@@ -84,11 +81,7 @@ def test_loops_give_the_matrix_product_that_an_a100_prints():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_kernel_equals_the_loops_by_the_interpreter():
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "philox_cases.py")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=570)
-    assert result.returncode == 0, result.stderr[-3000:]
-    answers = json.loads(result.stdout)
+    answers = answers_of("philox_cases.py", *philox_cases.CASES, TRITON_INTERPRET="1")
     assert len(answers) == 9 and not any(answers.values()), "\n".join(f"{name}: {text}" for name, text in answers.items())
 
 

@@ -107,7 +107,7 @@ def train(
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     kind: str,
     mesh_shape: tuple[int, ...] | None,
-    steps: int = 10,
+    steps: int = 5,
     dtype: torch.dtype = torch.float32,
     missing: Callable[[int, int], bool] | None = None,
     shapes: Sequence[tuple[int, ...]] = SHAPES,

@@ -237,7 +237,7 @@ def _aligned(kind, index, shape, mesh):
     return list(aligned_placements(shape, tuple(mesh.shape), [Replicate()] * (mesh.ndim - 1) + [Shard(0)], SMALL))
 
 
-def _train_aligned(kind, mesh_shape, dtype=torch.float32, steps=10, **options):
+def _train_aligned(kind, mesh_shape, dtype=torch.float32, steps=5, **options):
     mesh = init_device_mesh("cpu", mesh_shape)
     params = []
     for index, shape in enumerate(SHAPES):

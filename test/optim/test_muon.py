@@ -213,7 +213,7 @@ def _check_shared(cases, expected, narrow):
     assert counts["c10d_functional.all_to_all_single"] == expected, counts
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_that_share_matrices_give_the_bits_of_one_process(ranks):
     narrow = in_one_process(
         train,
@@ -457,8 +457,18 @@ def _stacks(model):
 
 @pytest.mark.parametrize("model", sorted(BUILT_IN))
 def test_roots_are_balanced(model):
+    _check_balance(model, (64, 256))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", sorted(BUILT_IN))
+def test_roots_of_more_ranks_are_balanced(model):
+    _check_balance(model, (128, 512, 1024))
+
+
+def _check_balance(model, numbers):
     stacks = _stacks(model)
-    for ranks in (64, 128, 256, 512, 1024):
+    for ranks in numbers:
         roots = assign_roots(stacks, ranks)
         assert [len(of) for of in roots.of] == [stack.count for stack in stacks]
         assert all(list(of) == sorted(of) for of in roots.of)

@@ -1,10 +1,12 @@
 """Roots follow the ranks' shares: a rank without elements computes nothing and holds no states."""
 
+import itertools
 import unittest
 
+import pytest
 import torch
 import torch.distributed as dist
-from common import ranks
+from common import ranks, run_ranks
 from optim_common import assert_same, set_gradients, wholes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +16,7 @@ from torch_ragged.fsdp import fully_shard
 from torch_ragged.optim import SOAP, Muon, Shampoo, matrix_groups
 from torch_ragged.optim._roots import Stack, assign_roots
 
+SHARES = (([3, 2, 1, 0], False), ([0, 1, 0, 1], True), ([3, 2, 1, 0], True), ([9, 1, 1, 1], True))
 KINDS = ((Muon, {}), (Muon, {"neuron_beta": 0.9}), (Muon, {"row_blocks": 4}), (SOAP, {}), (Shampoo, {}))
 
 
@@ -38,22 +41,31 @@ def nbytes_of(optimizer):
     return sum(each.to_local().nbytes for each in values if isinstance(each, DTensor) and each.ndim)
 
 
+def check_proportion(takes_all):
+    """Each optimizer with all weights, or with two of them, the next optimizer with the others."""
+    mesh = init_device_mesh("cpu", (4,))
+    of_kinds = itertools.cycle(SHARES)
+    for kind, options in KINDS:
+        expected = wholes(*trained(kind, options, None, mesh))
+        for weights, apart in SHARES if takes_all else [next(of_kinds), next(of_kinds)]:
+            params, optimizer = trained(kind, options, weights, mesh, apart)
+            held = [None] * 4
+            dist.all_gather_object(held, nbytes_of(optimizer))
+            what = f"{kind.__name__} {options} weights={weights}: {held}"
+            for weight, mine in zip(weights, held):
+                assert (mine == 0) if weight == 0 else (mine <= sum(held) * (2 * weight / sum(weights) + 0.05)), what
+            roots = {r + i for of in optimizer._roots.values() for part, split in of for r in part for i in range(split)}
+            assert all(weights[root] for root in roots), (what, roots)
+            assert_same(wholes(params, optimizer), expected, what)
+
+
 class WeightsTest(unittest.TestCase):
-    @ranks(4)
-    def test_states_are_in_proportion_to_weights():
-        mesh = init_device_mesh("cpu", (4,))
-        for kind, options in KINDS:
-            expected = wholes(*trained(kind, options, None, mesh))
-            for weights, apart in (([3, 2, 1, 0], False), ([3, 2, 1, 0], True), ([0, 1, 0, 1], True), ([9, 1, 1, 1], True)):
-                params, optimizer = trained(kind, options, weights, mesh, apart)
-                held = [None] * 4
-                dist.all_gather_object(held, nbytes_of(optimizer))
-                what = f"{kind.__name__} {options} weights={weights}: {held}"
-                for weight, mine in zip(weights, held):
-                    assert (mine == 0) if weight == 0 else (mine <= sum(held) * (2 * weight / sum(weights) + 0.05)), what
-                roots = {r + i for of in optimizer._roots.values() for part, split in of for r in part for i in range(split)}
-                assert all(weights[root] for root in roots), (what, roots)
-                assert_same(wholes(params, optimizer), expected, what)
+    def test_states_are_in_proportion_to_weights(self):
+        run_ranks(4, check_proportion, False)
+
+    @pytest.mark.slow
+    def test_states_are_in_proportion_to_weights_in_all_combinations(self):
+        run_ranks(4, check_proportion, True)
 
     @ranks(4)
     def test_replicas_with_a_rank_of_weight_0():

@@ -1,11 +1,14 @@
 """deferred_init and materialize: the parameters, buffers and random state of a construction on a single device, to the bit."""
 
 import importlib.util
+import itertools
 import unittest
 import warnings
 
+import pytest
 import torch
 from common import error_of, ranks
+from soon import soon
 from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -162,6 +165,24 @@ class Two(nn.Module):
         self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
 
 
+LAYOUTS = ([Replicate(), Shard(0)], [Shard(0), Shard(0)], [RaggedShard((), (0, 1)), Replicate()])
+
+
+def check_by_hand(ways):
+    """For each way, a module of which each parameter gets the next layout of the way."""
+    mesh, want = init_device_mesh("cpu", (2, 2)), on_one_device(Odd)
+    for number, layouts in enumerate(ways):
+        module, done = deferred(Odd), {}
+        for each in module.modules():
+            for name, parameter in each._parameters.items():
+                if parameter is not None and parameter.ndim and parameter not in done:
+                    done[parameter] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, next(layouts)))
+                if parameter is not None and parameter.ndim:
+                    each._parameters[name] = done[parameter]
+        materialize(module)
+        check_equal(module, want, f"way {number}")
+
+
 class DeferredInitTest(unittest.TestCase):
     def test_a_module_has_the_bits_of_a_construction(self):
         want = on_one_device(Odd)
@@ -284,20 +305,12 @@ class DeferredInitTest(unittest.TestCase):
 
     @ranks(4)
     def test_tensors_distributed_by_hand_have_the_bits_of_a_construction():
-        mesh = init_device_mesh("cpu", (2, 2))
-        want = on_one_device(Odd)
-        layouts = ([Replicate(), Shard(0)], [Shard(0), Shard(0)], [RaggedShard((), (0, 1)), Replicate()])
-        for placements in layouts:
-            module = deferred(Odd)
-            done = {}
-            for each in module.modules():
-                for name, parameter in each._parameters.items():
-                    if parameter is not None and parameter.ndim and parameter not in done:
-                        done[parameter] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
-                    if parameter is not None and parameter.ndim:
-                        each._parameters[name] = done[parameter]
-            materialize(module)
-            check_equal(module, want, str(placements))
+        check_by_hand([itertools.cycle(LAYOUTS)])
+
+    @pytest.mark.slow
+    @ranks(4)
+    def test_tensors_distributed_by_hand_in_each_way_have_the_bits_of_a_construction():
+        check_by_hand(map(itertools.repeat, LAYOUTS))
 
     @ranks(2)
     def test_offload_and_other_ways_to_initialize_give_the_same_numbers():
@@ -347,6 +360,7 @@ class DeferredInitTest(unittest.TestCase):
         assert "materialize was called differently" in error_of(lambda: materialize(other))
 
     @ranks(2)
+    @soon()
     def test_a_module_that_one_rank_did_not_record_raises_on_both():
         mesh = init_device_mesh("cpu", (2,))
         with torch.device("meta"):

@@ -166,6 +166,39 @@ def check_inits(takes_all):
                 assert torch.equal(got.full_tensor(), want) and torch.equal(state, got_state), (name, placements)
 
 
+def check_no_probability(takes_all):
+    """Each op with each kind of values under all layouts, or under two, the next op under the next ones."""
+    mesh, meshes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    good = torch.full((8, 12), 0.5)
+    values = {name: good.clone() for name in ("above", "nan", "negative", "inf", "zeros", "good")}
+    values["above"][7, 11], values["nan"][0, 0], values["negative"][3, 3] = 1.5, math.nan, -1.0
+    values["inf"][2, 2], values["zeros"][6] = math.inf, 0.0
+    ops = {
+        "bernoulli": torch.bernoulli,
+        "bernoulli_": lambda x: torch.zeros_like(x).bernoulli_(x),
+        "multinomial": lambda x: torch.multinomial(x, 2),
+        "one sample": lambda x: torch.multinomial(x, 1),
+        "with replacement": lambda x: torch.multinomial(x, 3, True),
+    }
+    layouts = [(mesh, [placement]) for placement in (Shard(0), Shard(1), Replicate(), RaggedShard((0,), (3, 1, 0, 4)))]
+    layouts += [
+        (mesh, [InterleavedShard(1, 3)]),
+        (meshes, [Replicate(), Shard(0)]),
+        (meshes, [RaggedShard((0,), (1, 3)), Replicate()]),
+    ]
+    refused = 0
+    with single_device():
+        cases = itertools.product(values.items(), ops.items(), range(len(layouts) if takes_all else 2))
+        for ((kind, full), (name, op), _), (where, placements) in zip(cases, itertools.cycle(layouts)):
+            wanted = error_of(op, full.clone()).partition(":")[0]
+            errors = [""] * 4
+            torch.manual_seed(0)
+            dist.all_gather_object(errors, error_of(op, distribute_tensor(full, where, placements)).partition(":")[0])
+            assert errors == [wanted] * 4, (placements, kind, name, wanted, errors)
+            refused += wanted != ""
+    assert refused == (len(layouts) if takes_all else 2) * 5 * 4, refused
+
+
 class SingleDeviceTest(unittest.TestCase):
     def test_random_cases_on_meshes_of_one_to_three_dimensions(self):
         for mesh_shape, rounds in (((3,), 2), ((2, 1, 2), 1), ((2, 2), 2)):
@@ -485,36 +518,12 @@ class SingleDeviceTest(unittest.TestCase):
             for wrong in (torch.empty(5, 7), torch.empty_like(x)[:, :3]):
                 assert "give a DTensor of shape (5, 7)" in error_of(torch.bernoulli, x, out=wrong)
 
-    @ranks(4)
-    def test_what_is_no_probability_raises_on_every_rank_as_on_one_device():
-        mesh, meshes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-        good = torch.full((8, 12), 0.5)
-        values = {name: good.clone() for name in ("above", "nan", "negative", "inf", "zeros", "good")}
-        values["above"][7, 11], values["nan"][0, 0], values["negative"][3, 3] = 1.5, math.nan, -1.0
-        values["inf"][2, 2], values["zeros"][6] = math.inf, 0.0
-        ops = {
-            "bernoulli": torch.bernoulli,
-            "bernoulli_": lambda x: torch.zeros_like(x).bernoulli_(x),
-            "multinomial": lambda x: torch.multinomial(x, 2),
-            "one sample": lambda x: torch.multinomial(x, 1),
-            "with replacement": lambda x: torch.multinomial(x, 3, True),
-        }
-        layouts = [(mesh, [placement]) for placement in (Shard(0), Shard(1), Replicate(), RaggedShard((0,), (3, 1, 0, 4)))]
-        layouts += [
-            (mesh, [InterleavedShard(1, 3)]),
-            (meshes, [Replicate(), Shard(0)]),
-            (meshes, [RaggedShard((0,), (1, 3)), Replicate()]),
-        ]
-        refused = 0
-        with single_device():
-            for (where, placements), (kind, full), (name, op) in itertools.product(layouts, values.items(), ops.items()):
-                wanted = error_of(op, full.clone()).partition(":")[0]
-                errors = [""] * 4
-                torch.manual_seed(0)
-                dist.all_gather_object(errors, error_of(op, distribute_tensor(full, where, placements)).partition(":")[0])
-                assert errors == [wanted] * 4, (placements, kind, name, wanted, errors)
-                refused += wanted != ""
-        assert refused == len(layouts) * 5 * 4, refused
+    def test_what_is_no_probability_raises_on_every_rank_as_on_one_device(self):
+        run_ranks(4, check_no_probability, False)
+
+    @pytest.mark.slow
+    def test_what_is_no_probability_raises_under_all_layouts(self):
+        run_ranks(4, check_no_probability, True)
 
     @ranks(4)
     def test_one_rank_gets_the_numbers_under_partial_beside_a_placement_with_own_rules():

@@ -13,14 +13,14 @@ import time
 import torch
 import torch.distributed as dist
 from common import run_mortal_ranks
+from soon import soon
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from torch_ragged import RaggedShard, checkpoint, transfer
-from torch_ragged._ranks import peers, standstill
+from torch_ragged._ranks import peers
 from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to, token_scale
-from torch_ragged.fsdp.comm import _call_log
 
 __all__ = ["ALONE", "OTHERS", "outcomes"]
 
@@ -78,9 +78,9 @@ OTHERS = {
 
 def meet(alone: str, others: str, is_quick: bool = False) -> tuple[str, str, float]:
     """One rank runs ``alone``, the others ``others``: the error of this rank, what was logged, and after how many seconds."""
-    if is_quick:  # Tests need not wait as long as programs, whose ranks may only be late.
-        peers.HELD, standstill._PERIOD, standstill._NOTICE = 1.0, 0.2, 0.5
-        _call_log._PATIENCE = 3.0
+    if is_quick:
+        with soon():
+            return meet(alone, others)
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]

@@ -124,16 +124,17 @@ PROGRAMS = {
 
 def main(folder):
     os.environ.update(TORCHELASTIC_RUN_ID="none", RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    for program in PROGRAMS:
-        error = Path(folder) / program.__name__
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(os.open(error, os.O_CREAT | os.O_WRONLY), 2)
+    started = {}
+    for program in PROGRAMS:  # All at once: they know nothing of each other.
+        started[program] = os.fork()
+        if started[program] == 0:
+            os.dup2(os.open(Path(folder) / program.__name__, os.O_CREAT | os.O_WRONLY), 2)
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             program()
             return
+    for program, pid in started.items():
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps([program.__name__, code, error.read_text()]), flush=True)
+        print(json.dumps([program.__name__, code, (Path(folder) / program.__name__).read_text()]), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def mesh_of(ranks, timeout):
 
 
 def wait_for_copies_of_a_rank_that_makes_none():
-    _watch._PATIENCE = 3.0  # Seconds, for the report of the other rank, which makes none.
+    _watch._PATIENCE = 1.0  # Seconds, for the report of the other rank, which makes none.
     mesh = DeviceMesh("cpu", [0, 1])
     model = sharded(mesh)
     copies = NeighbourCopies(model, None)
@@ -127,5 +127,5 @@ class GroupsTest(unittest.TestCase):
         assert seconds(late) == 31 + dist.get_rank()
 
     def test_copies_wait_as_long_as_the_group_of_the_model(self):
-        answers = run_mortal_ranks(2, set(), wait_for_copies_of_a_rank_that_makes_none, seconds=5)
+        answers = run_mortal_ranks(2, set(), wait_for_copies_of_a_rank_that_makes_none, seconds=3)
         self.assertRegex(answers[0], "TransferError: .*rank 1 lives and has not answered")

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_mortal_ranks
+from soon import soon
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -22,7 +23,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torch_ragged import InterleavedShard
-from torch_ragged._ranks import peers, standstill
 from torch_ragged.fsdp import rows
 from torch_ragged.spmd import Plan, deferred_init, parallelize
 from torch_ragged.tensor import _plain_ops
@@ -160,9 +160,9 @@ class ReadTest(unittest.TestCase):
                     self.assertIn(f"rank 0 in {name} of a DTensor, which all ranks must call, called in", error)
 
 
+@soon()
 def read_alone(name, others):
     """Rank 0 reads a number, and the other rank goes on with the step."""
-    peers.HELD, standstill._PERIOD, standstill._NOTICE = 1.0, 0.2, 0.5
     mesh, x = mesh_of(), torch.ones(4, SIZE).double()
     plan = data_parallel() if others == "backward" else data_parallel().shard("<out>", Replicate(), "dp")
     model = parallelize(make(), plan, mesh)

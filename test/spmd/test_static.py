@@ -351,7 +351,7 @@ class StaticTest(unittest.TestCase):
         for kind in ("reentrant", "not reentrant"):
             eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
             eager.checkpointed = static.checkpointed = kind
-            assert losses_of(static, accumulate=2) == losses_of(eager, accumulate=2)
+            assert losses_of(static, (4, 4), accumulate=2) == losses_of(eager, (4, 4), accumulate=2)
         assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
 
     @ranks(2)
@@ -573,12 +573,19 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def check_kinds(kinds):
+BRANCHES = ["attribute", "flag", "mode", "shape", "global", "limit", "closure", "class", "object", "list", "gradients"]
+LATER = ["frozen", "unfrozen", "dropout", "hook", "method", "layer", "input"]
+UNSEEN = ["step", "value", "random", "gate", "stored"]
+
+
+def check_kinds(kinds, takes_all=False):
+    """Each kind of program under both plans, or under one, the next kind under the other."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     rows = Plan().shard("<in>", Shard(0), "a").redistribute("<out>", Replicate(), "a").default(Replicate())
     columns = Plan().shard(r"feed\.up\.(weight|bias)", Shard(0), "a").shard(r"feed\.down\.weight", Shard(1), "a")
     columns.redistribute(r"feed\.down\.<out>", Replicate(), "a").default(Replicate())
-    for kind, plan in itertools.product(kinds, (rows, columns)):
+    pairs = itertools.product(kinds, (rows, columns)) if takes_all else zip(kinds, itertools.cycle((rows, columns)))
+    for kind, plan in pairs:
         single = Holder(kind)
         eager, static = (parallelize(Holder(kind), plan, mesh, mode=mode) for mode in ("eager", "static"))
         expected, by_eager, by_static = (run_program(each, kind) for each in (single, eager, static))
@@ -599,17 +606,20 @@ class ProgramTest(unittest.TestCase):
 
     @ranks(2)
     def test_branches_of_code_that_read_what_has_changed():
-        check_kinds(
-            ["attribute", "flag", "mode", "shape", "global", "limit", "closure", "class", "object", "list", "gradients"]
-        )
+        check_kinds(BRANCHES)
 
     @ranks(2)
     def test_gradients_hooks_and_layers_that_come_later():
-        check_kinds(["frozen", "unfrozen", "dropout", "hook", "method", "layer", "input"])
+        check_kinds(LATER)
 
     @ranks(2)
     def test_values_steps_and_tensors_that_no_guard_can_see():
-        check_kinds(["step", "value", "random", "gate", "stored"])
+        check_kinds(UNSEEN)
+
+    @pytest.mark.slow
+    @ranks(2)
+    def test_what_changes_between_steps_in_all_combinations():
+        check_kinds([*BRANCHES, *LATER, *UNSEEN], takes_all=True)
 
     @ranks(2)
     def test_gradients_that_only_autograd_grad_asks_for_raise():

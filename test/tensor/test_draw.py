@@ -51,7 +51,7 @@ def random_layout(rng, shape):
 class DrawTest(unittest.TestCase):
     def test_random_draws_in_chunks_equal_one_call(self):
         rng, seen = random.Random(0), dict.fromkeys(("several chunks", "not contiguous", "flat"), 0)
-        for number in range(600):
+        for number in range(350):
             op, dtype = rng.choice(list(OPS)), rng.choice(DTYPES)
             shape = tuple(rng.choice((1, 2, 3, 4, 5, 7)) for _ in range(rng.randint(0, 5)))
             order = rng.sample(range(len(shape)), len(shape)) if rng.random() < 0.4 else list(range(len(shape)))
@@ -85,7 +85,7 @@ class DrawTest(unittest.TestCase):
             seen["several chunks"] += whole.numel() * dtype.itemsize > 512
             seen["not contiguous"] += not whole.is_contiguous()
             seen["flat"] += held.flat
-        self.assertGreater(min(seen.values()), 60, seen)
+        self.assertGreater(min(seen.values()), 35, seen)
 
     def test_numbers_that_come_by_one_seed_per_call_are_drawn_whole(self):
         """As MKL draws on processors of Intel: here an op whose halves do not give the numbers of the whole."""

@@ -376,7 +376,7 @@ class RandomTest(ExpectTestCase):
         return {kind: sum(answer[kind] for answer in answers) for kind in answers[0]}
 
     def test_random_cases_on_meshes_of_one_dimension(self):
-        for mesh_shape in ((2,), (3,), (4,)):
+        for mesh_shape in ((2,), (3,)):
             seen = self.check_cases(mesh_shape, 2, seed=math.prod(mesh_shape))
             self.assertTrue(seen["empty local"] and seen["units that cut rows"], seen)
 

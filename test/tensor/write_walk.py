@@ -278,33 +278,47 @@ class Case:
         return [base, view, other, *pytree.tree_leaves(kept)]
 
 
-def cases_of(call: Call, every: bool, choose: random.Random) -> Iterator[Case]:
-    """Without a view, behind each view, and behind pairs: all of them, or two."""
+def cases_of(call: Call, every: bool, choose: random.Random, share: float) -> Iterator[Case]:
+    """A share of: without a view, behind each view, and behind pairs, all of them or two."""
     names = [(), *[(name,) for name in VIEWS]]
     pairs = [*itertools.product(VIEWS, VIEWS)]
     tensors = written(call.op, call.args, call.kwargs)
     for views in [*names, *(pairs if every else choose.sample(pairs, 2))]:
         which = choose.randrange(len(tensors))
+        if not is_chosen(f"{call.op} behind {views} of {list(tensors[which].shape)}", share):
+            continue
         if tensors[which].ndim and tensors[which].numel() and base_of(tensors[which], views) is not None:
             yield Case(call, views, which)
 
 
+def known() -> tuple[int, set[str]]:
+    """How many ops have calls, and which of them write an argument of which nothing says so."""
+    return len(all_calls()), UNSAID
+
+
+def is_chosen(name: str, share: float) -> bool:
+    return zlib.crc32(name.encode()) % 100_000 < share * 100_000
+
+
 def walk(share: float, all_pairs: bool, pattern: str = "") -> list[tuple[str, str]]:
-    """(case, what happened) on this rank: "equal", "refused: ...", "skipped: ..." or "WRONG: ...", for a ``share`` of cases."""
+    """(case, what happened) on this rank: "equal", "refused: ...", "skipped: ..." or "WRONG: ...", for a ``share`` of cases.
+
+    A small share is one of the placements of some views: to make a view takes as long as to try it.
+    """
     ranks = dist.get_world_size()
     sizes = (ranks,) if ranks == 2 else (2, ranks // 2)
     mesh = init_device_mesh("cpu", sizes)
     parallelize(nn.Linear(2, 2), Plan().default(Replicate()), init_device_mesh("cpu", (ranks,), mesh_dim_names=("d",)))
-    answers, chosen = [], random.Random(0)
+    answers, chosen, views = [], random.Random(0), min(1.0, 25 * share)
     always = {aten.fill_.Scalar, aten.copy_.default, aten.add_.Tensor} if all_pairs else set()
     with quiet(), torch.no_grad():
         for op, calls in all_calls().items():
             for call in calls if pattern in str(op) else ():
-                for case in cases_of(call, op in always, chosen):
+                for case in cases_of(call, op in always, chosen, views):
                     tensor = base_of(written(op, call.args, call.kwargs)[case.which], case.views)
                     for placements in placements_of(tensor, ranks):
                         name = f"{op} behind {case.views} of {list(tensor.shape)} under {placements}"
-                        if zlib.crc32(name.encode()) % 100_000 < share * 100_000:
+                        if is_chosen(name, share / views):
                             answers.append((name, outcome(case, mesh, placements)))
     return answers
 

@@ -10,6 +10,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_ranks
+from soon import soon
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -178,6 +179,7 @@ class StreamTest(unittest.TestCase):
         assert "rank 0 has embedding.weight of torch.float32" in text and "of torch.bfloat16 and" in text, text
 
     @ranks(4)
+    @soon()
     def test_tensors_on_several_meshes_are_compared_on_each_of_them():
         """Ranks hold different tensors where meshes differ, and take the meshes in one order."""
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

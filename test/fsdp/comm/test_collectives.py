@@ -157,7 +157,7 @@ class PeerMemoryTest(unittest.TestCase):
 
 def die_or_wait(rank: int, store: str, pipe, kills: bool) -> None:
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60 if kills else 5)
+    timeout = datetime.timedelta(seconds=60 if kills else 2)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
     _, copies = collectives(4096)
     if rank == 1:
@@ -196,7 +196,7 @@ class PeerTest(unittest.TestCase):
 
     def test_a_silent_peer_is_noticed_in_time(self):
         self.assertRegex(
-            self.peer_of(kills=False), "RuntimeError: copy engine of group .*: rank 1 of 2 sent no signal within 5 s"
+            self.peer_of(kills=False), "RuntimeError: copy engine of group .*: rank 1 of 2 sent no signal within 2 s"
         )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from common import ranks, run_ranks
 from fsdp_common import WideProduct
+from soon import soon
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -161,6 +162,7 @@ def uneven_accumulation(placements):
         torch.testing.assert_close(param.grad.full_tensor(), 2 * once.grad.full_tensor(), rtol=2**-6, atol=1e-3)
 
 
+@soon()
 def raise_on_one_rank(where):
     """A backward pass without sync raises on rank 0 alone, behind the last gather: the next reduction is of one dtype."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import unittest
 import torch
 import torch.distributed as dist
 from common import collectives_seen, error_of, ranks, run_ranks
+from soon import soon
 from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -141,6 +142,7 @@ def check_a_call_in_an_except_block():
     return fully_shard.state(model.notes).groups[0].is_unsharded
 
 
+@soon()
 def check_skipped(skips):
     """Ranks that skip a module that is not optional, at the first step and later."""
     texts = []
@@ -155,6 +157,7 @@ def check_skipped(skips):
     return texts
 
 
+@soon()
 def check_roots(moment):
     """Modules without a root above them, of equal sizes: rank 1 runs two of them in another order than rank 0."""
     roots = [fully_shard(nn.Linear(SIZE, SIZE)) for _ in range(3)]
@@ -339,6 +342,7 @@ class SkippedTest(unittest.TestCase):
             model(torch.ones(2, SIZE)).sum().backward()
 
     @ranks(2)
+    @soon()
     def test_a_late_rank_is_waited_for():
         """A rank that needs longer than others to come to a new call is waited for."""
         model = shard_model(Model(), optional=False)

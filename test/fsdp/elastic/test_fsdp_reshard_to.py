@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_ranks
+from soon import soon
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -244,6 +245,7 @@ class Blind(torch.optim.Optimizer):
                 self.state[param]["rows"] = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
 
 
+@soon()
 def errors():
     """Each is raised on all ranks before anything moves, and the model trains on as if the call had not been made."""
     rank, mesh, fewer = dist.get_rank(), init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1, 2])

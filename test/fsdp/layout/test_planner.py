@@ -486,8 +486,8 @@ class ModelTest(unittest.TestCase):
                         self.assertLessEqual(layout.shard_numel, algorithm_1(layout.tensors, ranks, 64, order))
 
     def test_never_above_the_other_planners(self):
-        self.check_against_others((64, 1024))
+        self.check_against_others((1024,))
 
     @pytest.mark.slow
     def test_never_above_the_other_planners_at_any_size(self):
-        self.check_against_others((8, 16, 32, 48, 128, 256, 320, 512, 768, 2048, 4096, 8192))
+        self.check_against_others((8, 16, 32, 48, 64, 128, 256, 320, 512, 768, 2048, 4096, 8192))

@@ -387,7 +387,7 @@ class RefusedTest(unittest.TestCase):
         real = _offloaded_optimizer.OffloadedOptimizer.step_group
 
         def late(self, group):
-            time.sleep(0.3)
+            time.sleep(0.1)
             real(self, group)
 
         for loads in (False, True):
@@ -398,7 +398,7 @@ class RefusedTest(unittest.TestCase):
                 if loads:
                     model.load_state_dict(saved)
                 before = {name: value.clone() for name, value in model.state_dict().items()}
-                time.sleep(1)
+                time.sleep(0.4)
             for name, value in model.state_dict().items():
                 assert torch.equal(value.to_local(), before[name].to_local()), (loads, name)
             optimizer.zero_grad()
