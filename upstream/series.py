@@ -63,6 +63,7 @@ SERIES = (
             "tensor/interleaved_placement_types.py",
             "tensor/placement_types.py",
             "tensor/_route.py",
+            "tensor/_carry.py",
             "tensor/_redistribute.py",
             "tensor/_async_tensor.py",
             "tensor/_api.py",

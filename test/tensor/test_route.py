@@ -14,8 +14,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged.tensor._carry import copy_into, part_view
 from torch_ragged.tensor._ownership import Chunk, Whole
-from torch_ragged.tensor._redistribute import _IDENTITY, _pack, _unpacking, copy_into, part_view, plan
+from torch_ragged.tensor._redistribute import _IDENTITY, _pack, _unpacking, plan
 from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Part, Reduce, Route, _columns, merged_parts, part_of
 from torch_ragged.tensor._units import Units
 

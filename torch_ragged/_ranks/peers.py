@@ -79,7 +79,7 @@ _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str
 """Files of torch, of this package and of Python, and hooks on torch."""
 
 _WRAPPERS = ("wrapper", "decorate_context", "inner", "named")
-_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
+_COLLECTIVES = ("_wait_all", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 _COMMUNICATING = tuple(f"{os.sep}torch{os.sep}{name}" for name in ("_ops.py", "distributed/distributed_c10d.py"))
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils import _pytree as pytree
 
+from torch_ragged.tensor._carry import Pending
 from torch_ragged.tensor._ownership import row_major
-from torch_ragged.tensor._redistribute import Pending
 
 __all__ = ["async_local"]
 
@@ -18,8 +17,8 @@ _aten = torch.ops.aten
 
 
 def async_local(pending: Pending) -> AsyncCollectiveTensor:
-    """A tensor that waits at first use. If the data needs no unpacking, it is torch's own AsyncCollectiveTensor."""
-    if pending.unpack is None:
+    """A tensor that waits at first use; torch's own AsyncCollectiveTensor if torch knows what is in flight."""
+    if pending.unpack is None and not pending.works:
         return AsyncCollectiveTensor(pending.data.view(pending.local_shape))
     return _AsyncLocal(pending)
 
@@ -57,6 +56,7 @@ class _AsyncLocal(AsyncCollectiveTensor):
         if func in (_aten.detach.default, _aten.alias.default) or (
             func is _aten.view.default and isinstance(first, _AsyncLocal) and tuple(rest[0]) == tuple(first.shape)
         ):  # to_local() calls these ops, which use no element yet.
-            return _AsyncLocal(dataclasses.replace(first.pending, unpack=lambda _: first.trigger_wait(), in_flight=False))
+            data, dtype = first.pending.data, first.dtype
+            return _AsyncLocal(Pending(data, tuple(first.shape), lambda _: first.trigger_wait(), dtype=dtype))
         wait = functools.partial(pytree.tree_map_only, AsyncCollectiveTensor, lambda tensor: tensor.trigger_wait())
         return func(*wait(args), **wait(kwargs or {}))

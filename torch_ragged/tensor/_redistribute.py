@@ -5,8 +5,9 @@ It must not make the full tensor on a rank unless the target says Replicate. An 
 ==================================  ===============================================================================
 change                              step
 ==================================  ===============================================================================
-cut -> Replicate                    all-gather if the pieces are even; otherwise one uneven all-to-all, or one broadcast per
-                                    owner if an all-to-all would need a much larger send buffer
+cut -> Replicate                    small: all-gather if the pieces are even; otherwise one uneven all-to-all, or one broadcast
+                                    per owner if an all-to-all would need a much larger send buffer. Large: in place, by
+                                    ``_carry``, with no other memory than the result
 Replicate -> cut                    local copy
 cut -> another cut                  one uneven all-to-all, on the flattened mesh if several mesh dimensions take part
 Partial -> cut                      reduce-scatter if the pieces are even; otherwise uneven all-to-alls and a local reduction
@@ -18,8 +19,8 @@ equal ownership                     none: the local tensor is aliased
 
 A cut is any of Shard, _StridedShard, RaggedShard, StridedRaggedShard. If a cut on one mesh dimension is nested in the cut that
 a pending reduction on another mesh dimension would make, the reduction is an all-reduce. If torch.compile traces or a mode
-such as CommDebugMode watches, collectives are operators of ``torch.ops._c10d_functional``; otherwise the process group is
-called itself, which takes a tenth of their host time.
+such as CommDebugMode watches, collectives are operators of ``torch.ops._c10d_functional``, which have results of their own (so
+all tensors count as small); otherwise the process group is called itself, which takes a tenth of their host time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from torch_ragged._ranks.groups import can_order_groups, group_of
+from torch_ragged.tensor import _carry
+from torch_ragged.tensor._carry import Pending, copy_into, covers, part_view
 from torch_ragged.tensor._local_tensor import LocalTensor, as_rank, coordinate_of, coordinates_of, local_tensors, peers_of
 from torch_ragged.tensor._ownership import Whole, owned
 from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
@@ -50,12 +53,9 @@ __all__ = [
     "AllReduce",
     "CARRIED",
     "REDUCTIONS",
-    "Pending",
     "all_to_all",
     "broadcast_local",
-    "copy_into",
     "mesh_group",
-    "part_view",
     "plan",
     "ranks_ascend",
     "in_order_of",
@@ -67,6 +67,12 @@ __all__ = [
 
 # If the send (or receive) buffer of one all-to-all exceeds the tensor by this factor, other collectives are used.
 _MAX_BUFFER_RATIO = 2
+
+_SMALLEST_IN_PLACE = 2**17, 2**20
+"""If the mean shard has fewer bytes, one collective that needs memory twice is faster than a broadcast per shard.
+
+First, of even shards; then, of those that are all-gathered by an all-to-all. Measured over gloo on 2, 4 and 8 ranks of a host.
+"""
 
 _IDENTITY = {"sum": -0.0, "avg": -0.0, "max": -math.inf, "min": math.inf}
 REDUCTIONS = frozenset(_IDENTITY)
@@ -116,30 +122,6 @@ def plan(
 
 
 # --- execution -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Pending:
-    """A local tensor whose data may still be in flight.
-
-    Attributes:
-        data: the elements of the local tensor, or the tensor that the collective fills.
-        local_shape: the shape of the local tensor.
-        unpack: makes the flat local tensor from the completed ``data``; None if ``data`` is that tensor.
-        in_flight: whether ``data`` must be waited for.
-        dtype: the dtype of the local tensor, if ``data`` carries it as another dtype.
-    """
-
-    data: torch.Tensor
-    local_shape: tuple[int, ...]
-    unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
-    in_flight: bool = False
-    dtype: torch.dtype | None = None
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the data if it is in flight, and return the local tensor."""
-        data = _FUNCTIONAL.wait(self.data) if self.in_flight else self.data
-        return (data if self.unpack is None else self.unpack(data)).view(self.local_shape)
 
 
 def redistribute_local(
@@ -198,12 +180,26 @@ def in_order_of(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 def run_steps(steps: Sequence[Step], local: torch.Tensor, mesh: DeviceMesh, is_async: bool = False) -> Pending:
     """Carry out the steps of :func:`plan` on a local tensor of a dtype in ``CARRIED``."""
-    result = Pending(local, tuple(local.shape))
-    comm = _FUNCTIONAL if is_async or _is_watched(local) else _DIRECT
+    result, is_watched = Pending(local, tuple(local.shape)), _is_watched(local)
+    comm = _FUNCTIONAL if is_async or is_watched else _DIRECT
+    gathers = [] if is_watched else [step for step in steps if isinstance(step, Gather)]
+    memory: list[torch.Tensor] = []
+    in_place = bool(gathers) and _is_worth_broadcasts(gathers[-1], local.itemsize)
     for step in steps:
         flat = result.wait().contiguous().view(-1)
-        result = _RUN[type(step)](step, flat, mesh, comm)
+        if in_place and isinstance(step, Gather):
+            memory = memory or _carry.memory_of(gathers, flat)
+            group, is_last = mesh_group(mesh, (step.mesh_dim,)), step is steps[-1]
+            result = _carry.all_gather(step, flat, memory.pop(0), group, is_async=is_async and is_last)
+        else:
+            result = _RUN[type(step)](step, flat, mesh, comm)
     return result
+
+
+def _is_worth_broadcasts(last: Gather, itemsize: int) -> bool:
+    """Whether all-gathers are in place. Equal on all their ranks: when the last one begins, these ranks hold equal pieces."""
+    takes_all_to_all = 1 < last.skew <= _MAX_BUFFER_RATIO
+    return math.prod(last.shape) * itemsize >= len(last.splits) * _SMALLEST_IN_PLACE[takes_all_to_all]
 
 
 class AllReduce:
@@ -259,11 +255,13 @@ def _redistribute_as_carried(
     numel = math.prod(pending.local_shape) // width
     local_shape = (numel,) if has_ragged(target) else pending.local_shape[:-1]
 
+    put_in_order = pending.unpack
+
     def unpack(data: torch.Tensor) -> torch.Tensor:
-        data = data if pending.unpack is None else pending.unpack(data)
+        data = data if put_in_order is None else put_in_order(data)
         return data.view(-1).view(dtype) if data.numel() else data.new_empty(0, dtype=dtype)
 
-    return Pending(pending.data, local_shape, unpack, pending.in_flight, dtype)
+    return replace(pending, local_shape=local_shape, unpack=unpack, dtype=dtype)
 
 
 def _redistribute_on_all_ranks(
@@ -357,9 +355,9 @@ def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh, comm: _Funct
     group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     splits, size, flat = tuple(step.splits), len(step.splits), _pack(flat, step.sends)
     unpack = _unpacking(step.receives, step.local_shape)
-    if len(set(splits)) == 1:
+    if step.skew == 1:
         received = comm.all_gather(flat, size, group)
-    elif max(splits) * size <= _MAX_BUFFER_RATIO * sum(splits):
+    elif step.skew <= _MAX_BUFFER_RATIO:
         received = comm.all_to_all(flat.expand(size, -1).contiguous().view(-1), splits, (splits[rank],) * size, group)
     else:
         pieces = [
@@ -472,23 +470,9 @@ _RUN: dict[type, Callable[[Any, torch.Tensor, DeviceMesh, _Functional], Pending]
 # --- packing -------------------------------------------------------------------------------------------------------
 
 
-def part_view(flat: torch.Tensor, part: Part) -> torch.Tensor:
-    """The part of a flat local tensor, without a copy."""
-    if part.is_contiguous:
-        return flat[part.offset : part.offset + part.numel]
-    return flat.as_strided(part.sizes, part.strides, flat.storage_offset() + part.offset)
-
-
-def _covers(parts: Sequence[Part], numel: int) -> bool:
-    """Whether the parts are the whole storage in order, so that nothing needs packing or unpacking."""
-    if not parts:
-        return numel == 0
-    return len(parts) == 1 and parts[0].is_contiguous and parts[0].numel == numel
-
-
 def _pack(flat: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
     """The parts of a local tensor, one after another; ``flat`` itself if the parts cover it in order."""
-    if _covers(parts, flat.numel()):
+    if covers(parts, flat.numel()):
         return flat
     if not parts:
         return flat.new_empty(0)
@@ -498,7 +482,7 @@ def _pack(flat: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
 def _unpacking(parts: Sequence[Part], local_shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """A function that makes the flat local tensor from its packed parts; None if the packed parts are that tensor."""
     numel = math.prod(local_shape)
-    if _covers(parts, numel):
+    if covers(parts, numel):
         return None
 
     def unpack(packed: torch.Tensor) -> torch.Tensor:
@@ -507,12 +491,6 @@ def _unpacking(parts: Sequence[Part], local_shape: tuple[int, ...]) -> Callable[
         return result
 
     return unpack
-
-
-def copy_into(result: torch.Tensor, packed: torch.Tensor, parts: Sequence[Part]) -> None:
-    """Copy ``packed``, the parts one after another, to where they lie in the flat local tensor ``result``."""
-    for part, piece in zip(parts, packed.split([part.numel for part in parts])):
-        part_view(result, part).copy_(piece.view(part.sizes))
 
 
 # --- collectives ---------------------------------------------------------------------------------------------------

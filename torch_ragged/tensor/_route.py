@@ -37,7 +37,21 @@ from torch_ragged.tensor._ownership import (
 )
 from torch_ragged.tensor._units import Units
 
-__all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step", "common_parts", "merged_parts", "part_of"]
+__all__ = [
+    "Exchange",
+    "Fill",
+    "Gather",
+    "Move",
+    "Part",
+    "Reduce",
+    "Route",
+    "Slab",
+    "Step",
+    "common_parts",
+    "merged_parts",
+    "most_of_slab",
+    "part_of",
+]
 
 
 class Part(NamedTuple):
@@ -58,6 +72,9 @@ class Part(NamedTuple):
 
 _Pair = tuple[Part, Part]
 _FEW = 64  # ranks
+_MOST_SLABS = 16
+_SMALLEST_SLAB = 2**20
+"""Elements. More slabs need less memory beside the whole, and more collectives: slabs of a quarter take half as long again."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +106,63 @@ class Exchange:
     local_shape: tuple[int, ...]
 
 
+class Slab(NamedTuple):
+    """The stretch ``[start, stop)`` of a gathered storage: it has ``splits[p]`` elements of peer ``p``, of this rank ``sends``.
+
+    ``receives`` are parts of a tensor that holds only this stretch.
+    """
+
+    start: int
+    stop: int
+    splits: Sequence[int]
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+
+
 @dataclass(frozen=True)
 class Gather:
-    """Every rank of ``mesh_dim`` gets the ``sends`` of all ranks: ``splits[p]`` elements of peer ``p`` fill ``receives``."""
+    """Every rank of ``mesh_dim`` gets the ``sends`` of all ranks: ``splits[p]`` elements of peer ``p`` fill ``receives``.
+
+    The old local tensor is what ``cut`` gives to ``rank`` of a piece of ``shape``, the new one is that piece.
+    """
 
     mesh_dim: int
     splits: Sequence[int]
     sends: tuple[Part, ...]
     receives: tuple[Part, ...]
     local_shape: tuple[int, ...]
+    rank: int
+    shape: tuple[int, ...]
+    cut: Cut
+
+    @functools.cached_property
+    def is_straight(self) -> bool:
+        """Whether the shards, one after another, are the new local tensor. Equal on all ranks of ``mesh_dim``."""
+        return not self.receives or (len(self.receives) == 1 and self.receives[0].is_contiguous)
+
+    @functools.cached_property
+    def skew(self) -> float:
+        """The largest shard over the mean one: 1 if shards are even."""
+        total = math.prod(self.shape)
+        return max(self.splits) * len(self.splits) / total if total else 1
+
+    @functools.cached_property
+    def slabs(self) -> tuple[Slab, ...]:
+        """The all-gather as several of less memory: equal ones on all ranks of ``mesh_dim``, and at most 16 or so."""
+        numel, shape = math.prod(self.shape), self.shape
+        count = min(numel // _SMALLEST_SLAB, _MOST_SLABS)
+        if self.is_straight or count < 2:
+            return (Slab(0, numel, self.splits, self.sends, self.receives),)
+        # If slabs end with whole rows of columns, the shards of a slab are as even as those of the whole.
+        row = next((math.prod(shape[dim:]) for dim in range(len(shape)) if math.prod(shape[:dim]) >= 4 * count), 1)
+        edges = [*range(0, numel, -(-numel // row // count) * row), numel]
+        size, rank = len(self.splits), self.rank
+        return tuple(_slab(shape, self.cut, size, rank, start, stop) for start, stop in itertools.pairwise(edges))
+
+
+def most_of_slab(numel: int) -> int:
+    """The most elements of a slab of a tensor, or of a piece of it: more than that many are never put in order at a time."""
+    return max(numel // _MOST_SLABS, 2 * _SMALLEST_SLAB) * 5 // 4
 
 
 @dataclass(frozen=True)
@@ -241,22 +306,9 @@ class Route:
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
         shape, cut = self._piece(mesh_dim, self.cuts[mesh_dim])
         target = self.replace(mesh_dim, Whole())
-        local_shape = self._owned(target).local_shape
-        numel = math.prod(shape)
-        stretches, columns = _stretches(shape, cut, size), _columns(shape, cut, size)
-        splits: Sequence[int]
-        if stretches is not None:
-            splits, receives = _splits(stretches), _everything(numel)
-            sends = _everything(splits[rank])
-        elif columns is not None:
-            splits, receives = columns.splits(0, numel), columns.spread(0, numel)
-            sends = _everything(splits[rank])
-        else:
-            whole = owned(shape, (), (), ())
-            peers = {p: common_parts(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
-            splits, receives = _numels(peers, size), merged_parts(part for pairs in peers.values() for _, part in pairs)
-            sends = merged_parts(part for part, _ in peers[rank])
-        self.steps.append(Gather(mesh_dim, splits, sends, receives, local_shape))
+        all_of_it = _slab(shape, cut, size, rank, 0, math.prod(shape))
+        parts = (all_of_it.splits, all_of_it.sends, all_of_it.receives)
+        self.steps.append(Gather(mesh_dim, *parts, self._owned(target).local_shape, rank, shape, cut))
         self.cuts = target
 
     def _exchange_dim(self, mesh_dim: int, target: tuple[Cut, ...]) -> None:
@@ -332,6 +384,25 @@ class Route:
             chosen = math.prod(size for i, size in enumerate(self.mesh_shape) if i > mesh_dim and _is_chunk_of_0(self.cuts[i]))
             return shape, Run(cut.ndims, cut.units, cut.split_factor // chosen)
         return shape, cut
+
+
+def _slab(shape: tuple[int, ...], cut: Cut, size: int, rank: int, start: int, stop: int) -> Slab:
+    """The stretch ``[start, stop)`` of the storage of ``shape`` that ``cut`` gives to ``size`` ranks."""
+    stretches, columns, numel = _stretches(shape, cut, size), _columns(shape, cut, size), math.prod(shape)
+    if stretches is not None and stop - start == numel:
+        splits = _splits(stretches)
+        return Slab(start, stop, splits, _everything(splits[rank]), _everything(numel))
+    if columns is not None:
+        before, own = columns.counts(rank, (0, start, stop))
+        sends = (Part(before, (own,), (1,)),) if own else ()
+        return Slab(start, stop, columns.splits(start, stop), sends, columns.spread(start, stop))
+    if stop - start == numel:
+        whole = owned(shape, (), (), ())
+    else:
+        whole = owned(shape, (3,), (Run(len(shape), Units.of((start, stop - start, numel - stop))),), (1,))
+    peers = {p: common_parts(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
+    receives = merged_parts(part for pairs in peers.values() for _, part in pairs)
+    return Slab(start, stop, _numels(peers, size), merged_parts(part for part, _ in peers[rank]), receives)
 
 
 # --- stretches of storage ------------------------------------------------------------------------------------------

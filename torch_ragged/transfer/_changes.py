@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from torch_ragged.tensor._redistribute import part_view
+from torch_ragged.tensor._carry import pack, part_view
 from torch_ragged.tensor._route import Part
 from torch_ragged.transfer._atoms import parts_within
 
@@ -56,9 +56,7 @@ def _chunks(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> It
             chunk = whole[start:stop]
         else:
             chunk = torch.empty(stop - start, dtype=dtype, device=flat.device)
-            within = list(parts_within(parts, start, stop))
-            for part, place in zip(within, chunk.split([part.numel for part in within])):
-                place.view(part.sizes).copy_(part_view(flat, part))
+            pack(chunk, flat, list(parts_within(parts, start, stop)))
         raw = chunk.view(torch.uint8)
         if len(raw) % 4:
             raw = torch.cat([raw, raw.new_zeros(-len(raw) % 4)])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Union
 import torch
 import torch.distributed as dist
 
-from torch_ragged.tensor._redistribute import copy_into, part_view
+from torch_ragged.tensor._carry import copy_into, pack, part_view
 from torch_ragged.tensor._route import Part
 from torch_ragged.transfer._atoms import Atom, Copy
 from torch_ragged.transfer._changes import checksum
@@ -132,16 +132,14 @@ class Execution:
         outbox = [_Letter(each, atom, atom.receivers[0]) for each, atom in atoms if atom.sender == self._rank]
         inbox = [_Letter(each, atom, atom.sender) for each, atom in atoms if atom.receivers[0] == self._rank]
 
-        def pack(letter: _Letter, place: torch.Tensor) -> None:
-            flat, parts = self._source_of(letter.slice_, letter.atom)
-            for part, piece in zip(parts, place.split([part.numel for part in parts])):
-                piece.view(part.sizes).copy_(part_view(flat, part))
+        def pack_letter(letter: _Letter, place: torch.Tensor) -> None:
+            pack(place, *self._source_of(letter.slice_, letter.atom))
 
         def straight(letter: _Letter) -> torch.Tensor:
             flat, parts = self._source_of(letter.slice_, letter.atom)
             return part_view(flat, parts[0])
 
-        mail = self._post(atoms, outbox, inbox, pack, straight)
+        mail = self._post(atoms, outbox, inbox, pack_letter, straight)
         mail.staged = staged
         return mail
 

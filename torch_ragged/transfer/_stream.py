@@ -27,9 +27,10 @@ from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages, is_gloo
 from torch_ragged._ranks.peers import issued_on, peers_named, wait_for
 from torch_ragged._register._torch import local_tensor, waited
+from torch_ragged.tensor._carry import Pending, all_gather, memory_of
 from torch_ragged.tensor._global_layout import layout_of
-from torch_ragged.tensor._redistribute import copy_into, part_view, plan, warn_of_order
-from torch_ragged.tensor._route import Gather, Part
+from torch_ragged.tensor._redistribute import mesh_group, plan, warn_of_order
+from torch_ragged.tensor._route import Gather, most_of_slab
 from torch_ragged.transfer._sides import is_extra_state
 
 __all__ = ["stream"]
@@ -63,7 +64,8 @@ def stream(
             they are. Names and their order must be equal on all ranks.
         max_bytes: the most bytes of the yielded tensor, of the tensors in flight, and of buffers, together. If one tensor alone
             needs more, it is the only one. A tensor whose shards are not consecutive in memory (columns, or model parallelism
-            beside the shards) needs its bytes twice while it is unpacked. A tied tensor comes once for each of its names.
+            beside the shards) needs 8 % of its bytes more while it is put in order, or up to 2.6 million elements if that is
+            more. A tied tensor comes once for each of its names.
         dtype: the dtype of yielded floating-point tensors. They are cast before they are all-gathered. None: each its own.
 
     Yields:
@@ -78,6 +80,7 @@ def stream(
             Or, when ranks iterate, they differ in the tensors of a mesh or in ``dtype``: on all ranks, before these tensors
             are gathered.
         TypeError: ``dtype`` is not a floating-point dtype.
+        NotImplementedError: ranks of a mesh are not in ascending order, and torch is 2.11.
         PeerError: another rank died, or does not iterate.
 
     Source: TRL's and verl's loops over ``param.full_tensor()``, which gather one tensor at a time.
@@ -165,15 +168,9 @@ class _Need(NamedTuple):
 
 
 class _Issued(NamedTuple):
-    """A tensor on its way: ``received``, which is unpacked by ``receives`` if shards are not consecutive in memory.
+    """A tensor on its way. ``call`` names the collectives in errors, and to ranks that wait for this one."""
 
-    ``call`` names the collectives in errors, and to ranks that wait for this one.
-    """
-
-    received: torch.Tensor
-    works: Sequence[dist.Work] = ()
-    receives: tuple[Part, ...] = ()
-    shape: tuple[int, ...] | None = None
+    pending: Pending
     call: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     wait: Callable[[dist.Work], object] = dist.Work.wait
 
@@ -192,7 +189,10 @@ class _Gather:
             return _Need(nbytes, 2 * nbytes)
         if not gathers:
             return _Need(nbytes if self._dtype_of(tensor) != tensor.dtype else 0, 0)
-        return _Need(nbytes, 0 if len(gathers) == 1 and _is_everything(gathers[0].receives) else nbytes)
+        # Equal on all ranks, which must issue and wait in one order: only the last all-gather makes the same piece on all.
+        if len(gathers) == 1 and gathers[0].is_straight:
+            return _Need(nbytes, 0)
+        return _Need(nbytes, min(nbytes, most_of_slab(tensor.numel()) * self._dtype_of(tensor).itemsize))
 
     def compare(self, tensors: Sequence[tuple[str, torch.Tensor]], problem: Exception | None = None) -> None:
         """Return if all ranks of each mesh are about to gather the same tensors, in one order. Otherwise, all of them raise.
@@ -223,17 +223,19 @@ class _Gather:
         with torch.no_grad(), self._issuing or contextlib.nullcontext():
             tensor, dtype, gathers = tensor.detach(), self._dtype_of(tensor), _gathers(tensor)
             if not isinstance(tensor, DTensor):
-                return _Issued(tensor.to(dtype))
+                return _complete(tensor.to(dtype))
             mesh = tensor.device_mesh
             if gathers is None:
                 placed: Any = tensor.to(dtype).to(mesh.device_type)
-                return _Issued(placed.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True).to_local())
+                return _complete(placed.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True).to_local())
             local = waited(local_tensor(tensor))
             if not gathers:
-                return _Issued(local.to(dtype).to(mesh.device_type))
-            for step in gathers[:-1]:
-                local = self._completed(_gather(name, local, step, mesh, dtype))
-            return _gather(name, local, gathers[-1], mesh, dtype)
+                return _complete(local.to(dtype).to(mesh.device_type))
+            device = local.device if local.device.type == mesh.device_type else torch.device(mesh.device_type)  # Offloaded.
+            memory = memory_of(gathers, local.new_empty(0, dtype=dtype, device=device))
+            for step, whole in zip(gathers[:-1], memory):
+                local = self._completed(_gather(name, local, whole, step, mesh))
+            return _gather(name, local, memory[-1], gathers[-1], mesh)
 
     def wait(self, issued: _Issued) -> torch.Tensor:
         with self._issuing or contextlib.nullcontext():
@@ -244,15 +246,9 @@ class _Gather:
 
     def _completed(self, issued: _Issued) -> torch.Tensor:
         with issued.call:
-            for work in issued.works:
+            for work in issued.pending.works:
                 issued.wait(work)
-        tensor = waited(issued.received)
-        if issued.receives and not _is_everything(issued.receives):
-            result = tensor.new_empty(tensor.numel())
-            copy_into(result, tensor, issued.receives)
-            tensor.untyped_storage().resize_(0)  # A thread of gloo may keep it for a while after the wait.
-            tensor = result
-        return tensor if issued.shape is None else tensor.view(issued.shape)
+        return waited(issued.pending.wait())
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -279,37 +275,16 @@ def _gathers(tensor: torch.Tensor) -> list[Gather] | None:
     return gathers if len(gathers) == len(steps) else None
 
 
-def _is_everything(parts: Sequence[Part]) -> bool:
-    """Whether the packed parts are the whole in its order."""
-    return len(parts) == 0 or (len(parts) == 1 and parts[0].is_contiguous)
+def _complete(tensor: torch.Tensor) -> _Issued:
+    return _Issued(Pending(tensor, tuple(tensor.shape)))
 
 
-def _gather(name: str, local: torch.Tensor, step: Gather, mesh: DeviceMesh, dtype: torch.dtype) -> _Issued:
-    """Issue one all-gather: of ``received``, each rank writes its part, cast, and gets the others'."""
-    where = list(mesh.get_coordinate() or ())
-    rank, splits = where[step.mesh_dim], tuple(step.splits)
-    ranks = mesh.mesh[tuple(slice(None) if i == step.mesh_dim else here for i, here in enumerate(where))].tolist()
-    device = local.device if local.device.type == mesh.device_type else torch.device(mesh.device_type)  # Offloaded shards.
-    received = torch.empty(sum(splits), dtype=dtype, device=device)
-    own = received.split(splits)[rank]
-    if _is_everything(step.sends):
-        own.view(local.shape).copy_(local)
-    else:
-        flat = local.contiguous().view(-1)
-        for part, place in zip(step.sends, own.split([part.numel for part in step.sends])):
-            place.view(part.sizes).copy_(part_view(flat, part))
-    group = mesh.get_group(step.mesh_dim)
-    over_gloo = is_gloo(group, received.device)
+def _gather(name: str, local: torch.Tensor, whole: torch.Tensor, step: Gather, mesh: DeviceMesh) -> _Issued:
+    """Issue one all-gather into ``whole``, of shards that are cast to its dtype."""
+    group = mesh_group(mesh, (step.mesh_dim,))
     call = peers_named(
         _CALL, name, functools.partial(dist.get_process_group_ranks, group), [issued_on(group).issue(_CALL, name)]
     )
-    pieces = received.view(torch.uint8).split([split * dtype.itemsize for split in splits])
-    # Of a mesh whose ranks do not ascend, the group has another order. gloo's all-gather fills memory of its own first.
-    if len(set(splits)) == 1 and ranks == sorted(ranks) and not over_gloo:
-        works = [dist.all_gather_into_tensor(received.view(torch.uint8), pieces[rank], group=group, async_op=True)]
-    else:
-        works = [
-            dist.broadcast(piece, source, group=group, async_op=True) for source, piece in zip(ranks, pieces) if piece.numel()
-        ]
+    pending = all_gather(step, local.contiguous().view(-1), whole, group, is_async=True)
     # Over gloo, a rank that waits looks at times whether others have failed, or do not iterate.
-    return _Issued(received, works, step.receives, step.local_shape, call, wait_for if over_gloo else dist.Work.wait)
+    return _Issued(pending, call, wait_for if is_gloo(group, whole.device) else dist.Work.wait)
