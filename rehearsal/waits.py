@@ -21,7 +21,7 @@ PACKAGE = HERE.parent / "torch_ragged"
 FOLDERS = ("fsdp", "transfer", "checkpoint", "optim", "random", "tensor")
 """Where device work is issued. Elsewhere, hosts wait for stores and for gloo."""
 
-NAMES = ("wait", "wait_event", "wait_stream", "record", "record_event", "synchronize")
+NAMES = ("wait", "wait_tensor", "wait_event", "wait_stream", "record", "record_event", "synchronize")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _removed(call: ast.Call, is_statement: bool) -> str | None:
     name, values = call.func.attr, call.args
     if name == "record_event":
         return "__import__('torch').cuda.Event()"
-    if name != "wait":
+    if name not in ("wait", "wait_tensor"):
         return "None" if is_statement else None
     if len(values) > 1 or call.keywords or (values and isinstance(values[0], ast.List) and not is_statement):
         return None  # A store's, or with a timeout.

@@ -32,8 +32,9 @@ class WaitsTest(unittest.TestCase):
         self.assertEqual(issued.removed, "group.broadcast([result], options)")  # It is issued all the same.
         recorded = texts[("fsdp/comm/experimental/_peer_memory.py", "SymmetricPeerMemory.exchange")]
         self.assertIn("Event()", recorded.removed)
-        functional = texts[("tensor/_redistribute.py", "Pending.wait")]
-        self.assertEqual((functional.text, functional.removed), ("_FUNCTIONAL.wait(self.data)", "self.data"))
+        functional = texts[("tensor/_carry.py", "Pending.wait")]
+        self.assertEqual(functional.text, "torch.ops._c10d_functional.wait_tensor(self.data)")
+        self.assertEqual(functional.removed, "self.data")
         self.assertEqual(texts[("fsdp/core/_dbuffer.py", "order_behind")].removed, "None")
 
     def test_a_store_and_a_timeout_are_no_waits_of_a_stream(self):
