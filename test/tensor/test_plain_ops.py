@@ -560,6 +560,19 @@ class RedistributeTest(unittest.TestCase):
         assert count == 24, count
 
     @ranks(4)
+    def test_positions_of_extremes_have_the_placements_that_they_say():
+        """torch 2.15 names placements of a redistribution that its handler does not make."""
+        mesh = mesh_of(2, 2)
+        for shape in ((2, 16), (4, 2, 6), (3, 4)):
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            for placements in itertools.product((R, *map(Shard, range(len(shape)))), repeat=2):
+                tensor = distribute_tensor(whole, mesh, placements)
+                for dim, keeps in itertools.product((0, -1), (False, True)):
+                    with as_one_device():
+                        found = tensor.argmax(dim, keepdim=keeps)
+                    assert found.full_tensor().equal(whole.argmax(dim, keepdim=keeps)), (shape, placements, dim, keeps)
+
+    @ranks(4)
     def test_views_of_strided_shards_have_the_values_of_one_device():
         """torch's rule looks at one mesh dimension at a time. (Shard(0), strided by 4) of 32 rows is no cut of 4 x 8."""
         mesh, whole = mesh_of(2, 2), torch.arange(128.0).view(32, 4)

@@ -223,7 +223,25 @@ def _arg_extreme(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         return on_whole_tensors(op, args, kwargs)
     given = _without_empty_parts(args)
     args = dims_from_the_front(op, args if given is None else tuple(given))  # Of one row, torch's handler would count wrong.
-    return _torchs_handlers.get(op, _by_torch)(op, args, kwargs)
+    handler = _torchs_handlers.get(op)
+    return _by_torch(op, args, kwargs) if handler is None else _as_reduced(args, kwargs, handler(op, args, kwargs))
+
+
+def _as_reduced(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+    """What torch's handler has computed, with the placements that it has: since torch 2.15, it names those of another way."""
+    mesh, placements = args[0].device_mesh, args[0].placements
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    is_plain = isinstance(result, DTensor) and all(isinstance(p, (Shard, Replicate)) for p in placements)
+    if not is_plain or (dim is None and args[0].ndim):
+        return result
+    kept = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    after = [
+        Replicate() if p.is_shard(dim) else Shard(p.dim - 1) if isinstance(p, Shard) and p.dim > (dim or 0) and not kept else p
+        for p in placements
+    ]
+    if list(result.placements) == after:
+        return result
+    return DTensor.from_local(result._local_tensor, mesh, after, run_check=False, shape=result.shape, stride=result.stride())
 
 
 def _without_empty_parts(args: Sequence[Any]) -> list[Any] | None:
