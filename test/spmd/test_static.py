@@ -16,6 +16,7 @@ from unittest import mock
 import expecttest
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from common import enter_fake_group, error_of, ranks, run_ranks
 from torch import nn
@@ -292,6 +293,10 @@ class StaticTest(unittest.TestCase):
                 assert torch.equal(param, before[name][0]) and torch.equal(param.grad, before[name][1]), name
         check, optimizer, counter = model.static_modules.check, torch.optim.SGD(model.parameters(), lr=0.1), itertools.count()
         assert error_of(check, lambda: model(torch.randint(24, (4, 6))).backward()) == ""  # Equal random numbers in each run.
+        given = None if dist.get_rank() else lambda: model(ids).backward()
+        assert "takes a function that runs a step, got a NoneType" in error_of(check, given)  # On rank 0, too.
+        model.register_buffer("mask", torch.ones(1, 6).expand(4, 6))  # Its memory can't be written to as a whole.
+        assert error_of(check, lambda: model(ids).backward()) == ""
         text = error_of(check, lambda: (model(ids).backward(), optimizer.step()))
         assert "the step writes to " in text and "leave optimizer.step() out of it" in text, text
         text = error_of(check, lambda: (model(ids) * next(counter)).backward())

@@ -215,8 +215,9 @@ class StaticModules:
             AssertionError: static mode has other bits than eager mode. On every rank; ranks that found nothing raise a
                 RuntimeError.
             ValueError: the step writes to parameters, or two eager runs differ. On every rank, as above.
+            TypeError: ``step`` cannot be called. On every rank, before anything runs.
 
-        Collectives: those of five steps; one all-reduce of 24 bytes per mesh dimension.
+        Collectives: those of five steps; before and after them, one all-reduce of 24 bytes per mesh dimension.
         """
         check_step(self._regions[""].module, self.mesh, step, functools.partial(setattr, self, "is_checking"))
 

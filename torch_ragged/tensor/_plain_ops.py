@@ -31,7 +31,7 @@ from torch_ragged.tensor._ops import decomposition_of, dims_from_the_front, retu
 from torch_ragged.tensor._ops._rules import is_written
 from torch_ragged.tensor._ops._whole_tensors import on_whole_tensors, placed_as
 from torch_ragged.tensor._owned_boxes import owned_boxes
-from torch_ragged.tensor._ownership import Owned, owned, row_major
+from torch_ragged.tensor._ownership import Owned, Whole, owned, row_major
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._read import read_item
 from torch_ragged.tensor._redistribute import is_permuted
@@ -241,6 +241,7 @@ def _as_reduced(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any
     ]
     if list(result.placements) == after:
         return result
+    # Without communication: the handler has gathered over the ranks that cut the dimension, so each has its whole part.
     return DTensor.from_local(result._local_tensor, mesh, after, run_check=False, shape=result.shape, stride=result.stride())
 
 
@@ -571,8 +572,10 @@ def _check_view(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None
 
 
 def _has_other_parts(given: DTensorSpec, result: Any) -> bool:
-    """Whether a view by torch's rule would place other elements on a rank than it has: of strided shards, it looks at one mesh
-    dimension at a time, and at no ``split_factor`` of a dimension that is joined with others."""
+    """Whether a view by torch's rule would place other elements on a rank than it has.
+
+    Of strided shards, the rule looks at one mesh dimension at a time, and at no ``split_factor`` of joined dimensions.
+    """
     if not any(isinstance(p, _StridedShard) for p in (*given.placements, *result.placements)):
         return False
     return _differ(tuple(given.shape), given.placements, tuple(result.shape), result.placements, tuple(given.mesh.shape))
@@ -600,9 +603,11 @@ def _differ(
         )
         shape, other = shape[:-1], other[:-1]
     before, after = cuts_of(old), cuts_of(new)
+    # Each rank looks at all coordinates: whether the tensor is gathered must be decided alike. Once per shape, in integers.
+    ranks = [range(1 if a == b == Whole() else size) for a, b, size in zip(before, after, mesh_shape)]
     return any(
         _runs(shape, owned(shape, mesh_shape, before, where)) != _runs(other, owned(other, mesh_shape, after, where))
-        for where in itertools.product(*map(range, mesh_shape))
+        for where in itertools.product(*ranks)
     )
 
 

@@ -84,9 +84,10 @@ def stream(
         PeerError: another rank died, or does not iterate.
 
     Source: TRL's and verl's loops over ``param.full_tensor()``, which gather one tensor at a time.
-    Collectives: for each DTensor and each mesh dimension that cuts it, one all-gather; over gloo, or if shards are uneven, one
-    broadcast per shard. For a Partial, those of ``redistribute`` to ``Replicate()``. Before them, to compare: for each mesh, or
-    for each of ``pairs``, one all-reduce of 24 bytes per mesh dimension, for which the host waits.
+    Collectives: for each DTensor and each mesh dimension that cuts it, one all-gather; over gloo, one broadcast per shard. If
+    shards are not consecutive in a large tensor, so for each of its slabs, about 16 at most. For a Partial, those of
+    ``redistribute`` to ``Replicate()``. Before them, to compare: for each mesh, or for each of ``pairs``, one all-reduce of 24
+    bytes per mesh dimension, for which the host waits.
     """
     given = model.state_dict() if isinstance(model, nn.Module) else model
     device = torch.accelerator.current_accelerator(check_available=True)

@@ -166,6 +166,7 @@ def redistribute_rows(
     if any(isinstance(p, _Ragged) and p != view for p in (*source, *target)):
         side, shard = source if view in source else target, Shard(view.dims[0])
         between: tuple[Placement, ...] = (*side[:at], shard, *side[at + 1 :])
+        # Two exchanges, where one by way of Replicate would hold the whole tensor on each rank.
         for here, there in ((source, between), (between, target)):
             if has_ragged_rows((*here, *there)):
                 local = redistribute_rows(local, mesh, shape, here, there)
