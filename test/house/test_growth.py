@@ -104,7 +104,10 @@ def saved(mesh, folder):
 
 def saved_in_background(mesh, folder):
     group = group_of(range(dist.get_world_size()), "saves")  # Made once.
+    others = threading.enumerate()
     checkpoint.async_save(f"{folder}/async", checkpoint.TrainState(*trained(mesh)), process_group=group).result()
+    for thread in set(threading.enumerate()) - set(others):
+        thread.join(timeout=60)  # The save's thread holds tensors for a moment after the result is there.
 
 
 def clipped(mesh, folder):
