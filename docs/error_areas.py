@@ -71,7 +71,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.elastic._dormant_group",
             "fsdp.core._fsdp_param_group",
             "fsdp.core._fsdp_state",
-            "fsdp.core._weight_gradient",
+            "fsdp.grads._weight_gradient",
         ),
         """
         The model was used in an order that its hooks cannot follow: parameters changed while they were unsharded, a

@@ -210,10 +210,12 @@ SERIES = (
     Step(
         "0013-fsdp-gradients",
         (
-            "fsdp/core/_fsdp_grad.py",
             "fsdp/core/_grad_buffer.py",
             "fsdp/core/_grad_reduction.py",
-            "fsdp/core/_weight_gradient.py",
+            "fsdp/grads/__init__.py",
+            "fsdp/grads/_fsdp_grad.py",
+            "fsdp/grads/_gradient_view.py",
+            "fsdp/grads/_weight_gradient.py",
         ),
         ("fsdp/core/weight_gradient_cases.py", "fsdp/core/test_weight_gradient_fallback.py"),
     ),
@@ -236,6 +238,7 @@ SERIES = (
             "fsdp/core/encodings/_tensor_types.py",
             "fsdp/files/*.py",
             "fsdp/gates/*.py",
+            "fsdp/grads/_compute_parameter.py",
             "fsdp/memory/*.py",
             "tensor/_replaced.py",
         ),

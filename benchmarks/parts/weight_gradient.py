@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common.measure import interleaved, microseconds, print_table, write_json
-from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
+from torch_ragged.fsdp.grads._weight_gradient import ComputeParameter
 
 EXPERTS, IN, OUT = 8, 512, 2048
 Layer = tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tuple[int, ...], tuple[int, ...]]

@@ -92,7 +92,8 @@ for number, version in enumerate(versions):
         continue
     torch.__version__ = type(torch.__version__)(version)
     from torch_ragged.fsdp.core import _fsdp_param_group as group
-    line = json.dumps([group._KEEPS_WIDE_GRADIENTS, group.allows_split_backward()])
+    from torch_ragged.fsdp.grads._weight_gradient import allows_split_backward
+    line = json.dumps([group._KEEPS_WIDE_GRADIENTS, allows_split_backward()])
     os.write(1, f"{line}\\n".encode())  # At once: two may print.
     os._exit(0)
 """

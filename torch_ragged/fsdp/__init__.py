@@ -39,9 +39,9 @@ from torch_ragged.fsdp.codes._float8_weight import (
     float8_weight,
 )
 from torch_ragged.fsdp.core._dbuffer import DBuffer
-from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import reshard_to
+from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout

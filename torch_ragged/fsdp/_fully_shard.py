@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,8 @@ from torch_ragged.fsdp.gates._untrained import (
     note_replaced,
     sharded_originals,
 )
+from torch_ragged.fsdp.grads._compute_parameter import compute_parameter
+from torch_ragged.fsdp.grads._gradient_view import UnsynchronizedView
 from torch_ragged.fsdp.memory._resident import BufferPlacements
 from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy
 
@@ -215,6 +218,7 @@ def fully_shard(
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored)
         plans = plan_groups(found, dp, parts, mp_policy, orig_param_policy, shard_placement_fn)
         claim += written + _claim(plans, list(found))
+    plans = [dataclasses.replace(plan, compute_parameter=compute_parameter) for plan in plans]
     _move(modules, found if dp.is_member else {}, device)
     kits, groups, may_fail = list[Kit](), list[FSDPParamGroup](), False
     with torch.inference_mode(False):  # Later steps train these parameters.
@@ -235,6 +239,7 @@ def fully_shard(
             note_replaced(param.value, param.fqn, *param.registered_names[0])
             owners.update(param.registered_names)
     for group in groups:
+        group.settings.view = UnsynchronizedView
         group.register()
     if not isinstance(reshard_after_forward, (bool, type(None))):
         reshard_after_forward = reshard_after_forward > 1

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged.fsdp import fully_shard, memory_report, monitor, rows
-from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
+from torch_ragged.fsdp.grads._weight_gradient import ComputeParameter
 
 
 class Halved(torch.Tensor):

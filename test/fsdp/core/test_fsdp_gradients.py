@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import ZERO2, fully_shard
 from torch_ragged.fsdp.core._forward_order import Pass
-from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
+from torch_ragged.fsdp.grads._weight_gradient import ComputeParameter
 
 
 class Watched(torch.autograd.Function):

@@ -43,7 +43,7 @@ from weight_gradient_cases import (
 from torch_ragged._register._torch import fsdp2_keeps_wide_gradients
 from torch_ragged.fsdp import fully_shard, plan_layout, rows
 from torch_ragged.fsdp.core._dbuffer import DBuffer
-from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
+from torch_ragged.fsdp.grads._weight_gradient import ComputeParameter
 from torch_ragged.fsdp.layout._buffer_layout import TensorSpec
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 from weight_gradient_cases import B, K, M, N, direct, gradient, linear_case, run, tensors
 
-from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
+from torch_ragged.fsdp.grads._weight_gradient import ComputeParameter
 
 
 class FallbackTest(unittest.TestCase):

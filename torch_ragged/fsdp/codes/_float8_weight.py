@@ -23,7 +23,7 @@ from torch_ragged._register._torch import (
     recomputation_ends,
 )
 from torch_ragged.fsdp.codes._float8_planes import Float8Planes
-from torch_ragged.fsdp.core._weight_gradient import GradientTarget, weight_gradient
+from torch_ragged.fsdp.grads._weight_gradient import GradientTarget, weight_gradient
 from torch_ragged.tensor._ownership import row_major
 
 __all__ = ["Float8Weight", "float4_weight", "float8_matmul_weight", "float8_weight"]

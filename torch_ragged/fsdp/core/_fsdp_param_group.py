@@ -40,9 +40,8 @@ from torch_ragged.fsdp.core._fsdp_param import (
     local_of,
 )
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer, register_last
-from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradReduction, ReductionSettings
+from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradientView, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._kit import GroupPlan, Kit
-from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
 from torch_ragged.fsdp.core.encodings._plain import Keeper, Phase
 from torch_ragged.fsdp.layout._buffer_layout import RowsLayout
 
@@ -126,6 +125,7 @@ class FSDPParamGroup:
         process_groups: the collectives of the mesh's process groups, also if :attr:`collectives` are others.
         offloads_params: whether shards and ``.grad`` are on the CPU, where the optimizer runs.
         settings: what the user has set of reductions.
+        view: what ``.grad`` shows of gradients that wait for a later reduction; None: there are none.
         pools: make the memory of unsharded parameters and of gradients.
         gradient_user: uses reduced gradients within backward; None: they are in ``.grad`` at its end.
         names: the first parameter's name, and the number of the others: for errors.
@@ -157,6 +157,7 @@ class FSDPParamGroup:
         self.gradient_user: GradientUser | None = None
         self.process_groups = kit.collectives
         self.settings = ReductionSettings()
+        self.view: GradientView | None = None
         self.fqn, self.comm = "", FSDPCommContext()
         self._root: Callable[[], Root | None] | None = None
         self._sharded_state = ShardedState.SHARDED
@@ -233,22 +234,15 @@ class FSDPParamGroup:
     def _init_unsharded_param(self, index: int, param: FSDPParam, value: torch.Tensor) -> None:
         """Make an unsharded parameter of ``value``. Its gradients go to the gradient buffer."""
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
-        # If that costs less than one copy, matmuls write the gradient into the buffer: nothing to copy, nothing to allocate.
-        is_matrix = value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE and value.is_floating_point()
-        has_layout = not self.shards.are_typed and self.param_dtype == self.grad_buffer.dtype
-        writes = is_matrix and has_layout and not param.distribution.reduces_gradient and allows_split_backward()
-        if writes and self.encoding.computes_in_buffer:
-            param.unsharded = compute = ComputeParameter(value)
-            compute.gradient_target = _Target(weakref.ref(self), index)
-        else:
-            param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
-            if writes and hasattr(param.unsharded, "gradient_target"):  # A weight that holds codes.
-                param.unsharded.gradient_target = _Target(weakref.ref(self), index)
+        makes, made = self.plan.compute_parameter, None
+        if makes is not None and value.numel() >= SMALLEST_WRITTEN_IN_PLACE:
+            made = makes(self, index, value)
+        param.unsharded = nn.Parameter(value, requires_grad=has_gradients) if made is None else made
         if has_gradients:  # torch refuses hooks on tensors without gradients.
             keeps_wide = _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize
             if keeps_wide and not self.encoding.makes_params:
                 param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
-                param.may_be_wide = not isinstance(param.unsharded, ComputeParameter)
+                param.may_be_wide = getattr(param.unsharded, "may_be_wide", True)
             # Autograd's hooks are invisible to the garbage collector, so this one must not hold the group.
             register_last(param.unsharded, functools.partial(_take, weakref.ref(self), index))
         param.unsharded.requires_grad_(param.requires_grad)
@@ -524,16 +518,27 @@ class FSDPParamGroup:
     @property
     def is_unsynchronized(self) -> bool:
         """Between passes: whether gradients wait for a later reduction. Equal on all ranks."""
-        return self.needs_reduction or self.reduction.holds_kept
+        return self.needs_reduction or self.reduction.kept is not None
 
     @property
     def was_reached(self) -> bool:
         """Whether pre-backward of the current pass has reached the group, on any rank."""
         return self._pass is not None and not self._pass.is_over
 
+    def show_waiting(self) -> None:
+        """A pass is over: show the gradients that wait for a later reduction in ``.grad``, if there are any."""
+        if self.is_unsynchronized and self.view is None and self.settings.view is not None:
+            self.view = self.settings.view(self.reduction, self.needs_reduction)
+
+    def take_back(self) -> None:
+        """Gradients may change next: ``.grad`` has what is reduced again."""
+        view, self.view = self.view, None
+        if view is not None:
+            view.take_back()
+
     def expect_gradients(self, current: Pass, accumulates: bool = False) -> None:
         """Backward has reached the group, on this rank or on another one: all ranks will reduce, or accumulate."""
-        self.reduction.take_back()
+        self.take_back()
         # What ranks do next depends on this, not on gradients: one of them may get none.
         self._pass, self._reached_in = current, backward_id()
         self.needs_reduction |= self.is_trainable
@@ -542,7 +547,7 @@ class FSDPParamGroup:
     def before_gradient(self) -> None:
         """A gradient is about to be written: drop those of a pass that raised, and let nothing read the gradient buffer."""
         if self._reached_in != backward_id():  # Mostly, pre-backward has started this pass.
-            self.reduction.take_back()
+            self.take_back()
             root = None if self._root is None else self._root()
             if self.was_reached or self.is_unhooked:
                 if root is None:
@@ -556,7 +561,7 @@ class FSDPParamGroup:
         if self.reduction.in_flight is not None:
             self.reduction.wait()
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """A buffer of gradients is allocated next: other groups' reductions end first, so that their memory is free."""
         # They are waited for if they hold a second buffer, as over gloo: on a GPU, waiting would block the stream and save no
         # memory. They are not finished, as that issues HSDP's all-reduce: all ranks must issue it at the same moment, and they
@@ -589,7 +594,7 @@ class FSDPParamGroup:
             gradient = in_buffer_form(gradient, self.layout, index)
         if has_graph or not (buffer.may_borrow and buffer.borrow(gradient)):
             if not buffer.is_open:
-                self._make_room()
+                self.make_room()
             buffer.add(index, gradient)
         # Reduced in this pass. But a parameter that was unsharded by hand may be used outside of forward, on this rank alone:
         # then no rank expects its gradient, which waits for the next pass that reaches the group, as in FSDP2.
@@ -614,7 +619,7 @@ class FSDPParamGroup:
         """End of a backward pass that reduces nothing: gradients accumulate in ``reduce_dtype``, as many narrow sums round."""
         self.may_hold_sum = True
         if self.reduction.state is not GradientState.REDUCING:  # There is no new gradient since then.
-            self._make_room()
+            self.make_room()
             # Sums over passes are in the dtype of sums over ranks: many additions in a narrow one would lose bits.
             self.grad_buffer.widen()
 
@@ -624,7 +629,7 @@ class FSDPParamGroup:
             self.needs_reduction = False
             # An earlier reduction of this group: results are added in the order of the reductions.
             self.reduction.finish()
-            self.reduction.take_back()
+            self.take_back()
             # Equal on all ranks: if gradients may have accumulated, or if parameters stay gathered, so that ranks may have run
             # different numbers of passes since the last reduction, all ranks send the wide dtype.
             self.reduction.start(is_one_pass=not self.may_hold_sum and self.keeper is None)
@@ -636,6 +641,7 @@ class FSDPParamGroup:
             self.gradient_user.drop(self)
         # First, as waits below may raise: the group must not reduce what it has dropped.
         self.needs_reduction, self._pass = False, None
+        self.take_back()
         return self.reduction.drop()
 
     # -- sharded parameters ----------------------------------------------------------------------------------------
@@ -721,35 +727,3 @@ def _take(reference: weakref.ref[FSDPParamGroup], index: int, unsharded: torch.T
         group = reference()
         assert group is not None
         group.add_gradient(index, gradient)
-
-
-@dataclasses.dataclass
-class _Target:
-    """Where a matmul writes the gradient of one parameter. Autograd saves it, so it has only a weak reference to the group."""
-
-    _group: weakref.ref[FSDPParamGroup]
-    _index: int
-
-    def begin(self) -> tuple[torch.Tensor, bool] | None:
-        group = self._group()
-        if group is None:
-            return None
-        # A graph may outlive its model: without the group, above, autograd gets the gradient itself.
-        param = group.params[self._index]
-        with as_plain_tensors():
-            param.sync_requires_grad()
-            hooks = getattr(param.unsharded, "_post_accumulate_grad_hooks", None) or {}
-            # Hooks of the user must see the gradient, so that it goes through autograd.
-            if not param.requires_grad or param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
-                return None
-        group.before_gradient()
-        if not group.grad_buffer.is_open:
-            group._make_room()
-        view, holds_gradient = group.grad_buffer.target(self._index)
-        return param.distribution.gathered(view), holds_gradient
-
-    def done(self) -> None:
-        group = self._group()
-        assert group is not None
-        group.grad_buffer.mark(self._index)
-        group.needs_reduction = group.needs_reduction or group.was_reached or group.is_unhooked  # As in add_gradient().

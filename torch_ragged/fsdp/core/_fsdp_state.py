@@ -648,9 +648,8 @@ class FSDPStateContext:
                             group.keeper.invalidate()
                 for user, groups in used_by.items():
                     user.finish(groups)
-                for group in self.groups:  # Gradients that wait are shown as FSDPGrads.
-                    if group.is_unsynchronized:
-                        group.reduction.publish(group.needs_reduction)
+                for group in self.groups:
+                    group.show_waiting()
                 self.states[0].comm.forget(self.groups)
                 in_forward = self.in_forward
                 for state in self.states:
@@ -671,7 +670,7 @@ class FSDPStateContext:
             raise RuntimeError("synchronize_gradients must be called outside of forward and backward")
         self.drop_raised_backward()
         for group in self.groups:
-            group.reduction.take_back()
+            group.take_back()
         if any(group.is_unsynchronized for group in self.groups):
             self._reduce_waiting()
         # The step follows: gathered parameters would be out of date, and model.parameters() must be what it changes.

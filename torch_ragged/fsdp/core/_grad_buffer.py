@@ -219,23 +219,6 @@ class GradBuffer:
         self._gather_streams(current_stream(self.device))
         return views[index]
 
-    def forget(self, index: int) -> None:
-        """Between passes: drop the gradient of one parameter."""
-        param = self.params[index]
-        if (view := self.accumulated(index)) is not None:
-            view.zero_()
-        param.has_gradient = param.was_used = False
-        param.pending = None
-
-    def copied(self) -> DBuffer:
-        """Between passes: a copy of the buffer in ``reduce_dtype``, with zeros where this rank has no gradient."""
-        flat = torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self.device)
-        copy = DBuffer(self._layout, Partial(), self._rank, self.reduce_dtype, self.device, pool=Borrowed(flat))
-        for index in range(len(self.params)):
-            if (view := self.accumulated(index)) is not None:
-                copy.tensor(index).copy_(view)
-        return copy
-
     def completed(self, widens: bool) -> DBuffer:
         """The buffer to reduce. A parameter without a gradient on this rank contributes zeros.
 

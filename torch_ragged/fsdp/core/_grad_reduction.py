@@ -19,13 +19,12 @@ from torch_ragged._register._torch import GradientUse, dtensor_like, dtensor_of,
 from torch_ragged.fsdp.comm._collectives import NamedCollectives, Work
 from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._dbuffer import NO_LOG, DBuffer, MemoryLog, copy_stream, current_stream, order_behind
-from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.tensor._api import spec_of
 
-__all__ = ["GradReduction", "GradientState", "GradientUser", "ReductionSettings"]
+__all__ = ["GradReduction", "GradientState", "GradientUser", "GradientView", "ReductionSettings"]
 
 _SUM = Reduction(divisor=1.0, sum_only=True)
 
@@ -79,6 +78,19 @@ class GradientUser(Protocol):
         """Return when nothing is in use: a pass that raised may have left something."""
 
 
+class GradientView(Protocol):
+    """Between passes: what ``.grad`` shows of a group whose gradients wait for a later reduction."""
+
+    def shows(self, index: int) -> bool:
+        """Whether it has set ``.grad`` of parameter ``index``."""
+
+    def reduced(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The reduced part of ``gradient``, which is ``.grad`` of a parameter."""
+
+    def take_back(self) -> None:
+        """Gradients may change next: set ``.grad`` to its reduced part. The view is not used again."""
+
+
 @dataclass
 class ReductionSettings:
     """What the user has set of a group's reductions.
@@ -88,12 +100,14 @@ class ReductionSettings:
         requires_all_reduce: whether backward reduces over replicas.
         reduce_hook: is called with each reduced shard.
         max_reductions: how many modules' reduce-scatters may be in flight.
+        view: makes the view of gradients that wait, given the reduction, and whether any rank has some in its gradient buffer.
     """
 
     reduction: Reduction = field(default_factory=Reduction)
     requires_all_reduce: bool = True
     reduce_hook: Callable[[torch.Tensor], None] | None = None
     max_reductions: int = 1
+    view: Callable[[GradReduction, bool], GradientView] | None = None
 
 
 class GradReduction:
@@ -120,10 +134,10 @@ class GradReduction:
 
     Attributes:
         in_flight: the reduce-scatter in flight. Ranks may differ in when they have waited for it.
+        kept: shards that wait, reduced within each replica only. All ranks have them, or none.
+        intervals: where each parameter's elements begin and end in a shard.
         is_set: whether ``.grad`` was set before the end of this pass. Ranks may differ.
     """
-
-    has_memory = True  # Of the components of FSDPGrads.
 
     def __init__(
         self,
@@ -134,22 +148,19 @@ class GradReduction:
         settings: ReductionSettings,
         log: MemoryLog,
     ) -> None:
-        self._buffer, self._params, self._device = buffer, buffer.params, buffer.device
-        self._sharded, self._collectives, self._dp, self._settings, self._log = sharded, collectives, dp, settings, log
-        self._intervals = [sharded.interval(index) for index in range(len(self._params))]
+        self.buffer, self.params, self._device = buffer, buffer.params, buffer.device
+        self.sharded, self._collectives, self._dp, self.settings, self._log = sharded, collectives, dp, settings, log
+        self.intervals = [sharded.interval(index) for index in range(len(self.params))]
         self._placements = dp.placements  # Of reduced shards.
         self.in_flight: Work | None = None
         self._output: DBuffer | None = None  # The output of either, also after it has ended.
         self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
         self._moved: tuple[DBuffer, torch.Event] | None = None  # With offload: its copy to the CPU, in flight.
-        self._kept: DBuffer | None = None  # Reduced within each replica only.
+        self.kept: DBuffer | None = None
         self.is_set = False
         self._has_failed = False  # Whether the last reduce-scatter failed: its gradients are in no buffer.
         self._pending: dict[tuple[int, ...], list[int]] = {}  # What the output is pending on: see GradBuffer.pending.
-        self._published: dict[int, FSDPGrad] = {}  # Which ``.grad`` are FSDPGrads, by parameter. Equal on all ranks.
-        self._holds_unreduced = False  # Whether they have unreduced parts on any rank. Equal on all ranks.
-        self._copy: DBuffer | None = None  # What reading one of them has reduced.
 
     @property
     def state(self) -> GradientState:
@@ -157,29 +168,24 @@ class GradReduction:
         if self.in_flight is not None:
             # Read from what is there, not kept beside it: gradients may come at any time, by a hook of autograd.
             return GradientState.REDUCING
-        if self._buffer.holds_gradients:
+        if self.buffer.holds_gradients:
             return GradientState.ACCUMULATING
         return GradientState.REDUCED if self.buffers() or self._has_failed else GradientState.EMPTY
 
     def buffers(self) -> list[DBuffer]:
         """The reduced shards that are not in ``.grad`` yet."""
         in_all_reduce = None if self._all_reduce is None else self._all_reduce[1]
-        return [buffer for buffer in (self._reduced, self._kept, self._output, in_all_reduce) if buffer is not None]
+        return [buffer for buffer in (self._reduced, self.kept, self._output, in_all_reduce) if buffer is not None]
 
     @property
     def keeps_shards(self) -> bool:
         """Whether reduced shards wait for a later backward that reduces over replicas: see ``requires_all_reduce``."""
-        return self._dp.has_replicas and not self._settings.requires_all_reduce
+        return self._dp.has_replicas and not self.settings.requires_all_reduce
 
     @property
     def was_reduced(self) -> bool:
         """Whether this backward pass reduced gradients over all ranks."""
         return self.is_set or not (self._output is self._all_reduce is self._reduced is None)
-
-    @property
-    def holds_kept(self) -> bool:
-        """Whether shards wait that are reduced within each replica only. Equal on all ranks."""
-        return self._kept is not None
 
     def start(self, is_one_pass: bool) -> None:
         """Issue one reduce-scatter. A parameter without a gradient on this rank contributes zeros.
@@ -187,7 +193,7 @@ class GradReduction:
         Args:
             is_one_pass: whether no rank holds gradients of an earlier pass. Equal on all ranks.
         """
-        buffer, reduction = self._buffer, self._settings.reduction
+        buffer, reduction = self.buffer, self.settings.reduction
         # Sums over passes are in reduce_dtype, and are sent in it. Gradients of one pass may be sent as they came: equal on all
         # ranks, as it follows from dtypes, layouts and carriers.
         is_narrow = is_one_pass and buffer.dtype != buffer.reduce_dtype
@@ -215,7 +221,7 @@ class GradReduction:
             self._has_failed = True  # They count as not in ``.grad``, so that an optimizer's step warns.
             raise
         finally:  # Also if the wait raises: the next backward pass must not add to these gradients.
-            self._buffer.free()
+            self.buffer.free()
         # Only now: an output without a complete sum must not reach ``.grad``.
         self._output = output
 
@@ -240,45 +246,45 @@ class GradReduction:
             if pending:  # Of parameters that the model has distributed.
                 self._reduce_pending(output, pending)
         elif takes_kept:
-            output, self._kept = self._kept, None
+            output, self.kept = self.kept, None
         if output is None:
             return
         # The all-reduce of an earlier reduction of this group: results are added in the order of the reductions.
         if self._all_reduce is not None:
             self._finish_all_reduce()
-        if self._kept is not None:
-            output.flat.add_(self._kept.flat)
-            self._log.note(-self._kept.nbytes)
-            self._kept = None
+        if self.kept is not None:
+            output.flat.add_(self.kept.flat)
+            self._log.note(-self.kept.nbytes)
+            self.kept = None
         if not self._dp.has_replicas:
             self._add_reduced(output)
         elif self.keeps_shards:
             # In the same pass on all ranks, since the setting is.
-            self._kept = output
+            self.kept = output
         else:
             with profiler_range("all_reduce", self._collectives.fqn):
                 # In flight while other groups compute. All ranks issue it in one order, see FSDPState.reduce_gradients.
-                work = output.redistribute(self._placements, self._collectives, reduction=self._settings.reduction)
+                work = output.redistribute(self._placements, self._collectives, reduction=self.settings.reduction)
                 self._all_reduce = work, output
 
     def _shards(self, is_partial: bool, log: MemoryLog = NO_LOG) -> DBuffer:
         """A new buffer of reduced shards: ``is_partial`` over the first of two mesh dimensions, or over none."""
-        like, placements = self._sharded, self._placements
+        like, placements = self.sharded, self._placements
         if is_partial and len(placements) > 1:
             placements = Partial(), *placements[1:]
-        dtype = self._buffer.reduce_dtype
+        dtype = self.buffer.reduce_dtype
         return DBuffer(like.layout, placements, like.rank, dtype, self._device, log=log, levels=self._dp.levels)
 
     def _shard_at_home(self, dtype: torch.dtype) -> DBuffer:
         """A new buffer where the sharded parameters are, which becomes ``.grad``."""
-        like = self._sharded
+        like = self.sharded
         return DBuffer(like.layout, Shard(0), like.rank, dtype, like.flat.device, like.is_pinned, log=self._log)
 
     def _over_nodes(self, output: DBuffer) -> DBuffer:
         """Reduce the output of a reduce-scatter within nodes over the nodes, and wait for it."""
         # Not in wait(): a rank with a late gradient waits for its group's reduction before others, and another rank without
         # this gradient does not. Their second steps would meet those of other groups, and swap gradients.
-        shards, reduction = self._shards(is_partial=False, log=output.log), self._settings.reduction
+        shards, reduction = self._shards(is_partial=False, log=output.log), self.settings.reduction
         with profiler_range("reduce_scatter_second_step", self._collectives.fqn):
             output.redistribute(shards.placements, self._collectives, shards, reduction.rest()).wait()
         output.free()
@@ -291,9 +297,9 @@ class GradReduction:
         parameters, its ranks issue the all-reduce, too: all ranks count the same collectives.
         """
         for dims, indices in pending.items():
-            views = [output.flat[begin:end] for begin, end in (self._intervals[index] for index in indices)]
+            views = [output.flat[begin:end] for begin, end in (self.intervals[index] for index in indices)]
             flat = torch.cat(views)
-            group = self._params[indices[0]].distribution.group_over(dims)
+            group = self.params[indices[0]].distribution.group_over(dims)
             self._collectives.all_reduce(flat, _SUM, group).wait()
             torch._foreach_copy_(views, flat.split([view.numel() for view in views]))
 
@@ -304,21 +310,21 @@ class GradReduction:
         self._add_reduced(output)
 
     def _add_reduced(self, output: DBuffer) -> None:
-        if self._settings.reduce_hook is not None:
+        if self.settings.reduce_hook is not None:
             # Before it is added to earlier reductions: the hook sees each reduction once.
-            self._settings.reduce_hook(output.flat)
+            self.settings.reduce_hook(output.flat)
         if self._reduced is None:
             self._reduced = output
         else:
             self._drop_copy()  # Of the first part of the sum.
             self._reduced.flat.add_(output.flat)
             self._log.note(-output.nbytes)
-        if self._sharded.is_pinned:
+        if self.sharded.is_pinned:
             self._begin_copy(self._reduced)
 
     def _begin_copy(self, reduced: DBuffer) -> None:
         """Copy the reduced shard to the CPU, while backward goes on. :meth:`set_grads` waits for it."""
-        dtypes = {param.sharded.grad_dtype or reduced.flat.dtype for param in self._params}
+        dtypes = {param.sharded.grad_dtype or reduced.flat.dtype for param in self.params}
         if len(dtypes) > 1:
             return
         moved = self._shard_at_home(dtypes.pop())
@@ -350,11 +356,11 @@ class GradReduction:
         """
         if self.is_set or (self._reduced is None and self._all_reduce is None):
             return False
-        used = [param.was_used for param in self._params]
+        used = [param.was_used for param in self.params]
         if used_anywhere is None:
-            if self.in_flight is not None or self._all_reduce is not None or self._buffer.holds_gradients:
+            if self.in_flight is not None or self._all_reduce is not None or self.buffer.holds_gradients:
                 return False
-            for param, is_used in zip(self._params, used):
+            for param, is_used in zip(self.params, used):
                 sharded: Any = param.sharded
                 # Ranks come here at different moments, or not at all. So a hook added since forward, which may communicate,
                 # waits.
@@ -362,7 +368,7 @@ class GradReduction:
                 if has_hooks or (sharded.requires_grad and not is_used):
                     return False
         self.set_grads(used if used_anywhere is None else used_anywhere)
-        for param, is_used in zip(self._params, used):  # Other ranks ask at the end of the pass.
+        for param, is_used in zip(self.params, used):  # Other ranks ask at the end of the pass.
             param.was_used = is_used
         self.is_set = True
         return True
@@ -371,7 +377,7 @@ class GradReduction:
         """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
         if self.is_set and not self.buffers() and self.in_flight is None:
             self.is_set = False
-            for param, _ in zip(self._params, used_anywhere):
+            for param, _ in zip(self.params, used_anywhere):
                 param.was_used = False
             return
         self.finish()
@@ -381,11 +387,11 @@ class GradReduction:
         assert reduced is not None
         shards: dict[torch.dtype, DBuffer] = {}
         copied = None if self._moved is None else self._copied()
-        for param in self._params:
+        for param in self.params:
             dtype = param.sharded.grad_dtype or reduced.flat.dtype
             if dtype in shards:  # Mostly, all parameters have one.
                 continue
-            if (reduced.flat.dtype, reduced.flat.device) == (dtype, self._sharded.flat.device):
+            if (reduced.flat.dtype, reduced.flat.device) == (dtype, self.sharded.flat.device):
                 shards[dtype] = reduced
             elif copied is not None and copied.flat.dtype == dtype:
                 shards[dtype] = copied
@@ -394,14 +400,14 @@ class GradReduction:
                 scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
         if reduced not in shards.values():
             self._log.note(-reduced.nbytes)
-        for param, (begin, end), is_used in zip(self._params, self._intervals, used_anywhere):
+        for param, (begin, end), is_used in zip(self.params, self.intervals, used_anywhere):
             param.was_used = False
             sharded: Any = param.sharded
             if not is_used:
                 continue
             # Each gradient has its own version counter, as a tensor of the optimizer.
             shard = shards[sharded.grad_dtype or reduced.flat.dtype]
-            gradient: Any = self._gradient(param, shard.flat.data[begin:end])
+            gradient: Any = self.gradient(param, shard.flat.data[begin:end])
             if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
                 _check_hooks_run_once(param)
             # Autograd would run these hooks for a leaf: before it adds to .grad, and after that. Optimizers that step in
@@ -413,7 +419,7 @@ class GradReduction:
             for hook in (sharded._post_accumulate_grad_hooks or {}).values():
                 hook(sharded)
 
-    def _gradient(self, param: FSDPParam, flat: torch.Tensor) -> DTensor:
+    def gradient(self, param: FSDPParam, flat: torch.Tensor) -> DTensor:
         local, like = param.distribution.local(flat), param.sharded
         if flat.dtype == like.dtype:
             return dtensor_like(local, like)  # type: ignore[arg-type]
@@ -421,111 +427,44 @@ class GradReduction:
 
     def drop(self) -> bool:
         """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
-        self.take_back()
         self._drop_copy()
         had_any = self.state is not GradientState.EMPTY
         # Forget everything before the waits: waiting for a collective that failed raises.
         in_flight = [self.in_flight, None if self._all_reduce is None else self._all_reduce[0]]
         for shard in self.buffers():
             self._log.note(-shard.nbytes)
-        self.in_flight = self._output = self._all_reduce = self._reduced = self._kept = None
+        self.in_flight = self._output = self._all_reduce = self._reduced = self.kept = None
         self._has_failed = self.is_set = False
         self._pending = {}
-        self._buffer.drop()
+        self.buffer.drop()
         # Other ranks take part in these collectives, so they must end here, too. Their input is freed after that.
         try:
             for work in in_flight:
                 if work is not None:
                     work.wait()
         finally:
-            self._buffer.free()
+            self.buffer.free()
         return had_any
 
-    # -- gradients that stay unreduced -----------------------------------------------------------------------------
-
-    def publish(self, holds_unreduced: bool) -> None:
-        """The pass is over, and some gradients are not reduced: from now on, ``.grad`` is an :class:`FSDPGrad`.
-
-        A parameter that this rank has not used gets one, too: another rank may have used it, and reading is collective.
+    def reduced_copy(self, source: DBuffer | None) -> DBuffer:
+        """Collective: what :meth:`start` and :meth:`finish` would make of ``source`` and the kept shards, in new memory.
 
         Args:
-            holds_unreduced: whether gradients in the buffer wait, on any rank. Equal on all ranks.
+            source: unreduced gradients; None: no rank has any.
         """
-        self._holds_unreduced = holds_unreduced
-        for index, param in enumerate(self._params):
-            sharded: Any = param.sharded
-            if sharded.requires_grad and index not in self._published:
-                dtype = sharded.grad_dtype or self._buffer.reduce_dtype
-                sharded.grad = self._published[index] = FSDPGrad(self, index, sharded, dtype, sharded.grad)
-
-    def take_back(self) -> None:
-        """``.grad`` has what is reduced again. If a program has set it since :meth:`publish`, its parts here are dropped."""
-        self._copy = None
-        if not self._published:
-            return
-        published, self._published = self._published, {}
-        for index, grad in published.items():
-            sharded: Any = self._params[index].sharded
-            now = sharded.grad
-            if isinstance(now, FSDPGrad) and now.reads(self, index):
-                sharded.grad = grad.reduced
-                continue
-            self._buffer.forget(index)
-            if self._kept is not None:
-                begin, end = self._intervals[index]
-                self._kept.flat[begin:end].zero_()
-
-    def is_published(self, index: int) -> bool:
-        """Part of ``GradSource``, as the methods below."""
-        return index in self._published
-
-    def why_not_published(self) -> str:
-        return "this FSDPGrad is out of date: a later backward or synchronization has begun. Read .grad again"
-
-    def local_components(self, index: int) -> dict[str, torch.Tensor]:
-        parts = {}
-        if (unreduced := self._buffer.accumulated(index)) is not None:
-            parts["unreduced"] = unreduced
-        if self._kept is not None:
-            begin, end = self._intervals[index]
-            parts["partial"] = self._kept.flat[begin:end]
-        return parts
-
-    def component(self, index: int, name: str) -> DTensor | None:
-        part, param = self.local_components(index).get(name), self._params[index]
-        if part is None:
-            return None
-        sums = Partial(self._settings.reduction.partial_op)
-        if name == "unreduced":
-            return param.distribution.unreduced(part, param.pending or (), sums)
-        return param.distribution.partial(part, param.sharded, sums)  # type: ignore[arg-type]
-
-    def note_change(self) -> None:
-        self._copy = None
-
-    def reduced_copy(self, index: int, dtype: torch.dtype) -> DTensor:
-        if self._settings.reduce_hook is not None:
-            raise RuntimeError(
-                "reading a gradient that is not synchronized would call the hook of set_all_reduce_hook, or leave it out: call "
-                "synchronize_gradients() on every rank first"
-            )
-        like = self._sharded
-        if self._copy is None:
-            # As start() and finish() do it, so that bits are those of the reduction that follows.
-            copy, reduction = self._shards(is_partial=True), self._settings.reduction
-            if self._holds_unreduced:
-                self._buffer.copied().redistribute(copy.placements, self._collectives, copy, reduction).wait()
-                copy = copy if self._dp.levels is None else self._over_nodes(copy)
-                self._reduce_pending(copy, self._buffer.pending())
-            else:
-                copy.flat.zero_()
-            if self._kept is not None:
-                copy.flat.add_(self._kept.flat)
-            if self._dp.has_replicas:
-                copy.redistribute(self._placements, self._collectives, reduction=reduction).wait()
-            self._copy = copy
-        begin, end = self._intervals[index]
-        return self._gradient(self._params[index], self._copy.flat[begin:end].to(like.flat.device, dtype, copy=True))
+        # As they do it, so that bits are those of the reduction that follows.
+        copy, reduction = self._shards(is_partial=True), self.settings.reduction
+        if source is not None:
+            source.redistribute(copy.placements, self._collectives, copy, reduction).wait()
+            copy = copy if self._dp.levels is None else self._over_nodes(copy)
+            self._reduce_pending(copy, self.buffer.pending())
+        else:
+            copy.flat.zero_()
+        if self.kept is not None:
+            copy.flat.add_(self.kept.flat)
+        if self._dp.has_replicas:
+            copy.redistribute(self._placements, self._collectives, reduction=reduction).wait()
+        return copy
 
 
 def _check_hooks_run_once(param: FSDPParam) -> None:

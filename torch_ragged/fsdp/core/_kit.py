@@ -23,7 +23,17 @@ from torch_ragged.fsdp.core.encodings._plain import Encoding, Keeper, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity
 
-__all__ = ["SHARD_ALIGNMENT_BYTES", "Draft", "FeaturePart", "GroupPlan", "Kit", "Need", "PlainPart", "Terms", "check_pairs"]
+__all__ = [
+    "SHARD_ALIGNMENT_BYTES",
+    "Draft",
+    "FeaturePart",
+    "GroupPlan",
+    "Kit",
+    "Need",
+    "PlainPart",
+    "Terms",
+    "check_pairs",
+]
 
 SHARD_ALIGNMENT_BYTES = 128
 
@@ -174,6 +184,8 @@ class GroupPlan:
         param_dtype, reduce_dtype: as in the mixed precision policy.
         parts: those of the call, and of the parameters' kinds, that have an effect on this group.
         runs_on_meta: whether the group trains on the meta device, as memory reports do.
+        compute_parameter: makes the unsharded parameter of a large tensor, given the group and the parameter's index. If it is
+            None or returns None: a plain parameter.
     """
 
     params: Sequence[FoundParam]
@@ -184,6 +196,7 @@ class GroupPlan:
     mp_policy: MixedPrecisionPolicy
     parts: Sequence[FeaturePart] = ()
     runs_on_meta: bool = False
+    compute_parameter: Callable[[Any, int, torch.Tensor], nn.Parameter | None] | None = None
 
     def part(self, kind: type) -> Any:
         """The part of the class ``kind``; None if there is none."""

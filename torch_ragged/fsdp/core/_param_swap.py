@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam, keep_attributes, local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
@@ -175,8 +174,8 @@ def convert(group: FSDPParamGroup, function: Callable[[torch.Tensor], torch.Tens
     with torch.no_grad():
         if (probe.dtype, probe.device) == (group.orig_dtype, group.sharded.flat.device):
             tensors = [param.sharded for param in group.params]
-            grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-            grads = [grad.reduced if isinstance(grad, FSDPGrad) else grad for grad in grads]
+            view = group.view
+            grads = [tensor.grad if view is None else view.reduced(tensor.grad) for tensor in tensors]
             tensors += [grad for grad in grads if grad is not None]  # As ``Module.to`` converts ``.grad``.
             for tensor, value in [(tensor, function(tensor)) for tensor in tensors]:
                 if value is not tensor:

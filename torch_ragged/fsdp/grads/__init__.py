@@ -1,4 +1,4 @@
-"""Gradients that wait for a later reduction, as ``.grad`` shows them between passes. Core calls this as ``GradientView``.
+"""Gradients beside their usual way: written by matmuls, or shown by ``.grad`` while they wait for a later reduction.
 
-Nothing here decides when gradients are reduced. Reading one of them is a collective; the program asks for it on all ranks.
+``fully_shard`` gives groups what is here; core does not import it. Nothing here decides when gradients are reduced.
 """

@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from torch_ragged._register._torch import dtensor_like, local_tensor
-from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 
 __all__ = ["ELEMENT_WISE", "Chunk", "Member", "OwnRules", "Piece", "Rules", "StateSizes", "UsedGradients"]
 

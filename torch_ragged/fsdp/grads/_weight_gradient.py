@@ -128,6 +128,7 @@ class ComputeParameter(_Weight, nn.Parameter):
     """
 
     gradient_target: GradientTarget | None = None
+    may_be_wide = False  # Its matmuls compute gradients in its own dtype.
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> ComputeParameter:
         if not data.is_floating_point():
