@@ -58,7 +58,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "load_state_dict() of a sharded model": (
-        ("fsdp.core._state_dict",),
+        ("fsdp._state_dict",),
         """
         A value does not fit its parameter. All ranks raise, and no value was copied. The texts of shapes and types are
         those of `nn.Module`. [Loading a state dict](fsdp.md#loading-a-state-dict) says what may be loaded.

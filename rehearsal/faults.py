@@ -36,7 +36,7 @@ NOT_FOUND = {
     ("checkpoint/_lease.py", "Lease._renew"): "a pause of a thread of the host",
     ("fsdp/comm/experimental/_peer_memory.py", "_HostExchange.wait"): "the host's memory: no stream",
     ("fsdp/_fsdp_module.py", "_wait_for_users"): _STEPPED,
-    ("fsdp/core/_state_dict.py", "before_load"): _STEPPED,
+    ("fsdp/_state_dict.py", "before_load"): _STEPPED,
     ("fsdp/offload/_in_backward.py", "BackwardStep.drop"): _STEPPED,
     ("fsdp/offload/_in_backward.py", "BackwardStep.reset"): _STEPPED,
     ("fsdp/offload/_in_backward.py", "BackwardStep.take"): _STEPPED,

@@ -233,7 +233,7 @@ SERIES = (
     Step(
         "0015-fsdp-states",
         (
-            "fsdp/core/_state_dict.py",
+            "fsdp/_state_dict.py",
             "fsdp/core/encodings/_contiguous.py",
             "fsdp/core/encodings/_tensor_types.py",
             "fsdp/files/*.py",

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of, is_nccl
 from torch_ragged._register._torch import register_composable
+from torch_ragged.fsdp._state_dict import before_load
 from torch_ragged.fsdp.comm._choice import IMPLEMENTATIONS, Traffic, choose
 from torch_ragged.fsdp.core._dbuffer import MemoryPool
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -27,7 +28,6 @@ from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReducti
 from torch_ragged.fsdp.core._kit import FeaturePart, Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._param_swap import check_conversion, convert, is_whole, load_converted, load_replaced
-from torch_ragged.fsdp.core._state_dict import before_load
 from torch_ragged.fsdp.gates._untrained import warn_of_unsharded
 from torch_ragged.fsdp.memory._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.tensor._from_meta import FromMeta

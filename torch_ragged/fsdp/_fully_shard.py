@@ -21,6 +21,7 @@ from torch_ragged._ranks.agreement import agree_on_groups, agreement, before_gro
 from torch_ragged._ranks.groups import device_of, groups_of
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_bool, make_fsdp_module
 from torch_ragged.fsdp._spmd_types import AnnotationPart
+from torch_ragged.fsdp._state_dict import take_parts
 from torch_ragged.fsdp.core._fsdp_init import (
     CPUOffloadPart,
     GroupPolicyPart,
@@ -37,7 +38,6 @@ from torch_ragged.fsdp.core._hooks import hook_modules
 from torch_ragged.fsdp.core._kit import FeaturePart, GroupPlan, Kit, Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._mesh import OUTSIDE, DataParallelMesh
 from torch_ragged.fsdp.core._neighbours import NeighboursPart
-from torch_ragged.fsdp.core._state_dict import take_parts
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
 from torch_ragged.fsdp.elastic._weights import WeightsPart
 from torch_ragged.fsdp.gates._gate import gate_of
