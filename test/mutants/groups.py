@@ -38,7 +38,10 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
             "test_redistribute_autograd.py",
         ],
     ),
-    "core": (["torch_ragged/fsdp/core/**/*.py", "torch_ragged/fsdp/memory/*.py"], _FSDP),
+    "core": (
+        [f"torch_ragged/fsdp/{files}.py" for files in ("core/**/*", "grads/*", "memory/*", "_state_dict")],
+        _FSDP,
+    ),
     "checkpoint": (
         [f"torch_ragged/checkpoint/_{name}.py" for name in ("writer", "reader", "manifest")],
         [
