@@ -36,6 +36,7 @@ from torch_ragged.fsdp.elastic._reshard_to import (
     kept_by,
     mesh_of_groups,
 )
+from torch_ragged.fsdp.grads._gradient_view import UnsynchronizedView
 
 
 def whole(*shape):
@@ -400,7 +401,7 @@ class RegroupTest(unittest.TestCase):
         )
         self.assertEqual(after.settings, before.settings)
         self.assertIsNot(after.settings, before.settings)
-        self.assertEqual(after.settings, ReductionSettings(Reduction(3.0), False, hook, 5))
+        self.assertEqual(after.settings, ReductionSettings(Reduction(3.0), False, hook, 5, UnsynchronizedView))
 
     @fake_group(4)
     def test_groups_of_several_meshes_are_refused(self):
