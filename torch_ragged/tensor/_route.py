@@ -18,11 +18,12 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Union
 
+from torch_ragged.tensor._exchange import Common, Part, common, merged_parts, part_of, parts_of
 from torch_ragged.tensor._ownership import (
     Chunk,
     Cut,
@@ -42,35 +43,14 @@ __all__ = [
     "Fill",
     "Gather",
     "Move",
-    "Part",
     "Reduce",
     "Route",
     "Slab",
     "Step",
-    "common_parts",
-    "merged_parts",
     "most_of_slab",
-    "part_of",
 ]
 
 
-class Part(NamedTuple):
-    """A part of a local tensor's storage, described as for ``torch.as_strided``; a contiguous part is 1-D."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    @property
-    def is_contiguous(self) -> bool:
-        return self.strides == (1,)
-
-
-_Pair = tuple[Part, Part]
 _FEW = 64  # ranks
 _MOST_SLABS = 16
 _SMALLEST_SLAB = 2**20
@@ -279,9 +259,9 @@ class Route:
             receives = _everything(math.prod(local_shape))
         else:
             whole = owned(shape, (), (), ())
-            peers = {p: common_parts(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)}
-            splits, sends = _numels(peers, size), merged_parts(part for pairs in peers.values() for part, _ in pairs)
-            receives = merged_parts(part for _, part in peers[rank])
+            peers = {p: common(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)}
+            splits, sends = _numels(peers, size), parts_of(itertools.chain(*peers.values()), 0)
+            receives = parts_of(peers[rank], 1)
         self.steps.append(Reduce(mesh_dim, operation, splits, sends, receives, local_shape))
         self.cuts = self.replace(mesh_dim, cut)
 
@@ -289,18 +269,15 @@ class Route:
         """Make the tensor pending on ``mesh_dim``: each rank contributes the elements that it holds."""
         target = self.replace(mesh_dim, Whole())
         here, there = self._owned(self.cuts), self._owned(target)
-        pairs = common_parts(here, there)
-        sends, receives = merged_parts(part for part, _ in pairs), merged_parts(part for _, part in pairs)
-        was_whole = isinstance(self.cuts[mesh_dim], Whole)
-        self.steps.append(Fill(mesh_dim, operation, was_whole, sends, receives, there.local_shape))
+        shared, was_whole = common(here, there), isinstance(self.cuts[mesh_dim], Whole)
+        self.steps.append(Fill(mesh_dim, operation, was_whole, parts_of(shared, 0), parts_of(shared, 1), there.local_shape))
         self.cuts = target
 
     def _cut(self, target: tuple[Cut, ...]) -> None:
         """Each rank selects its new elements from those that it holds. No communication."""
         here, there = self._owned(self.cuts), self._owned(target)
-        pairs = common_parts(here, there)
-        sends, receives = merged_parts(part for part, _ in pairs), merged_parts(part for _, part in pairs)
-        self.steps.append(Move(sends, receives, there.local_shape, stays=_contents(here) == _contents(there)))
+        shared, stays = common(here, there), _contents(here) == _contents(there)
+        self.steps.append(Move(parts_of(shared, 0), parts_of(shared, 1), there.local_shape, stays))
 
     def _gather(self, mesh_dim: int) -> None:
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
@@ -340,8 +317,8 @@ class Route:
             return
         size = math.prod(self.mesh_shape[i] for i in mesh_dims)
         near = functools.partial(owned_near, self.shape, self.mesh_shape)
-        sends = {peer: common_parts(here, after) for peer, after in near(target, self.coordinate, mesh_dims, here)}
-        receives = {peer: common_parts(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
+        sends = {peer: common(here, after) for peer, after in near(target, self.coordinate, mesh_dims, here)}
+        receives = {peer: common(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
         self.steps.append(_exchange_of(mesh_dims, size, sends, receives, there.local_shape))
 
     def _stay_elsewhere(self, crossed: Sequence[int], affected: Sequence[int], target: tuple[Cut, ...]) -> bool:
@@ -400,9 +377,9 @@ def _slab(shape: tuple[int, ...], cut: Cut, size: int, rank: int, start: int, st
         whole = owned(shape, (), (), ())
     else:
         whole = owned(shape, (3,), (Run(len(shape), Units.of((start, stop - start, numel - stop))),), (1,))
-    peers = {p: common_parts(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
-    receives = merged_parts(part for pairs in peers.values() for _, part in pairs)
-    return Slab(start, stop, _numels(peers, size), merged_parts(part for part, _ in peers[rank]), receives)
+    peers = {p: common(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
+    receives = parts_of(itertools.chain(*peers.values()), 1)
+    return Slab(start, stop, _numels(peers, size), parts_of(peers[rank], 0), receives)
 
 
 # --- stretches of storage ------------------------------------------------------------------------------------------
@@ -483,7 +460,7 @@ class _Columns:
 
         def add(column: int, columns: int, width: int, first: int, rows: int) -> None:
             if width > 0 and rows > 0:
-                parts.append(_part(first * row + column - begin, (), (width, row, 1), (), (columns, rows, width)))
+                parts.append(part_of(first * row + column - begin, (columns, rows, width), (width, row, 1)))
 
         edges = sorted({0, *(x // width for x in (begin, end, row)), *(-(-x // width) for x in (begin, end, row))})
         for low, high in zip(edges, edges[1:]):
@@ -540,16 +517,16 @@ def _exchange_boxes(
     if all(_contents(before) == _contents(after) for before, after in peers):  # Equal on all ranks: each checks all peers.
         return Move((), (), local_shape, stays=True)
     here, there = peers[rank]
-    sends = {peer: common_parts(here, after) for peer, (_, after) in enumerate(peers)}
-    receives = {peer: common_parts(before, there) for peer, (before, _) in enumerate(peers)}
+    sends = {peer: common(here, after) for peer, (_, after) in enumerate(peers)}
+    receives = {peer: common(before, there) for peer, (before, _) in enumerate(peers)}
     return _exchange_of(mesh_dims, len(peers), sends, receives, local_shape)
 
 
 def _exchange_of(
     mesh_dims: tuple[int, ...],
     size: int,
-    sends: dict[int, list[_Pair]],
-    receives: dict[int, list[_Pair]],
+    sends: dict[int, list[Common]],
+    receives: dict[int, list[Common]],
     local_shape: tuple[int, ...],
 ) -> Step:
     """The exchange of the common parts with each of ``size`` peers, in ascending order; peers without any may be missing."""
@@ -557,8 +534,8 @@ def _exchange_of(
         mesh_dims,
         _numels(sends, size),
         _numels(receives, size),
-        merged_parts(part for pairs in sends.values() for part, _ in pairs),
-        merged_parts(part for pairs in receives.values() for _, part in pairs),
+        parts_of(itertools.chain(*sends.values()), 0),
+        parts_of(itertools.chain(*receives.values()), 1),
         local_shape,
     )
 
@@ -581,47 +558,8 @@ def _contents(piece: Owned) -> list[object]:
     return [box for box in piece.boxes if box.numel]
 
 
-def common_parts(source: Owned, target: Owned) -> list[_Pair]:
-    """The common parts of two local tensors, each as a part of both: in storage order of the source, then of the target."""
-    pairs = []
-    for s, t in itertools.product(source.boxes, target.boxes):
-        starts = tuple(map(max, s.offsets, t.offsets))
-        sizes = tuple(min(a + n, b + k) - c for a, n, b, k, c in zip(s.offsets, s.sizes, t.offsets, t.sizes, starts))
-        if not sizes or min(sizes) > 0:
-            pairs.append(tuple([_part(box.local_offset, box.offsets, box.local_strides, starts, sizes) for box in (s, t)]))
-    return pairs  # type: ignore[return-value]
-
-
-def _part(
-    local_offset: int, origin: Sequence[int], strides: Sequence[int], starts: Sequence[int], sizes: tuple[int, ...]
-) -> Part:
-    return part_of(local_offset + sum([(a - o) * stride for a, o, stride in zip(starts, origin, strides)]), sizes, strides)
-
-
-def part_of(offset: int, sizes: tuple[int, ...], strides: Sequence[int]) -> Part:
-    """The part at ``offset`` with ``sizes`` and ``strides``, as 1-D if it is contiguous."""
-    numel = 1
-    for size, stride in zip(reversed(sizes), reversed(strides)):
-        if size != 1 and stride != numel:
-            return Part(offset, sizes, tuple(strides))
-        numel *= size
-    return Part(offset, (numel,), (1,))
-
-
-def _numels(peers: dict[int, list[_Pair]], size: int) -> tuple[int, ...]:
+def _numels(peers: dict[int, list[Common]], size: int) -> tuple[int, ...]:
     numels = [0] * size
-    for peer, pairs in peers.items():
-        numels[peer] = sum(part.numel for part, _ in pairs)
+    for peer, found in peers.items():
+        numels[peer] = sum(each.numel for each in found)
     return tuple(numels)
-
-
-def merged_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The parts, with neighbours in storage joined."""
-    result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if last and last.is_contiguous and part.is_contiguous and last.offset + last.numel == part.offset:
-            result[-1] = Part(last.offset, (last.numel + part.numel,), (1,))
-        else:
-            result.append(part)
-    return tuple(result)

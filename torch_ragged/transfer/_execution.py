@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged.tensor._carry import copy_into, pack, part_view
-from torch_ragged.tensor._route import Part
+from torch_ragged.tensor._exchange import Part
 from torch_ragged.transfer._atoms import Atom, Copy
 from torch_ragged.transfer._changes import checksum
 from torch_ragged.transfer._rounds import Slice

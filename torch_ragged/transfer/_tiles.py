@@ -24,6 +24,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.tensor._exchange import clipped
 from torch_ragged.tensor._ownership import Box, row_major
 from torch_ragged.transfer._sides import Holder, Side, TensorSide
 
@@ -174,7 +175,7 @@ def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece
         return
     for i, piece in enumerate(sources):
         sender = piece.ranks[i % len(piece.ranks)]  # Replicas send about equal loads.
-        here = [(_within(each, piece.box), each) for each in targets]
+        here = [(clipped(each.box, piece.box.offsets, piece.box.sizes), each) for each in targets]
         shared = [_Piece(box, each.ranks, each.key) for box, each in here if box is not None]
         after = _mesh_of(piece.box, shared)
         before = _single(piece.box, (sender,), piece.key)
@@ -182,7 +183,7 @@ def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece
             yield Tile(name, piece.box.offsets, piece.box.sizes, before, after)
             continue
         for box, ranks, key in shared:
-            part = _within(piece, box)
+            part = clipped(piece.box, box.offsets, box.sizes)
             assert part is not None
             for rank in (rank for rank in ranks if rank in piece.ranks):
                 yield Tile(name, box.offsets, box.sizes, _single(part, (rank,), piece.key), _single(box, (rank,), key))
@@ -205,17 +206,6 @@ def _overlaps(size: int, parts: int, others: int) -> int:
     """The most of ``others`` even parts of a dimension that one of ``parts`` even parts overlaps."""
     step, other = size // parts, size // others
     return max((start + step - 1) // other - start // other + 1 for start in range(0, size, step))
-
-
-def _within(piece: _Piece, box: Box) -> Box | None:
-    """The part of a piece that lies in a box, at the piece's place in its local tensor; None if they share nothing."""
-    own = piece.box
-    low = tuple(map(max, own.offsets, box.offsets))
-    sizes = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(own.offsets, own.sizes, box.offsets, box.sizes, low))
-    if min(sizes) <= 0:
-        return None
-    offset = own.local_offset + sum((a - o) * stride for a, o, stride in zip(low, own.offsets, own.local_strides))
-    return Box(low, sizes, offset, own.local_strides)
 
 
 def _single(box: Box, ranks: Sequence[int], key: str | None) -> TileSide:
