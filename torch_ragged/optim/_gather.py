@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged.optim._roots import Stack
-from torch_ragged.tensor._carry import packed_views, part_view
+from torch_ragged.tensor._carry import Pending, packed_views, part_view
 from torch_ragged.tensor._exchange import Part, common, part_of
 from torch_ragged.tensor._ownership import Box, Cut, Owned, Run, Whole, coordinate_at, index_at, owned, owned_near, row_major
 from torch_ragged.tensor._redistribute import all_to_all, mesh_group
@@ -324,7 +324,7 @@ class GatherToRoot:
         """
         flat = [each.contiguous().view(-1) for each in inputs]
         results = [torch.empty(held.numel, dtype=dtype, device=device) for held in self._mine]
-        scatters: list[tuple[_Lane, torch.Tensor | None]] = []
+        scatters: list[Pending] = []
         # At most two flights at a time. Each goes on until its next transfer is in flight; then it is the other's turn.
         coming = (self._fly(flight, flat, results, scatters, compute, share, dtype, device) for flight in self.flights)
         active: deque[Generator[None, None, None]] = deque()
@@ -338,8 +338,8 @@ class GatherToRoot:
             flight = active.popleft()
             if next(flight, landed) is not landed:
                 active.append(flight)
-        for lane, received in scatters:
-            _finish(lane, received, results)
+        for pending in scatters:
+            pending.wait()
         return results
 
     def _fly(
@@ -347,7 +347,7 @@ class GatherToRoot:
         flight: _Flight,
         flat: list[torch.Tensor],
         results: list[torch.Tensor],
-        scatters: list[tuple[_Lane, torch.Tensor | None]],
+        scatters: list[Pending],
         compute: Compute,
         share: Share,
         dtype: torch.dtype,
@@ -356,10 +356,10 @@ class GatherToRoot:
         """One flight, up to its scatter, which is added to ``scatters``. Yields while its gather or its rows are in flight."""
         batches = [torch.empty(len(batch.spots), *batch.shape, dtype=dtype, device=device) for batch in flight.batches]
         matrices = [batches[batch][index].view(-1) for batch, index in flight.matrices]
-        received = _start(flight.gather, flat, matrices, self.group, self.ranks, dtype, device)
+        pending = _start(flight.gather, flat, matrices, self.group, self.ranks, dtype, device)
         yield
-        _finish(flight.gather, received, matrices)
-        del received
+        pending.wait()
+        del pending
         computed, waiting = list(batches), list(batches)
         alone = (number for number, batch in enumerate(flight.batches) if batch.rows is None)
         shared = {
@@ -373,17 +373,17 @@ class GatherToRoot:
                     computed[number] = end.value
                     del shared[number]
             if lane is not None:
-                received = _start(lane, waiting, waiting, self.group, self.ranks, dtype, device)
+                pending = _start(lane, waiting, waiting, self.group, self.ranks, dtype, device)
                 for number in itertools.islice(alone, 1):  # While the rows are in flight.
                     computed[number] = compute(flight.batches[number], batches[number])
                 yield
-                _finish(lane, received, waiting)
-                del received
+                pending.wait()
+                del pending
         for number in alone:
             computed[number] = compute(flight.batches[number], batches[number])
         del batches, matrices, waiting  # Free the inputs of this flight before the scatter allocates.
         out = [computed[batch][index].reshape(-1) for batch, index in flight.matrices]
-        scatters.append((flight.scatter, _start(flight.scatter, out, results, self.group, self.ranks, dtype, device)))
+        scatters.append(_start(flight.scatter, out, results, self.group, self.ranks, dtype, device))
 
 
 def _add_to_batch(batches: list[Batch], stack: Stack, spot: Spot, rows: tuple[int, int] | None) -> tuple[int, int]:
@@ -404,35 +404,30 @@ def _start(
     ranks: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> torch.Tensor | None:
-    """Copy the parts that stay on this rank, and issue the all-to-all for the others.
-
-    Returns the receive buffer, which is filled after a wait, or None if no collective was issued.
-    """
+) -> Pending:
+    """Copy the parts that stay on this rank, and issue the all-to-all for the others: a wait for it copies what has arrived."""
     if lane.copies:
         views = [part_view(targets[i], there) for _, (i, there) in lane.copies]
         values = [part_view(sources[i], here).reshape(view.shape) for ((i, here), _), view in zip(lane.copies, views)]
         torch._foreach_copy_(views, values)
     if not lane.moves or group is None:
-        return None
+        return Pending(torch.empty(0, dtype=dtype, device=device), (0,))
     outgoing = [part for peer in range(ranks) for part in lane.sends.get(peer, ())]
     packed = torch.empty(sum(part.numel for _, part in outgoing), dtype=dtype, device=device)
     if outgoing:
         values = [part_view(sources[i], part) for i, part in outgoing]
         torch._foreach_copy_(packed_views(packed, [part for _, part in outgoing]), values)
-    return all_to_all(packed, _splits(lane.receives, ranks), _splits(lane.sends, ranks), group)
+    incoming = [part for peer in sorted(lane.receives) for part in lane.receives[peer]]
+
+    def unpack(received: torch.Tensor) -> torch.Tensor:
+        if incoming:
+            views = [part_view(targets[i], part) for i, part in incoming]
+            torch._foreach_copy_(views, packed_views(received, [part for _, part in incoming]))
+        return received
+
+    received = all_to_all(packed, _splits(lane.receives, ranks), _splits(lane.sends, ranks), group)
+    return Pending(received, tuple(received.shape), unpack, in_flight=True)
 
 
 def _splits(parts: dict[int, list[tuple[int, Part]]], ranks: int) -> list[int]:
     return [sum(part.numel for _, part in parts.get(peer, ())) for peer in range(ranks)]
-
-
-def _finish(lane: _Lane, received: torch.Tensor | None, targets: Sequence[torch.Tensor]) -> None:
-    """Wait for the all-to-all and copy the received parts into ``targets``."""
-    if received is None:
-        return
-    received = torch.ops._c10d_functional.wait_tensor(received)
-    incoming = [part for peer in sorted(lane.receives) for part in lane.receives[peer]]
-    if incoming:
-        views = [part_view(targets[i], part) for i, part in incoming]
-        torch._foreach_copy_(views, packed_views(received, [part for _, part in incoming]))

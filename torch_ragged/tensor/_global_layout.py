@@ -100,7 +100,7 @@ class GlobalLayout:
                 f"GlobalLayout: local_offsets {self.local_offsets[:4]} have different numbers of dimensions: all boxes are in "
                 "one local tensor"
             )
-        for where, regions in (("global", self._global_regions()), ("local", self._local_regions())):
+        for where, regions in (("global", list(zip(self.global_offsets, self.local_sizes))), ("local", self._local_regions())):
             pair = _overlapping(regions)
             if pair is not None:
                 one, other = (f"offsets {regions[i][0]} and sizes {regions[i][1]}" for i in pair)
@@ -199,9 +199,6 @@ class GlobalLayout:
 
     def _rows(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
         return zip(self.global_offsets, self.local_offsets, self.local_sizes)
-
-    def _global_regions(self) -> list[_Region]:
-        return list(zip(self.global_offsets, self.local_sizes))
 
     def _local_regions(self) -> list[_Region]:
         """The boxes in the local tensor: of its own number of dimensions."""

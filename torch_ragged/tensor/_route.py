@@ -358,7 +358,8 @@ class Route:
         if run is not None and isinstance(cut, Chunk):  # In the piece, the prefix that the run cuts is one dimension.
             return shape, replace(cut, dim=max(cut.dim - max(run.ndims, run.split_factor > 1) + 1, 0))
         if isinstance(cut, Run) and cut.split_factor > 1:
-            chosen = math.prod(size for i, size in enumerate(self.mesh_shape) if i > mesh_dim and _is_chunk_of_0(self.cuts[i]))
+            inner = zip(self.cuts[mesh_dim + 1 :], self.mesh_shape[mesh_dim + 1 :])
+            chosen = math.prod(n for each, n in inner if isinstance(each, Chunk) and each.dim == 0 and each.split_factor == 1)
             return shape, Run(cut.ndims, cut.units, cut.split_factor // chosen)
         return shape, cut
 
@@ -547,10 +548,6 @@ def _depends(run: Cut, segments: Cut) -> bool:
 
 def _is_strided(cut: Cut) -> bool:
     return isinstance(cut, Run) and cut.split_factor > 1
-
-
-def _is_chunk_of_0(cut: Cut) -> bool:
-    return isinstance(cut, Chunk) and cut.dim == 0 and cut.split_factor == 1
 
 
 def _contents(piece: Owned) -> list[object]:

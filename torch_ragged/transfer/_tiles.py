@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._exchange import clipped
 from torch_ragged.tensor._ownership import Box, row_major
-from torch_ragged.transfer._sides import Holder, Side, TensorSide
+from torch_ragged.transfer._sides import Side, TensorSide
 
 __all__ = ["Tile", "TileSide", "Tiles", "tiles_of"]
 
@@ -155,15 +155,11 @@ def _pieces(side: Side, name: str) -> Iterator[_Piece]:
     known: set[tuple[tuple[int, ...], str | None, int]] = set()
     for rank in sorted(side.ranks):
         for holder in side.held_by(name, rank):
-            mark = (holder.ranks, holder.key, _first(holder))
+            # An engine holds several parts of one tensor in one local tensor: the first offset tells them apart.
+            mark = (holder.ranks, holder.key, min(box.local_offset for box in holder.owned.boxes))
             if mark not in known:
                 known.add(mark)
                 yield from (_Piece(box, holder.ranks, holder.key) for box in holder.owned.boxes if box.numel)
-
-
-def _first(holder: Holder) -> int:
-    """Tells apart the parts of one tensor that an engine holds in one local tensor."""
-    return min(box.local_offset for box in holder.owned.boxes)
 
 
 def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece], targets: Sequence[_Piece]) -> Iterator[Tile]:
@@ -236,7 +232,8 @@ def _mesh_of(box: Box, pieces: Sequence[_Piece]) -> TileSide | None:
         return None
     count, copies = len(pieces), len(first.ranks)
     if not cut:
-        return _single(first.box, list(first.ranks), first.key) if count == 1 and _is_run(first.ranks) else None
+        is_run = list(first.ranks) == list(range(first.ranks[0], first.ranks[0] + copies))
+        return _single(first.box, first.ranks, first.key) if count == 1 and is_run else None
     (dim,) = cut
     pieces = sorted(pieces, key=lambda each: each.box.offsets[dim])
     size = first.box.sizes[dim]
@@ -255,7 +252,3 @@ def _mesh_of(box: Box, pieces: Sequence[_Piece]) -> TileSide | None:
             strides = first.box.local_strides
             return TileSide(start, mesh_shape, placements, first.box.sizes, offsets, strides, first.key)
     return None
-
-
-def _is_run(ranks: Sequence[int]) -> bool:
-    return list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
