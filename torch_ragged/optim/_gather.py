@@ -128,19 +128,16 @@ def owners_of(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
     Descending ranks are excluded because the matrices of a stack at its roots are a RaggedShard, whose owners never descend.
     """
     count = math.prod(placed.shape[:-2])
-    whole_dims = [i for i, cut in enumerate(placed.cuts) if isinstance(cut, Whole)]
-    replicas = math.prod(placed.mesh_shape[i] for i in whole_dims)
-    run = next((i for i, cut in enumerate(placed.cuts) if isinstance(cut, Run)), None)
-    along = _owners_along(placed, run) if run is not None and len(whole_dims) == len(placed.cuts) - 1 else None
+    replicas = [range(size) if isinstance(cut, Whole) else (0,) for cut, size in zip(placed.cuts, placed.mesh_shape)]
+    cut_dims = [i for i, cut in enumerate(placed.cuts) if not isinstance(cut, Whole)]
+    along = _owners_along(placed, cut_dims[0]) if len(cut_dims) == 1 else None
     result = []
-    for replica in range(replicas):
-        start = [0] * len(placed.mesh_shape)
-        for dim, value in zip(whole_dims, coordinate_at(replica, [placed.mesh_shape[i] for i in whole_dims])):
-            start[dim] = value
-        if along is None or run is None:
-            owners = [_owner(placed, position, tuple(start)) for position in range(count)]
+    for start in itertools.product(*replicas):
+        if along is None:
+            owners = [_owner(placed, position, start) for position in range(count)]
         else:
-            owners = [None if o is None else index_at([*start[:run], o, *start[run + 1 :]], placed.mesh_shape) for o in along]
+            before, behind = start[: cut_dims[0]], start[cut_dims[0] + 1 :]
+            owners = [None if o is None else index_at((*before, o, *behind), placed.mesh_shape) for o in along]
         if None in owners or owners != sorted(owners):  # type: ignore[type-var]
             return None
         result.append(tuple(owners))

@@ -229,8 +229,8 @@ class EngineSide:
     def held_by(self, name: str, rank: int) -> Iterator[Holder]:
         return (holder for holder in self._holders[name] if rank in holder.ranks)
 
-    def near(self, name: str, piece: Owned) -> Iterator[Holder]:
-        return iter(self._holders[name]) if piece.boxes else iter(())
+    def near(self, name: str, piece: Owned) -> Iterable[Holder]:
+        return self._holders[name]
 
     def lines(self) -> Iterator[str]:
         return (f"{name}: {tensor}" for name, tensor in self.tensors.items())

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.tensor._exchange import common
 from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, layout_of
 from torch_ragged.tensor._ownership import Box, Cut, Owned, Whole, coordinate_at, index_at, owned, owned_near
 from torch_ragged.tensor._redistribute import warn_of_order
@@ -476,8 +475,8 @@ class _BoxLayout:
     def held_by(self, rank: int) -> Iterator[Holder]:
         return (holder for holder in self._holders if rank in holder.ranks)
 
-    def near(self, piece: Owned) -> Iterator[Holder]:
-        return (holder for holder in self._holders if common(holder.owned, piece))
+    def near(self, piece: Owned) -> Iterable[Holder]:
+        return self._holders
 
 
 @functools.lru_cache(maxsize=65536)
