@@ -10,7 +10,8 @@ use.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional, Union
 
@@ -379,7 +380,10 @@ class _Run:
             if not self.is_base(draw.part):
                 found = self.box_of(draw.part)
                 assert found is not None
-                shape, stride, boxes = found[1], self.bases[draw.part.storage].stride, tuple(_within(boxes, *found))
+                shape, stride = found[1], self.bases[draw.part.storage].stride
+                # What of the box is here, counted from its corner.
+                inside = filter(None, [clipped(box, *found) for box in boxes])
+                boxes = tuple(replace(each, offsets=tuple(map(operator.sub, each.offsets, found[0]))) for each in inside)
         draw_owned(Sampler(draw.op, draw.args, draw.part.dtype, generator), shape, stride, boxes, local, values)
 
     def _views_in(self, part: Part, layout: Layout) -> list[torch.Tensor]:
@@ -397,12 +401,6 @@ class _Run:
             return
         for view, whole in paired_views(target.local, self._tensor(target.part), target.boxes):
             view.copy_(whole)
-
-
-def _within(boxes: Iterable[Box], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
-    """The parts of ``boxes`` in another box, counted from its corner."""
-    for box in filter(None, [clipped(box, offsets, sizes) for box in boxes]):
-        yield replace(box, offsets=tuple(a - b for a, b in zip(box.offsets, offsets)))
 
 
 def _is_dense(part: Part) -> bool:

@@ -249,20 +249,8 @@ class Route:
             return
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
         shape, cut_of_piece = self._piece(mesh_dim, cut)
-        numel = math.prod(shape)
-        stretches, columns = _stretches(shape, cut_of_piece, size), _columns(shape, cut_of_piece, size)
-        splits: Sequence[int]
-        if stretches is not None:
-            splits, sends, receives = _splits(stretches), _everything(numel), _everything(math.prod(local_shape))
-        elif columns is not None:
-            splits, sends = columns.splits(0, numel), columns.spread(0, numel)
-            receives = _everything(math.prod(local_shape))
-        else:
-            whole = owned(shape, (), (), ())
-            peers = {p: common(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)}
-            splits, sends = _numels(peers, size), parts_of(itertools.chain(*peers.values()), 0)
-            receives = parts_of(peers[rank], 1)
-        self.steps.append(Reduce(mesh_dim, operation, splits, sends, receives, local_shape))
+        back = _slab(shape, cut_of_piece, size, rank, 0, math.prod(shape))  # The all-gather that would undo it.
+        self.steps.append(Reduce(mesh_dim, operation, back.splits, back.receives, back.sends, local_shape))
         self.cuts = self.replace(mesh_dim, cut)
 
     def fill(self, mesh_dim: int, operation: str) -> None:
@@ -283,8 +271,7 @@ class Route:
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
         shape, cut = self._piece(mesh_dim, self.cuts[mesh_dim])
         target = self.replace(mesh_dim, Whole())
-        all_of_it = _slab(shape, cut, size, rank, 0, math.prod(shape))
-        parts = (all_of_it.splits, all_of_it.sends, all_of_it.receives)
+        parts = _slab(shape, cut, size, rank, 0, math.prod(shape))[2:]
         self.steps.append(Gather(mesh_dim, *parts, self._owned(target).local_shape, rank, shape, cut))
         self.cuts = target
 
