@@ -292,8 +292,13 @@ class Route:
         elif new is not None and old_columns is not None:
             step = _exchange_columns(mesh_dim, new, old_columns, rank, local_shape, to_columns=False)
         else:
-            owners = [tuple(owned(shape, (size,), (cut,), (p,)) for cut in (before, after)) for p in range(size)]
-            step = _exchange_boxes((mesh_dim,), owners, rank, local_shape)
+            held, wanted = ([owned(shape, (size,), (cut,), (p,)) for p in range(size)] for cut in (before, after))
+            if [*map(_contents, held)] == [*map(_contents, wanted)]:  # Equal on all ranks: each checks all peers.
+                step = Move((), (), local_shape, stays=True)
+            else:
+                sends = {peer: common(held[rank], other) for peer, other in enumerate(wanted)}
+                receives = {peer: common(other, wanted[rank]) for peer, other in enumerate(held)}
+                step = _exchange_of((mesh_dim,), size, sends, receives, local_shape)
         self.steps.append(step)
 
     def _exchange(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
@@ -496,18 +501,6 @@ def _exchange_columns(
 
 
 # --- boxes ---------------------------------------------------------------------------------------------------------
-
-
-def _exchange_boxes(
-    mesh_dims: tuple[int, ...], peers: Sequence[tuple[Owned, ...]], rank: int, local_shape: tuple[int, ...]
-) -> Step:
-    """An exchange between any two ownerships; ``peers`` is what each rank of the group holds before and after."""
-    if all(_contents(before) == _contents(after) for before, after in peers):  # Equal on all ranks: each checks all peers.
-        return Move((), (), local_shape, stays=True)
-    here, there = peers[rank]
-    sends = {peer: common(here, after) for peer, (_, after) in enumerate(peers)}
-    receives = {peer: common(before, there) for peer, (before, _) in enumerate(peers)}
-    return _exchange_of(mesh_dims, len(peers), sends, receives, local_shape)
 
 
 def _exchange_of(
