@@ -60,6 +60,7 @@ SERIES = (
             "tensor/_units.py",
             "tensor/_local_tensor.py",
             "tensor/_ownership.py",
+            "tensor/_exchange.py",
             "tensor/interleaved_placement_types.py",
             "tensor/placement_types.py",
             "tensor/_route.py",

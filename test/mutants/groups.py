@@ -23,8 +23,8 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["test_ownership.py", "test_placement_types.py", "test_route.py", "test_transfer_property.py"],
     ),
     "route": (
-        ["torch_ragged/tensor/_route.py"],
-        ["test_route.py", "test_transfer_property.py"],
+        ["torch_ragged/tensor/_route.py", "torch_ragged/tensor/_exchange.py"],
+        ["test_route.py", "test_transfer_property.py", "test_draw.py", "test_random.py"],
     ),
     "planner": (
         ["torch_ragged/fsdp/layout/*.py"],

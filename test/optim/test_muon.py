@@ -240,17 +240,16 @@ def _check_turns():
     for number, flight in enumerate(plan.flights):
         names |= {id(lane): f"rows {number}.{step}" for step, lane in enumerate(flight.exchanges)}
         names |= {id(flight.gather): f"gather {number}", id(flight.scatter): f"scatter {number}"}
-    log, start, finish = [], _gather._start, _gather._finish
+    log, start = [], _gather._start
 
     def started(lane, *args):
         log.append(f"start {names[id(lane)]}")
-        return start(lane, *args)
+        pending = start(lane, *args)
+        wait = pending.wait
+        pending.wait = lambda: (log.append(f"finish {names[id(lane)]}"), wait())
+        return pending
 
-    def finished(lane, *args):
-        log.append(f"finish {names[id(lane)]}")
-        return finish(lane, *args)
-
-    with mock.patch.object(_gather, "_start", started), mock.patch.object(_gather, "_finish", finished):
+    with mock.patch.object(_gather, "_start", started):
         optimizer.step()
     expected = ["start gather 0", "start gather 1"]
     ways = [[f"gather {flight}", *(f"rows {flight}.{step}" for step in range(9)), f"scatter {flight}"] for flight in range(2)]

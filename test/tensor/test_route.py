@@ -15,9 +15,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.tensor._carry import copy_into, part_view
+from torch_ragged.tensor._exchange import Part, merged_parts, part_of
 from torch_ragged.tensor._ownership import Chunk, Whole
 from torch_ragged.tensor._redistribute import _IDENTITY, _pack, _unpacking, plan
-from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Part, Reduce, Route, _columns, merged_parts, part_of
+from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Reduce, Route, _columns
 from torch_ragged.tensor._units import Units
 
 MESHES = ((1,), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 3), (2, 2, 2))

@@ -125,7 +125,8 @@ def acquire(folder: Path, token: str, owner: str) -> Lease:
     """
     seconds = lease_seconds()
     mine = folder / f"writer-{token}.lease"
-    holder = _Holder(owner, myself(), datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"), _job())
+    job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "")  # If the launcher has set one.
+    holder = _Holder(owner, myself(), datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"), job)
     with _disk.create(mine) as file:
         _disk.write(file, json.dumps(asdict(holder)).encode())
     try:
@@ -187,11 +188,6 @@ def _holder(body: dict[str, Any]) -> _Holder:
         str(body["since"])[:40],
         str(body["job"])[:80],
     )
-
-
-def _job() -> str:
-    """The name of the job in the environment of this process, if its launcher sets one."""
-    return next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "")
 
 
 def held_tokens(folder: Path) -> set[str]:

@@ -31,9 +31,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged.optim._roots import Stack
-from torch_ragged.tensor._ownership import Box, Cut, Owned, Run, Whole, owned, owned_near, row_major
+from torch_ragged.tensor._carry import Pending, packed_views, part_view
+from torch_ragged.tensor._exchange import Part, common, part_of
+from torch_ragged.tensor._ownership import Box, Cut, Owned, Run, Whole, coordinate_at, index_at, owned, owned_near, row_major
 from torch_ragged.tensor._redistribute import all_to_all, mesh_group
-from torch_ragged.tensor._route import Part, common_parts, part_of
 
 __all__ = ["Batch", "Compute", "GatherToRoot", "Placed", "Share", "Spot", "owners_of", "mesh_ranks"]
 
@@ -68,7 +69,7 @@ class Placed:
         ``rows`` are the first one and the one behind the last, along the smaller size of the matrix.
         """
         shape = (*(1 for _ in self.shape[:-2]), *self.matrices[-2:])
-        sizes, offsets, strides, start = list(shape), [*_coordinate(position, self.shape[:-2]), 0, 0], row_major(shape), 0
+        sizes, offsets, strides, start = list(shape), [*coordinate_at(position, self.shape[:-2]), 0, 0], row_major(shape), 0
         if self.segment is not None:
             offsets[self.segment[0]] = self.segment[1]
         if rows is not None:
@@ -82,17 +83,8 @@ class Placed:
 
         If ``replicas`` is True, all ranks count; if False, only those of the replica of ``coordinate``.
         """
-        cut_dims = tuple(i for i, cut in enumerate(self.cuts) if replicas or not isinstance(cut, Whole))
-        matrix = self.matrix(position)
-        near = owned_near(self.shape, self.mesh_shape, self.cuts, coordinate, cut_dims, matrix)
-        sizes = tuple(self.mesh_shape[i] for i in cut_dims)
-        result = []
-        for index, held in near:
-            peer = list(coordinate)
-            for dim, value in zip(cut_dims, _coordinate(index, sizes)):
-                peer[dim] = value
-            result.append((_rank(peer, self.mesh_shape), held))
-        return result
+        dims = tuple(i for i, cut in enumerate(self.cuts) if replicas or not isinstance(cut, Whole))
+        return owned_near(self.shape, self.mesh_shape, self.cuts, coordinate, dims, self.matrix(position), in_mesh=True)
 
     @property
     def is_replicated(self) -> bool:
@@ -100,27 +92,11 @@ class Placed:
         return any(isinstance(cut, Whole) and size > 1 for cut, size in zip(self.cuts, self.mesh_shape))
 
 
-def _coordinate(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The coordinate of row-major ``index`` in ``shape``."""
-    result = []
-    for size in reversed(shape):
-        index, value = divmod(index, size)
-        result.append(value)
-    return tuple(reversed(result))
-
-
-def _rank(coordinate: Sequence[int], mesh_shape: Sequence[int]) -> int:
-    rank = 0
-    for value, size in zip(coordinate, mesh_shape):
-        rank = rank * size + value
-    return rank
-
-
 def mesh_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
     """This rank's row-major index in the mesh, and the number of ranks; (0, 1) without a mesh."""
     if mesh is None:
         return 0, 1
-    return _rank(mesh.get_coordinate() or (), tuple(mesh.shape)), mesh.size()
+    return index_at(mesh.get_coordinate() or (), tuple(mesh.shape)), mesh.size()
 
 
 def shares_of(placed: Sequence[Placed]) -> tuple[float, ...] | None:
@@ -152,19 +128,16 @@ def owners_of(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
     Descending ranks are excluded because the matrices of a stack at its roots are a RaggedShard, whose owners never descend.
     """
     count = math.prod(placed.shape[:-2])
-    whole_dims = [i for i, cut in enumerate(placed.cuts) if isinstance(cut, Whole)]
-    replicas = math.prod(placed.mesh_shape[i] for i in whole_dims)
-    run = next((i for i, cut in enumerate(placed.cuts) if isinstance(cut, Run)), None)
-    along = _owners_along(placed, run) if run is not None and len(whole_dims) == len(placed.cuts) - 1 else None
+    replicas = [range(size) if isinstance(cut, Whole) else (0,) for cut, size in zip(placed.cuts, placed.mesh_shape)]
+    cut_dims = [i for i, cut in enumerate(placed.cuts) if not isinstance(cut, Whole)]
+    along = _owners_along(placed, cut_dims[0]) if len(cut_dims) == 1 else None
     result = []
-    for replica in range(replicas):
-        start = [0] * len(placed.mesh_shape)
-        for dim, value in zip(whole_dims, _coordinate(replica, [placed.mesh_shape[i] for i in whole_dims])):
-            start[dim] = value
-        if along is None or run is None:
-            owners = [_owner(placed, position, tuple(start)) for position in range(count)]
+    for start in itertools.product(*replicas):
+        if along is None:
+            owners = [_owner(placed, position, start) for position in range(count)]
         else:
-            owners = [None if o is None else _rank([*start[:run], o, *start[run + 1 :]], placed.mesh_shape) for o in along]
+            before, behind = start[: cut_dims[0]], start[cut_dims[0] + 1 :]
+            owners = [None if o is None else index_at((*before, o, *behind), placed.mesh_shape) for o in along]
         if None in owners or owners != sorted(owners):  # type: ignore[type-var]
             return None
         result.append(tuple(owners))
@@ -190,7 +163,7 @@ def _owners_along(placed: Placed, mesh_dim: int) -> list[int | None] | None:
 def _owner(placed: Placed, position: int, coordinate: tuple[int, ...]) -> int | None:
     matrix = placed.matrix(position)
     for rank, held in placed.holders(position, coordinate, replicas=False):
-        shared = sum(part.numel for part, _ in common_parts(held, matrix))
+        shared = sum(each.numel for each in common(held, matrix))
         if shared:
             return rank if shared == matrix.numel else None
     return None
@@ -287,31 +260,31 @@ class GatherToRoot:
         whole = stack.owners is not None
         flight.gather.moves |= not whole
         flight.scatter.moves |= not whole or placed.is_replicated
-        pairs = common_parts(mine, matrix)
+        shared = common(mine, matrix)
         for member, rank in enumerate(range(root, root + stack.split)):
             piece = matrix if stack.split == 1 else placed.matrix(position, stack.rows_of(member))
-            back = pairs if stack.split == 1 else common_parts(mine, piece)
+            back = shared if stack.split == 1 else common(mine, piece)
             if rank == me:
                 number = len(flight.matrices)
                 rows = None if stack.split == 1 else stack.rows_of(member)
                 flight.matrices.append(_add_to_batch(flight.batches, stack, Spot(index, position), rows))
-                flight.gather.copies += [((tensor, here), (number, there)) for here, there in pairs]
-                flight.scatter.copies += [((number, there), (tensor, here)) for here, there in back]
+                flight.gather.copies += [((tensor, each.part(0)), (number, each.part(1))) for each in shared]
+                flight.scatter.copies += [((number, each.part(1)), (tensor, each.part(0))) for each in back]
                 if self.ranks > 1:
                     for peer, held in placed.holders(position, self._coordinate, replicas=False):
                         if peer != me:
-                            flight.gather.receives[peer] += [(number, there) for _, there in common_parts(held, matrix)]
+                            flight.gather.receives[peer] += [(number, each.part(1)) for each in common(held, matrix)]
                     for peer, held in placed.holders(position, self._coordinate, replicas=True):
                         if peer != me:
-                            flight.scatter.sends[peer] += [(number, there) for _, there in common_parts(held, piece)]
+                            flight.scatter.sends[peer] += [(number, each.part(1)) for each in common(held, piece)]
                 continue
             # Each of these ranks receives from one replica only. Every replica that holds a part receives the result.
-            at_rank = _coordinate(rank, placed.mesh_shape)
+            at_rank = coordinate_at(rank, placed.mesh_shape)
             same_replica = all(a == b for a, b, cut in zip(at_rank, self._coordinate, placed.cuts) if isinstance(cut, Whole))
-            if pairs and same_replica:
-                flight.gather.sends[rank] += [(tensor, here) for here, _ in pairs]
+            if shared and same_replica:
+                flight.gather.sends[rank] += [(tensor, each.part(0)) for each in shared]
             if back:
-                flight.scatter.receives[rank] += [(tensor, here) for here, _ in back]
+                flight.scatter.receives[rank] += [(tensor, each.part(0)) for each in back]
         if stack.split > 1:
             self._add_exchanges(stack, root, flight)
 
@@ -348,7 +321,7 @@ class GatherToRoot:
         """
         flat = [each.contiguous().view(-1) for each in inputs]
         results = [torch.empty(held.numel, dtype=dtype, device=device) for held in self._mine]
-        scatters: list[tuple[_Lane, torch.Tensor | None]] = []
+        scatters: list[Pending] = []
         # At most two flights at a time. Each goes on until its next transfer is in flight; then it is the other's turn.
         coming = (self._fly(flight, flat, results, scatters, compute, share, dtype, device) for flight in self.flights)
         active: deque[Generator[None, None, None]] = deque()
@@ -362,8 +335,8 @@ class GatherToRoot:
             flight = active.popleft()
             if next(flight, landed) is not landed:
                 active.append(flight)
-        for lane, received in scatters:
-            _finish(lane, received, results)
+        for pending in scatters:
+            pending.wait()
         return results
 
     def _fly(
@@ -371,7 +344,7 @@ class GatherToRoot:
         flight: _Flight,
         flat: list[torch.Tensor],
         results: list[torch.Tensor],
-        scatters: list[tuple[_Lane, torch.Tensor | None]],
+        scatters: list[Pending],
         compute: Compute,
         share: Share,
         dtype: torch.dtype,
@@ -380,10 +353,10 @@ class GatherToRoot:
         """One flight, up to its scatter, which is added to ``scatters``. Yields while its gather or its rows are in flight."""
         batches = [torch.empty(len(batch.spots), *batch.shape, dtype=dtype, device=device) for batch in flight.batches]
         matrices = [batches[batch][index].view(-1) for batch, index in flight.matrices]
-        received = _start(flight.gather, flat, matrices, self.group, self.ranks, dtype, device)
+        pending = _start(flight.gather, flat, matrices, self.group, self.ranks, dtype, device)
         yield
-        _finish(flight.gather, received, matrices)
-        del received
+        pending.wait()
+        del pending
         computed, waiting = list(batches), list(batches)
         alone = (number for number, batch in enumerate(flight.batches) if batch.rows is None)
         shared = {
@@ -397,17 +370,17 @@ class GatherToRoot:
                     computed[number] = end.value
                     del shared[number]
             if lane is not None:
-                received = _start(lane, waiting, waiting, self.group, self.ranks, dtype, device)
+                pending = _start(lane, waiting, waiting, self.group, self.ranks, dtype, device)
                 for number in itertools.islice(alone, 1):  # While the rows are in flight.
                     computed[number] = compute(flight.batches[number], batches[number])
                 yield
-                _finish(lane, received, waiting)
-                del received
+                pending.wait()
+                del pending
         for number in alone:
             computed[number] = compute(flight.batches[number], batches[number])
         del batches, matrices, waiting  # Free the inputs of this flight before the scatter allocates.
         out = [computed[batch][index].reshape(-1) for batch, index in flight.matrices]
-        scatters.append((flight.scatter, _start(flight.scatter, out, results, self.group, self.ranks, dtype, device)))
+        scatters.append(_start(flight.scatter, out, results, self.group, self.ranks, dtype, device))
 
 
 def _add_to_batch(batches: list[Batch], stack: Stack, spot: Spot, rows: tuple[int, int] | None) -> tuple[int, int]:
@@ -420,12 +393,6 @@ def _add_to_batch(batches: list[Batch], stack: Stack, spot: Spot, rows: tuple[in
     return len(batches) - 1, 0
 
 
-def _view(tensors: Sequence[torch.Tensor], indexed: tuple[int, Part]) -> torch.Tensor:
-    index, part = indexed
-    flat = tensors[index]
-    return flat.as_strided(part.sizes, part.strides, flat.storage_offset() + part.offset)
-
-
 def _start(
     lane: _Lane,
     sources: Sequence[torch.Tensor],
@@ -434,37 +401,30 @@ def _start(
     ranks: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> torch.Tensor | None:
-    """Copy the parts that stay on this rank, and issue the all-to-all for the others.
-
-    Returns the receive buffer, which is filled after a wait, or None if no collective was issued.
-    """
+) -> Pending:
+    """Copy the parts that stay on this rank, and issue the all-to-all for the others: a wait for it copies what has arrived."""
     if lane.copies:
-        views = [_view(targets, there) for _, there in lane.copies]
-        values = [_view(sources, here).reshape(view.shape) for (here, _), view in zip(lane.copies, views)]
+        views = [part_view(targets[i], there) for _, (i, there) in lane.copies]
+        values = [part_view(sources[i], here).reshape(view.shape) for ((i, here), _), view in zip(lane.copies, views)]
         torch._foreach_copy_(views, values)
     if not lane.moves or group is None:
-        return None
+        return Pending(torch.empty(0, dtype=dtype, device=device), (0,))
     outgoing = [part for peer in range(ranks) for part in lane.sends.get(peer, ())]
     packed = torch.empty(sum(part.numel for _, part in outgoing), dtype=dtype, device=device)
     if outgoing:
-        slices = packed.split([part.numel for _, part in outgoing])
-        values = [_view(sources, part) for part in outgoing]
-        torch._foreach_copy_([part.view(value.shape) for part, value in zip(slices, values)], values)
-    return all_to_all(packed, _splits(lane.receives, ranks), _splits(lane.sends, ranks), group)
+        values = [part_view(sources[i], part) for i, part in outgoing]
+        torch._foreach_copy_(packed_views(packed, [part for _, part in outgoing]), values)
+    incoming = [part for peer in sorted(lane.receives) for part in lane.receives[peer]]
+
+    def unpack(received: torch.Tensor) -> torch.Tensor:
+        if incoming:
+            views = [part_view(targets[i], part) for i, part in incoming]
+            torch._foreach_copy_(views, packed_views(received, [part for _, part in incoming]))
+        return received
+
+    received = all_to_all(packed, _splits(lane.receives, ranks), _splits(lane.sends, ranks), group)
+    return Pending(received, tuple(received.shape), unpack, in_flight=True)
 
 
 def _splits(parts: dict[int, list[tuple[int, Part]]], ranks: int) -> list[int]:
     return [sum(part.numel for _, part in parts.get(peer, ())) for peer in range(ranks)]
-
-
-def _finish(lane: _Lane, received: torch.Tensor | None, targets: Sequence[torch.Tensor]) -> None:
-    """Wait for the all-to-all and copy the received parts into ``targets``."""
-    if received is None:
-        return
-    received = torch.ops._c10d_functional.wait_tensor(received)
-    incoming = [part for peer in sorted(lane.receives) for part in lane.receives[peer]]
-    if incoming:
-        views = [_view(targets, part) for part in incoming]
-        slices = received.split([part.numel for _, part in incoming])
-        torch._foreach_copy_(views, [part.view(view.shape) for part, view in zip(slices, views)])

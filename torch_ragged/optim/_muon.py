@@ -33,7 +33,8 @@ from torch_ragged.optim._newton_schulz import (
 )
 from torch_ragged.optim._root_states import RootState, RootStateOptimizer
 from torch_ragged.optim._roots import Stack
-from torch_ragged.tensor._route import common_parts
+from torch_ragged.tensor._carry import part_view
+from torch_ragged.tensor._exchange import common
 
 __all__ = ["Muon", "adjusted_lr"]
 
@@ -111,8 +112,8 @@ def _of_segment(
         assert mine.is_contiguous(), "a DTensor's parts are found by their offsets"
         held = placed.owned(tuple(param.device_mesh.get_coordinate() or ()))
         for position in range(math.prod(placed.shape[:-2])):
-            for part, _ in common_parts(held, placed.matrix(position)):
-                yield tuple([each.view(-1)[part.offset :].as_strided(part.sizes, part.strides) for each in (mine, update)])  # type: ignore[misc]
+            for shared in common(held, placed.matrix(position)):
+                yield tuple([part_view(each.view(-1), shared.part(0)) for each in (mine, update)])  # type: ignore[misc]
 
 
 def _block_of(group: dict[str, Any]) -> Any:

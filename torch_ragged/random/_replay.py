@@ -10,8 +10,9 @@ use.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Optional, Union
 
 import torch
@@ -19,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from torch_ragged.random._tape import START, End, Entry, Part, Point, Tape, is_random, read_state, write_state
 from torch_ragged.tensor._draw import draw_owned
+from torch_ragged.tensor._exchange import clipped, paired_views, views_of
 from torch_ragged.tensor._ownership import Box, row_major
-from torch_ragged.tensor._sampler import Sampler, views_of
+from torch_ragged.tensor._sampler import Sampler
 
 __all__ = ["Target", "prune", "replay", "state_at", "values_of", "whole_box"]
 
@@ -378,19 +380,18 @@ class _Run:
             if not self.is_base(draw.part):
                 found = self.box_of(draw.part)
                 assert found is not None
-                shape, stride, boxes = found[1], self.bases[draw.part.storage].stride, tuple(_within(boxes, *found))
+                shape, stride = found[1], self.bases[draw.part.storage].stride
+                # What of the box is here, counted from its corner.
+                inside = filter(None, [clipped(box, *found) for box in boxes])
+                boxes = tuple(replace(each, offsets=tuple(map(operator.sub, each.offsets, found[0]))) for each in inside)
         draw_owned(Sampler(draw.op, draw.args, draw.part.dtype, generator), shape, stride, boxes, local, values)
 
-    def _views_in(self, part: Part, layout: Layout) -> Iterator[torch.Tensor]:
+    def _views_in(self, part: Part, layout: Layout) -> list[torch.Tensor]:
         """What this rank holds of a box of a tensor, as views of its memory."""
         found = self.box_of(part)
         assert found is not None
         local = self.memory[part.storage]
-        for box, view in zip(layout.boxes, views_of(local, layout.boxes)):
-            first = [max(a, b) for a, b in zip(box.offsets, found[0])]
-            last = [min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, *found)]
-            if all(a < b for a, b in zip(first, last)):
-                yield view[tuple(slice(a - b, c - b) for a, b, c in zip(first, box.offsets, last))]
+        return views_of(local, filter(None, [clipped(box, *found) for box in layout.boxes]))
 
     def _copy_to(self, target: Target) -> None:
         memory = self.memory[target.part.storage]
@@ -398,20 +399,8 @@ class _Run:
             if memory is not target.local:
                 target.local.copy_(memory)
             return
-        whole = self._tensor(target.part)
-        for box, view in zip(target.boxes, views_of(target.local, target.boxes)):
-            view.copy_(whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))])
-
-
-def _within(boxes: Iterable[Box], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
-    """The parts of ``boxes`` in another box, counted from its corner."""
-    for box in boxes:
-        first = [max(a, b) for a, b in zip(box.offsets, offsets)]
-        last = [min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, offsets, sizes)]
-        if all(a < b for a, b in zip(first, last)):
-            shift = sum((a - b) * step for a, b, step in zip(first, box.offsets, box.local_strides))
-            starts = tuple(a - b for a, b in zip(first, offsets))
-            yield Box(starts, tuple(b - a for a, b in zip(first, last)), box.local_offset + shift, box.local_strides)
+        for view, whole in paired_views(target.local, self._tensor(target.part), target.boxes):
+            view.copy_(whole)
 
 
 def _is_dense(part: Part) -> bool:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import is_gloo, is_nccl
-from torch_ragged.tensor._route import Gather, Part, merged_parts
+from torch_ragged.tensor._exchange import Part, merged_parts
+from torch_ragged.tensor._route import Gather
 
-__all__ = ["Pending", "all_gather", "copy_into", "covers", "memory_of", "pack", "part_view"]
+__all__ = ["Pending", "all_gather", "copy_into", "covers", "memory_of", "pack", "packed_views", "part_view"]
 
 _ALL_GATHER = ("all_gather_single", "all_gather_single_coalesced")
 if not hasattr(dist.ProcessGroup, _ALL_GATHER[0]):  # Before torch 2.13.
@@ -82,16 +83,21 @@ def covers(parts: Sequence[Part], numel: int) -> bool:
     return len(parts) == 1 and parts[0].is_contiguous and parts[0].numel == numel
 
 
+def packed_views(packed: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """Each part in ``packed``, where they lie one after another."""
+    return [piece.view(part.sizes) for part, piece in zip(parts, packed.split([part.numel for part in parts]))]
+
+
 def copy_into(result: torch.Tensor, packed: torch.Tensor, parts: Sequence[Part]) -> None:
     """Copy ``packed``, the parts one after another, to where they lie in the flat local tensor ``result``."""
-    for part, piece in zip(parts, packed.split([part.numel for part in parts])):
-        part_view(result, part).copy_(piece.view(part.sizes))
+    for part, piece in zip(parts, packed_views(packed, parts)):
+        part_view(result, part).copy_(piece)
 
 
 def pack(packed: torch.Tensor, flat: torch.Tensor, parts: Sequence[Part]) -> None:
     """The reverse: copy the parts of ``flat`` to ``packed``, one after another. This may cast them."""
-    for part, piece in zip(parts, packed.split([part.numel for part in parts])):
-        piece.view(part.sizes).copy_(part_view(flat, part))
+    for part, piece in zip(parts, packed_views(packed, parts)):
+        piece.copy_(part_view(flat, part))
 
 
 def memory_of(steps: Sequence[Gather], like: torch.Tensor) -> list[torch.Tensor]:

@@ -28,8 +28,9 @@ from torch_ragged._kernels import philox
 from torch_ragged._kernels._choice import runs_triton
 from torch_ragged._kernels.distributions import Distribution, distribution_of, dropout, example
 from torch_ragged._kernels.regions import Region, regions
+from torch_ragged.tensor._exchange import views_of
 from torch_ragged.tensor._ownership import Box, row_major
-from torch_ragged.tensor._sampler import Sampler, chunks_of, views_of
+from torch_ragged.tensor._sampler import Sampler, chunks_of
 
 __all__ = ["Kernel", "Turns", "draw_by_counter", "draw_kept", "way_of"]
 

@@ -25,8 +25,9 @@ import torch
 from torch._subclasses import FakeTensor
 
 from torch_ragged.tensor._counter import draw_by_counter, way_of
+from torch_ragged.tensor._exchange import views_of
 from torch_ragged.tensor._ownership import Box, row_major
-from torch_ragged.tensor._sampler import Sampler, chunks_of, views_of
+from torch_ragged.tensor._sampler import Sampler, chunks_of
 
 __all__ = ["draw_owned"]
 

@@ -17,8 +17,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.tensor._exchange import overlap
 from torch_ragged.tensor._owned_boxes import owned_part
-from torch_ragged.tensor._ownership import Box, row_major
+from torch_ragged.tensor._ownership import Box, coordinate_at, row_major
 
 __all__ = ["GlobalLayout", "coverage_problem", "layout_of"]
 
@@ -99,7 +100,7 @@ class GlobalLayout:
                 f"GlobalLayout: local_offsets {self.local_offsets[:4]} have different numbers of dimensions: all boxes are in "
                 "one local tensor"
             )
-        for where, regions in (("global", self._global_regions()), ("local", self._local_regions())):
+        for where, regions in (("global", list(zip(self.global_offsets, self.local_sizes))), ("local", self._local_regions())):
             pair = _overlapping(regions)
             if pair is not None:
                 one, other = (f"offsets {regions[i][0]} and sizes {regions[i][1]}" for i in pair)
@@ -149,7 +150,7 @@ class GlobalLayout:
             return cls._from([(piece, (piece.local_offset,)) for piece in pieces], shape)
         if part is None or part.flat:
             return cls._from(list(_slices(boxes)), shape)
-        return cls._from([(box, _unravel(box.local_offset, row_major(part.local_shape))) for box in boxes], shape)
+        return cls._from([(box, coordinate_at(box.local_offset, part.local_shape)) for box in boxes], shape)
 
     @classmethod
     def _from(cls, boxes: Iterable[tuple[Box, tuple[int, ...]]], shape: tuple[int, ...]) -> GlobalLayout:
@@ -198,9 +199,6 @@ class GlobalLayout:
 
     def _rows(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
         return zip(self.global_offsets, self.local_offsets, self.local_sizes)
-
-    def _global_regions(self) -> list[_Region]:
-        return list(zip(self.global_offsets, self.local_sizes))
 
     def _local_regions(self) -> list[_Region]:
         """The boxes in the local tensor: of its own number of dimensions."""
@@ -277,7 +275,7 @@ def _overlapping(regions: Sequence[_Region]) -> tuple[int, int] | None:
         active = [j for j in active if regions[j][0][dim] + regions[j][1][dim] > start[dim]]
         for j in active:
             other, others = regions[j]
-            if all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(start, sizes, other, others)):
+            if overlap(start, sizes, other, others):
                 return min(i, j), max(i, j)
         active.append(i)
     return None
@@ -320,14 +318,6 @@ def _slices(boxes: Sequence[Box]) -> Iterator[tuple[Box, tuple[int, ...]]]:
     unit = math.prod(pieces[0].sizes[outer:])
     for single in itertools.chain(*(_single(piece, outer - 1) for piece in pieces)):
         yield single, (*(0,) * (outer - 1), single.local_offset // unit, *(0,) * (ndim - outer))
-
-
-def _unravel(offset: int, strides: Sequence[int]) -> tuple[int, ...]:
-    at = []
-    for stride in strides:  # Of dimensions with equal strides, all but the first have size 1.
-        i, offset = divmod(offset, stride)
-        at.append(i)
-    return tuple(at)
 
 
 def _is_int(value: object) -> bool:

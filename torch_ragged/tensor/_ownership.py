@@ -26,8 +26,10 @@ __all__ = [
     "boxes_of_interval",
     "check_cuts",
     "chunk_range",
+    "coordinate_at",
     "has_single_boxes",
     "in_order",
+    "index_at",
     "is_nested",
     "owned",
     "owned_near",
@@ -142,6 +144,23 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def coordinate_at(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The coordinate of row-major ``index`` in ``shape``."""
+    result = []
+    for size in reversed(shape):
+        index, value = divmod(index, size)
+        result.append(value)
+    return tuple(reversed(result))
+
+
+def index_at(coordinate: Sequence[int], shape: Sequence[int]) -> int:
+    """The row-major index of ``coordinate`` in ``shape``."""
+    index = 0
+    for value, size in zip(coordinate, shape):
+        index = index * size + value
+    return index
+
+
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and stop of chunk ``index`` when ``size`` elements are cut into ``parts`` as ``torch.chunk`` does."""
     step = -(-size // parts)
@@ -223,28 +242,30 @@ def owned_near(
     coordinate: tuple[int, ...],
     mesh_dims: tuple[int, ...],
     other: Owned,
+    in_mesh: bool = False,
 ) -> list[tuple[int, Owned]]:
     """A superset of the ranks whose elements overlap ``other``. Ranks differ from ``coordinate`` only in ``mesh_dims``.
 
     Returns:
-        for each rank: its index, in row-major order over ``mesh_dims``, and what it owns.
+        for each rank: its index, in row-major order over ``mesh_dims`` or, if ``in_mesh``, over the whole mesh; and what it
+        owns.
     """
     if not other.numel:
         return []
     lows = [min(box.offsets[d] for box in other.boxes) for d in range(len(shape))]
     highs = [max(box.offsets[d] + box.sizes[d] for box in other.boxes) for d in range(len(shape))]
     bounds = list(zip(lows, highs))
-    free = sorted(mesh_dims)
-    strides = dict(zip(free, row_major([mesh_shape[mesh_dim] for mesh_dim in free])))
+    counted = range(len(mesh_shape)) if in_mesh else sorted(mesh_dims)
+    strides = dict(zip(counted, row_major([mesh_shape[mesh_dim] for mesh_dim in counted])))
     pieces = [(0, _Piece(shape))]
     for mesh_dim, cut in in_order(cuts, mesh_shape):
-        parts, stride, smaller = mesh_shape[mesh_dim], strides.get(mesh_dim), []
+        parts, stride, smaller = mesh_shape[mesh_dim], strides.get(mesh_dim, 0), []
         for rank, piece in pieces:
-            for index in (coordinate[mesh_dim],) if stride is None else piece.indices_near(cut, parts, bounds):
+            for index in piece.indices_near(cut, parts, bounds) if mesh_dim in mesh_dims else (coordinate[mesh_dim],):
                 part = piece if isinstance(cut, Whole) else piece.copy()
                 part.apply(cut, parts, index)
                 if part.may_share(bounds):
-                    smaller.append((rank + index * (stride or 0), part))
+                    smaller.append((rank + index * stride, part))
         pieces = smaller
     return [(rank, piece.owned()) for rank, piece in sorted(pieces, key=lambda pair: pair[0])]
 

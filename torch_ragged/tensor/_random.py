@@ -21,7 +21,7 @@ import functools
 import hashlib
 import math
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.tensor._counter import draw_kept
 from torch_ragged.tensor._draw import draw_owned
+from torch_ragged.tensor._exchange import paired_views
 from torch_ragged.tensor._local_tensor import coordinate_of
 from torch_ragged.tensor._ops._pointwise_ops import pointwise_rule
 from torch_ragged.tensor._ops._rows import has_ragged_rows
@@ -102,22 +103,16 @@ class Holding:
     def keep(self, whole: torch.Tensor) -> torch.Tensor:
         """A new tensor: this rank's shard of ``whole``."""
         local = whole.new_empty(self.local_shape)
-        for in_local, in_whole in self._boxes(local, whole):
+        for in_local, in_whole in paired_views(local, whole, self.boxes):
             in_local.copy_(in_whole)
         return local
 
     def spread(self, local: torch.Tensor) -> torch.Tensor:
         """A new global tensor with this rank's elements from ``local``, and zeros for all other elements."""
         whole = local.new_zeros(self.shape)
-        for in_local, in_whole in self._boxes(local.contiguous(), whole):
+        for in_local, in_whole in paired_views(local.contiguous(), whole, self.boxes):
             in_whole.copy_(in_local)
         return whole
-
-    def _boxes(self, local: torch.Tensor, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each box of this rank, its view in ``local``, which is contiguous, and its view in ``whole``."""
-        for box in self.boxes:
-            in_local = local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
-            yield in_local, whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
 
 
 def part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:

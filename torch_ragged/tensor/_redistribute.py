@@ -44,9 +44,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch_ragged._ranks.groups import can_order_groups, group_of
 from torch_ragged.tensor import _carry
 from torch_ragged.tensor._carry import Pending, copy_into, covers, part_view
+from torch_ragged.tensor._exchange import Part, paired_views
 from torch_ragged.tensor._local_tensor import LocalTensor, as_rank, coordinate_of, coordinates_of, local_tensors, peers_of
 from torch_ragged.tensor._ownership import Whole, owned
-from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
+from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Reduce, Route, Step
 from torch_ragged.tensor.placement_types import cuts_of, has_ragged
 
 __all__ = [
@@ -327,11 +328,9 @@ def broadcast_local(
     """
     coordinate = _coordinate(mesh)
     mine = owned(tuple(shape), tuple(mesh.shape), cuts_of(placements), coordinate)
-    expanded = tensor.expand(tuple(shape))
     result = tensor.new_empty(mine.numel)
-    for box in mine.boxes:
-        part = result.as_strided(box.sizes, box.local_strides, box.local_offset)
-        part.copy_(expanded[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
+    for part, whole in paired_views(result, tensor.expand(tuple(shape)), mine.boxes):
+        part.copy_(whole)
     return result.view(mine.local_shape)
 
 

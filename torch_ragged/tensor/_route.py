@@ -18,11 +18,12 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Union
 
+from torch_ragged.tensor._exchange import Common, Part, common, merged_parts, part_of, parts_of
 from torch_ragged.tensor._ownership import (
     Chunk,
     Cut,
@@ -42,35 +43,14 @@ __all__ = [
     "Fill",
     "Gather",
     "Move",
-    "Part",
     "Reduce",
     "Route",
     "Slab",
     "Step",
-    "common_parts",
-    "merged_parts",
     "most_of_slab",
-    "part_of",
 ]
 
 
-class Part(NamedTuple):
-    """A part of a local tensor's storage, described as for ``torch.as_strided``; a contiguous part is 1-D."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    @property
-    def is_contiguous(self) -> bool:
-        return self.strides == (1,)
-
-
-_Pair = tuple[Part, Part]
 _FEW = 64  # ranks
 _MOST_SLABS = 16
 _SMALLEST_SLAB = 2**20
@@ -269,45 +249,29 @@ class Route:
             return
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
         shape, cut_of_piece = self._piece(mesh_dim, cut)
-        numel = math.prod(shape)
-        stretches, columns = _stretches(shape, cut_of_piece, size), _columns(shape, cut_of_piece, size)
-        splits: Sequence[int]
-        if stretches is not None:
-            splits, sends, receives = _splits(stretches), _everything(numel), _everything(math.prod(local_shape))
-        elif columns is not None:
-            splits, sends = columns.splits(0, numel), columns.spread(0, numel)
-            receives = _everything(math.prod(local_shape))
-        else:
-            whole = owned(shape, (), (), ())
-            peers = {p: common_parts(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)}
-            splits, sends = _numels(peers, size), merged_parts(part for pairs in peers.values() for part, _ in pairs)
-            receives = merged_parts(part for _, part in peers[rank])
-        self.steps.append(Reduce(mesh_dim, operation, splits, sends, receives, local_shape))
+        back = _slab(shape, cut_of_piece, size, rank, 0, math.prod(shape))  # The all-gather that would undo it.
+        self.steps.append(Reduce(mesh_dim, operation, back.splits, back.receives, back.sends, local_shape))
         self.cuts = self.replace(mesh_dim, cut)
 
     def fill(self, mesh_dim: int, operation: str) -> None:
         """Make the tensor pending on ``mesh_dim``: each rank contributes the elements that it holds."""
         target = self.replace(mesh_dim, Whole())
         here, there = self._owned(self.cuts), self._owned(target)
-        pairs = common_parts(here, there)
-        sends, receives = merged_parts(part for part, _ in pairs), merged_parts(part for _, part in pairs)
-        was_whole = isinstance(self.cuts[mesh_dim], Whole)
-        self.steps.append(Fill(mesh_dim, operation, was_whole, sends, receives, there.local_shape))
+        shared, was_whole = common(here, there), isinstance(self.cuts[mesh_dim], Whole)
+        self.steps.append(Fill(mesh_dim, operation, was_whole, parts_of(shared, 0), parts_of(shared, 1), there.local_shape))
         self.cuts = target
 
     def _cut(self, target: tuple[Cut, ...]) -> None:
         """Each rank selects its new elements from those that it holds. No communication."""
         here, there = self._owned(self.cuts), self._owned(target)
-        pairs = common_parts(here, there)
-        sends, receives = merged_parts(part for part, _ in pairs), merged_parts(part for _, part in pairs)
-        self.steps.append(Move(sends, receives, there.local_shape, stays=_contents(here) == _contents(there)))
+        shared, stays = common(here, there), _contents(here) == _contents(there)
+        self.steps.append(Move(parts_of(shared, 0), parts_of(shared, 1), there.local_shape, stays))
 
     def _gather(self, mesh_dim: int) -> None:
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
         shape, cut = self._piece(mesh_dim, self.cuts[mesh_dim])
         target = self.replace(mesh_dim, Whole())
-        all_of_it = _slab(shape, cut, size, rank, 0, math.prod(shape))
-        parts = (all_of_it.splits, all_of_it.sends, all_of_it.receives)
+        parts = _slab(shape, cut, size, rank, 0, math.prod(shape))[2:]
         self.steps.append(Gather(mesh_dim, *parts, self._owned(target).local_shape, rank, shape, cut))
         self.cuts = target
 
@@ -328,8 +292,13 @@ class Route:
         elif new is not None and old_columns is not None:
             step = _exchange_columns(mesh_dim, new, old_columns, rank, local_shape, to_columns=False)
         else:
-            owners = [tuple(owned(shape, (size,), (cut,), (p,)) for cut in (before, after)) for p in range(size)]
-            step = _exchange_boxes((mesh_dim,), owners, rank, local_shape)
+            held, wanted = ([owned(shape, (size,), (cut,), (p,)) for p in range(size)] for cut in (before, after))
+            if [*map(_contents, held)] == [*map(_contents, wanted)]:  # Equal on all ranks: each checks all peers.
+                step = Move((), (), local_shape, stays=True)
+            else:
+                sends = {peer: common(held[rank], other) for peer, other in enumerate(wanted)}
+                receives = {peer: common(other, wanted[rank]) for peer, other in enumerate(held)}
+                step = _exchange_of((mesh_dim,), size, sends, receives, local_shape)
         self.steps.append(step)
 
     def _exchange(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
@@ -340,8 +309,8 @@ class Route:
             return
         size = math.prod(self.mesh_shape[i] for i in mesh_dims)
         near = functools.partial(owned_near, self.shape, self.mesh_shape)
-        sends = {peer: common_parts(here, after) for peer, after in near(target, self.coordinate, mesh_dims, here)}
-        receives = {peer: common_parts(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
+        sends = {peer: common(here, after) for peer, after in near(target, self.coordinate, mesh_dims, here)}
+        receives = {peer: common(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
         self.steps.append(_exchange_of(mesh_dims, size, sends, receives, there.local_shape))
 
     def _stay_elsewhere(self, crossed: Sequence[int], affected: Sequence[int], target: tuple[Cut, ...]) -> bool:
@@ -381,7 +350,8 @@ class Route:
         if run is not None and isinstance(cut, Chunk):  # In the piece, the prefix that the run cuts is one dimension.
             return shape, replace(cut, dim=max(cut.dim - max(run.ndims, run.split_factor > 1) + 1, 0))
         if isinstance(cut, Run) and cut.split_factor > 1:
-            chosen = math.prod(size for i, size in enumerate(self.mesh_shape) if i > mesh_dim and _is_chunk_of_0(self.cuts[i]))
+            inner = zip(self.cuts[mesh_dim + 1 :], self.mesh_shape[mesh_dim + 1 :])
+            chosen = math.prod(n for each, n in inner if isinstance(each, Chunk) and each.dim == 0 and each.split_factor == 1)
             return shape, Run(cut.ndims, cut.units, cut.split_factor // chosen)
         return shape, cut
 
@@ -400,9 +370,9 @@ def _slab(shape: tuple[int, ...], cut: Cut, size: int, rank: int, start: int, st
         whole = owned(shape, (), (), ())
     else:
         whole = owned(shape, (3,), (Run(len(shape), Units.of((start, stop - start, numel - stop))),), (1,))
-    peers = {p: common_parts(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
-    receives = merged_parts(part for pairs in peers.values() for _, part in pairs)
-    return Slab(start, stop, _numels(peers, size), merged_parts(part for part, _ in peers[rank]), receives)
+    peers = {p: common(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
+    receives = parts_of(itertools.chain(*peers.values()), 1)
+    return Slab(start, stop, _numels(peers, size), parts_of(peers[rank], 0), receives)
 
 
 # --- stretches of storage ------------------------------------------------------------------------------------------
@@ -483,7 +453,7 @@ class _Columns:
 
         def add(column: int, columns: int, width: int, first: int, rows: int) -> None:
             if width > 0 and rows > 0:
-                parts.append(_part(first * row + column - begin, (), (width, row, 1), (), (columns, rows, width)))
+                parts.append(part_of(first * row + column - begin, (columns, rows, width), (width, row, 1)))
 
         edges = sorted({0, *(x // width for x in (begin, end, row)), *(-(-x // width) for x in (begin, end, row))})
         for low, high in zip(edges, edges[1:]):
@@ -533,23 +503,11 @@ def _exchange_columns(
 # --- boxes ---------------------------------------------------------------------------------------------------------
 
 
-def _exchange_boxes(
-    mesh_dims: tuple[int, ...], peers: Sequence[tuple[Owned, ...]], rank: int, local_shape: tuple[int, ...]
-) -> Step:
-    """An exchange between any two ownerships; ``peers`` is what each rank of the group holds before and after."""
-    if all(_contents(before) == _contents(after) for before, after in peers):  # Equal on all ranks: each checks all peers.
-        return Move((), (), local_shape, stays=True)
-    here, there = peers[rank]
-    sends = {peer: common_parts(here, after) for peer, (_, after) in enumerate(peers)}
-    receives = {peer: common_parts(before, there) for peer, (before, _) in enumerate(peers)}
-    return _exchange_of(mesh_dims, len(peers), sends, receives, local_shape)
-
-
 def _exchange_of(
     mesh_dims: tuple[int, ...],
     size: int,
-    sends: dict[int, list[_Pair]],
-    receives: dict[int, list[_Pair]],
+    sends: dict[int, list[Common]],
+    receives: dict[int, list[Common]],
     local_shape: tuple[int, ...],
 ) -> Step:
     """The exchange of the common parts with each of ``size`` peers, in ascending order; peers without any may be missing."""
@@ -557,8 +515,8 @@ def _exchange_of(
         mesh_dims,
         _numels(sends, size),
         _numels(receives, size),
-        merged_parts(part for pairs in sends.values() for part, _ in pairs),
-        merged_parts(part for pairs in receives.values() for _, part in pairs),
+        parts_of(itertools.chain(*sends.values()), 0),
+        parts_of(itertools.chain(*receives.values()), 1),
         local_shape,
     )
 
@@ -572,56 +530,13 @@ def _is_strided(cut: Cut) -> bool:
     return isinstance(cut, Run) and cut.split_factor > 1
 
 
-def _is_chunk_of_0(cut: Cut) -> bool:
-    return isinstance(cut, Chunk) and cut.dim == 0 and cut.split_factor == 1
-
-
 def _contents(piece: Owned) -> list[object]:
     """The boxes of a local tensor that hold elements; they do not depend on its number of dimensions."""
     return [box for box in piece.boxes if box.numel]
 
 
-def common_parts(source: Owned, target: Owned) -> list[_Pair]:
-    """The common parts of two local tensors, each as a part of both: in storage order of the source, then of the target."""
-    pairs = []
-    for s, t in itertools.product(source.boxes, target.boxes):
-        starts = tuple(map(max, s.offsets, t.offsets))
-        sizes = tuple(min(a + n, b + k) - c for a, n, b, k, c in zip(s.offsets, s.sizes, t.offsets, t.sizes, starts))
-        if not sizes or min(sizes) > 0:
-            pairs.append(tuple([_part(box.local_offset, box.offsets, box.local_strides, starts, sizes) for box in (s, t)]))
-    return pairs  # type: ignore[return-value]
-
-
-def _part(
-    local_offset: int, origin: Sequence[int], strides: Sequence[int], starts: Sequence[int], sizes: tuple[int, ...]
-) -> Part:
-    return part_of(local_offset + sum([(a - o) * stride for a, o, stride in zip(starts, origin, strides)]), sizes, strides)
-
-
-def part_of(offset: int, sizes: tuple[int, ...], strides: Sequence[int]) -> Part:
-    """The part at ``offset`` with ``sizes`` and ``strides``, as 1-D if it is contiguous."""
-    numel = 1
-    for size, stride in zip(reversed(sizes), reversed(strides)):
-        if size != 1 and stride != numel:
-            return Part(offset, sizes, tuple(strides))
-        numel *= size
-    return Part(offset, (numel,), (1,))
-
-
-def _numels(peers: dict[int, list[_Pair]], size: int) -> tuple[int, ...]:
+def _numels(peers: dict[int, list[Common]], size: int) -> tuple[int, ...]:
     numels = [0] * size
-    for peer, pairs in peers.items():
-        numels[peer] = sum(part.numel for part, _ in pairs)
+    for peer, found in peers.items():
+        numels[peer] = sum(each.numel for each in found)
     return tuple(numels)
-
-
-def merged_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The parts, with neighbours in storage joined."""
-    result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if last and last.is_contiguous and part.is_contiguous and last.offset + last.numel == part.offset:
-            result[-1] = Part(last.offset, (last.numel + part.numel,), (1,))
-        else:
-            result.append(part)
-    return tuple(result)

@@ -9,9 +9,10 @@ from typing import Any, Optional
 
 import torch
 
+from torch_ragged.tensor._exchange import overlap
 from torch_ragged.tensor._ownership import Box, boxes_of_interval, row_major
 
-__all__ = ["Chunk", "Move", "Sampler", "chunks_of", "views_of"]
+__all__ = ["Chunk", "Move", "Sampler", "chunks_of"]
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,6 @@ class Sampler:
     def fill(self, chunk: torch.Tensor, *values: torch.Tensor) -> None:
         """Run the op on a chunk. Each of ``values`` has the chunk's shape, such as probabilities."""
         self.op(chunk, *self.args, *values, generator=self.generator)
-
-
-def views_of(local: torch.Tensor, boxes: Iterable[Box]) -> list[torch.Tensor]:
-    """Each box of a local tensor, with the dimensions of the global tensor."""
-    if local.is_contiguous():
-        offset = local.storage_offset()
-        return [local.as_strided(box.sizes, box.local_strides, offset + box.local_offset) for box in boxes]
-    strides, views = row_major(local.shape), []
-    for box in boxes:
-        starts = [box.local_offset // step % size for step, size in zip(strides, local.shape)]
-        views.append(local[tuple(slice(start, start + size) for start, size in zip(starts, box.sizes))])
-    return views
 
 
 # --- which elements of a chunk go where --------------------------------------------------------------------------------
@@ -92,9 +81,7 @@ def _moves(shape: Sequence[int], owned: Sequence[tuple[Sequence[int], Sequence[i
     strides = row_major(shape)
     for offsets, sizes in boxes_of_interval(shape, start, stop):
         for number, (low, extent) in enumerate(owned):
-            first = [max(a, b) for a, b in zip(offsets, low)]
-            last = [min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, low, extent)]
-            if all(a < b for a, b in zip(first, last)):
-                selection = tuple(slice(a - b, c - b) for a, b, c in zip(first, low, last))
-                offset = sum(a * step for a, step in zip(first, strides)) - start
-                yield number, selection, tuple(b - a for a, b in zip(first, last)), strides, offset
+            if (shared := overlap(offsets, sizes, low, extent)) is not None:
+                first, lengths = shared
+                selection = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, low, lengths))
+                yield number, selection, lengths, strides, sum(a * step for a, step in zip(first, strides)) - start

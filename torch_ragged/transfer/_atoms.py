@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch_ragged.tensor._ownership import Box, Owned, boxes_of_interval, row_major
-from torch_ragged.tensor._route import Part, merged_parts, part_of
+from torch_ragged.tensor._exchange import Common, Part, clipped, common, merged_parts, parts_of, parts_within
+from torch_ragged.tensor._ownership import Owned
 from torch_ragged.transfer._sides import Holder, Side
 
-__all__ = ["Atom", "Copy", "Shared", "Window", "atoms_of", "parts_within", "windows_of"]
+__all__ = ["Atom", "Copy", "Window", "atoms_of", "windows_of", "within"]
 
 Window = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and sizes of a box of the tensor.
 
@@ -48,44 +48,12 @@ class Atom(NamedTuple):
         return all(len(parts) == 1 and parts[0].is_contiguous for parts in (self.source, self.target))
 
 
-class Shared(NamedTuple):
-    """A box that two local tensors have in common: its sizes, and offset and strides in both."""
-
-    sizes: tuple[int, ...]
-    offsets: tuple[int, int]
-    strides: tuple[tuple[int, ...], tuple[int, ...]]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    def part(self, side: int) -> Part:
-        return part_of(self.offsets[side], self.sizes, self.strides[side])
-
-    def within(self, start: int, stop: int) -> Iterator[Shared]:
-        """The elements ``[start, stop)`` of this box, in row-major order."""
-        for at, sizes in boxes_of_interval(self.sizes, start, stop):
-            source, target = (
-                offset + sum(i * stride for i, stride in zip(at, strides))
-                for offset, strides in zip(self.offsets, self.strides)
-            )
-            yield Shared(sizes, (source, target), self.strides)
-
-
 class Copy(NamedTuple):
     """Elements that a rank holds before and after."""
 
     source_key: str | None
     target_key: str | None
-    boxes: tuple[Shared, ...]
-
-
-def parts_within(parts: Sequence[Part], start: int, stop: int) -> Iterator[Part]:
-    """The elements ``[start, stop)`` of ``parts`` one after another, each in row-major order."""
-    for part in parts:
-        for at, sizes in boxes_of_interval(part.sizes, max(start, 0), min(stop, part.numel)):
-            yield part_of(part.offset + sum(i * stride for i, stride in zip(at, part.strides)), sizes, part.strides)
-        start, stop = start - part.numel, stop - part.numel
+    boxes: tuple[Common, ...]
 
 
 @dataclass(frozen=True)
@@ -94,7 +62,7 @@ class _Region:
 
     source: Holder
     target: Holder
-    shared: tuple[Shared, ...]
+    shared: list[Common]
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -109,54 +77,17 @@ class _Region:
     def atoms(self, spreads: bool) -> Iterator[Atom]:
         senders, receivers = self.source.ranks, self.receivers
         # Other regions start with another sender, so that the senders of many regions get about equal loads.
-        turn = sum(self.target.ranks) % len(senders)
-        if spreads and len(receivers) > len(senders):
-            numel = sum(shared.numel for shared in self.shared)
-            for i, receiver in enumerate(receivers):
-                start, stop = (numel * j // len(receivers) for j in (i, i + 1))
-                if start < stop:
-                    others = (*receivers[:i], *receivers[i + 1 :])
-                    yield self._atom(senders[(turn + i) % len(senders)], (receiver, *others), self._within(start, stop))
-        else:
-            for i, receiver in enumerate(receivers):
-                yield self._atom(senders[(turn + i) % len(senders)], (receiver,), self.shared)
-
-    def copy(self) -> Copy:
-        return Copy(self.source.key, self.target.key, self.shared)
-
-    def _atom(self, sender: int, receivers: tuple[int, ...], shared: Sequence[Shared]) -> Atom:
-        source, target = (merged_parts(each.part(side) for each in shared) for side in (0, 1))
-        numel = sum(each.numel for each in shared)
-        return Atom(sender, receivers, numel, self.source.key, self.target.key, source, target)
-
-    def _within(self, start: int, stop: int) -> tuple[Shared, ...]:
-        found: list[Shared] = []
-        for shared in self.shared:
-            found += shared.within(max(start, 0), min(stop, shared.numel))
-            start, stop = start - shared.numel, stop - shared.numel
-        return tuple(found)
-
-
-def _regions(source: Holder, targets: Sequence[Holder], window: Window | None) -> Iterator[_Region]:
-    for target in targets:
-        shared = tuple(_shared_boxes(source.owned, target.owned, window))
-        if shared:
-            yield _Region(source, target, shared)
-
-
-def _shared_boxes(source: Owned, target: Owned, window: Window | None) -> Iterator[Shared]:
-    for s, t in itertools.product(source.boxes, target.boxes):
-        starts = tuple(map(max, s.offsets, t.offsets))
-        stops = tuple(min(a + n, b + m) for a, n, b, m in zip(s.offsets, s.sizes, t.offsets, t.sizes))
-        if window is not None:
-            starts = tuple(map(max, starts, window[0]))
-            stops = tuple(min(stop, a + n) for stop, a, n in zip(stops, *window))
-        sizes = tuple(stop - start for start, stop in zip(starts, stops))
-        if not sizes or min(sizes) > 0:
-            offsets = tuple(
-                box.local_offset + sum((a - o) * n for a, o, n in zip(starts, box.offsets, box.local_strides)) for box in (s, t)
-            )
-            yield Shared(sizes, offsets, (s.local_strides, t.local_strides))  # type: ignore[arg-type]
+        turn, numel = sum(self.target.ranks) % len(senders), sum(each.numel for each in self.shared)
+        both, keys = [parts_of(self.shared, side) for side in (0, 1)], (self.source.key, self.target.key)
+        for i, receiver in enumerate(receivers):
+            sender = senders[(turn + i) % len(senders)]
+            if not spreads or len(receivers) <= len(senders):
+                yield Atom(sender, (receiver,), numel, *keys, *both)
+                continue
+            start, stop = (numel * j // len(receivers) for j in (i, i + 1))
+            if start < stop:
+                pieces = [merged_parts(parts_within(parts, start, stop)) for parts in both]
+                yield Atom(sender, (receiver, *receivers[:i], *receivers[i + 1 :]), stop - start, *keys, *pieces)
 
 
 def atoms_of(
@@ -170,34 +101,31 @@ def atoms_of(
         window: a box of the tensor; None: the whole tensor.
         spreads: whether a region with more receivers than senders is passed on between its receivers.
     """
-    sent, received, copies = [], [], []
+    regions: list[_Region] = []
+    copies = []
     for holder in source.held_by(name, rank):
-        for region in _regions(holder, list(target.near(name, _within(holder.owned, window))), window):
-            sent.append(region)
-            if rank in region.target.ranks:
-                copies.append(region)
+        piece = within(holder.owned, window)
+        for other in target.near(name, piece):
+            if shared := common(piece, other.owned):
+                regions.append(_Region(holder, other, shared))
+                if rank in other.ranks:
+                    copies.append(Copy(holder.key, other.key, tuple(shared)))
     for holder in target.held_by(name, rank):
-        near = source.near(name, _within(holder.owned, window))
-        for region in (region for other in near for region in _regions(other, [holder], window)):
-            if rank not in region.source.ranks:
-                received.append(region)
-    regions = sorted((*sent, *received), key=lambda region: region.order)
+        piece = within(holder.owned, window)
+        for other in source.near(name, piece):
+            if rank not in other.ranks and (shared := common(other.owned, piece)):
+                regions.append(_Region(other, holder, shared))
+    regions.sort(key=lambda region: region.order)
     atoms = (atom for region in regions for atom in region.atoms(spreads))
-    mine = tuple(atom for atom in atoms if atom.sender == rank or rank in atom.receivers)
-    return mine, tuple(region.copy() for region in copies)
+    return tuple(atom for atom in atoms if atom.sender == rank or rank in atom.receivers), tuple(copies)
 
 
-def _within(piece: Owned, window: Window | None) -> Owned:
-    """What lies in the window, for its bounds only."""
+def within(piece: Owned, window: Window | None) -> Owned:
+    """What of a local tensor lies in the window."""
     if window is None:
         return piece
-    boxes = []
-    for box in piece.boxes:
-        starts = tuple(map(max, box.offsets, window[0]))
-        sizes = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(box.offsets, box.sizes, *window, starts))
-        if not sizes or min(sizes) > 0:
-            boxes.append(Box(starts, sizes, 0, row_major(sizes)))
-    return Owned((sum(box.numel for box in boxes),), tuple(boxes), flat=True)
+    boxes = tuple(filter(None, [clipped(box, *window) for box in piece.boxes]))
+    return Owned((sum(box.numel for box in boxes),), boxes, flat=True)
 
 
 def windows_of(shape: Sequence[int], numel: int) -> list[Window | None]:

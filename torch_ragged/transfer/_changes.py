@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 
 from torch_ragged.tensor._carry import pack, part_view
-from torch_ragged.tensor._route import Part
-from torch_ragged.transfer._atoms import parts_within
+from torch_ragged.tensor._exchange import Part, parts_within
 
 __all__ = ["DELTAS", "Delta", "checksum"]
 

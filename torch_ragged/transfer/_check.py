@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch_ragged._register._torch import local_tensor, waited
 from torch_ragged.tensor._box_tensor import BoxTensor
 from torch_ragged.tensor._global_layout import layout_of
-from torch_ragged.tensor._ownership import owned
+from torch_ragged.tensor._ownership import coordinate_at, owned
 from torch_ragged.tensor.placement_types import cuts_of
 from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
 from torch_ragged.transfer._sides import (
@@ -191,15 +191,14 @@ def local_tensors(given: object, side: Side, which: str) -> dict[str, Readable]:
         if isinstance(spec, BoxSpec):
             found[name] = _flat_boxes(value, spec, rank, what, is_written=which == "target")
             continue
-        now = Spec.of(value) if isinstance(value, DTensor) else _replicated(value, spec)
+        if isinstance(value, DTensor):
+            now = Spec.of(value)
+        else:
+            now = Spec(tuple(value.shape), value.dtype, spec.mesh, [Replicate()] * len(spec.mesh.shape))
         if not spec.describes(now):
             raise ValueError(f"{what} has {now}, and was planned with {spec}: make a new plan")
         found[name] = _flat_of(value, spec, what, is_written=which == "target")
     return found
-
-
-def _replicated(value: torch.Tensor, spec: Spec) -> Spec:
-    return Spec(tuple(value.shape), value.dtype, spec.mesh, [Replicate()] * len(spec.mesh.shape))
 
 
 def _flat_boxes(value: torch.Tensor, spec: BoxSpec, rank: int, what: str, is_written: bool) -> Readable:
@@ -239,12 +238,8 @@ def _engine_tensors(pairs: Mapping[str, torch.Tensor], side: EngineSide) -> Iter
 def _flat_of(value: torch.Tensor, spec: Spec, what: str, is_written: bool) -> Readable:
     """The flat local tensor of a tensor of ``spec``, without gradients."""
     local = waited(local_tensor(value)) if isinstance(value, DTensor) else value
-    rank = spec.mesh.ranks.index(dist.get_rank())
-    coordinate = []
-    for size in reversed(spec.mesh.shape):
-        rank, index = divmod(rank, size)
-        coordinate.append(index)
-    numel = owned(spec.shape, spec.mesh.shape, cuts_of(spec.placements), tuple(reversed(coordinate))).numel
+    coordinate = coordinate_at(spec.mesh.ranks.index(dist.get_rank()), spec.mesh.shape)
+    numel = owned(spec.shape, spec.mesh.shape, cuts_of(spec.placements), coordinate).numel
     if local.numel() != numel:
         raise ValueError(f"{what} has a local tensor of {local.numel()} elements, and its placements say {numel}")
     flat = _flat(local, what, is_written)

@@ -18,6 +18,7 @@ from typing import Union
 
 import torch
 
+from torch_ragged.tensor._exchange import clipped, overlap
 from torch_ragged.tensor._ownership import Box, Owned, boxes_of_interval, chunk_range, row_major
 from torch_ragged.transfer._sides import Holder
 
@@ -168,15 +169,14 @@ def _check_parts(name: str, tensor: _Tensor) -> None:
         ndim = max(len(shape), len(tensor.shape))
         if len(offsets) != ndim:
             raise ValueError(f"EngineLayout.add: {name}: the offsets {offsets} of {source} need {ndim} numbers")
-        low = tuple(max(o, 0) for o in offsets)
-        high = tuple(min(o + n, size) for o, n, size in zip(offsets, _in_front(shape, ndim), _in_front(tensor.shape, ndim)))
-        if any(a >= b for a, b in zip(low, high)):
+        part = overlap(offsets, _in_front(shape, ndim), (0,) * ndim, _in_front(tensor.shape, ndim))
+        if part is None:
             raise ValueError(f"EngineLayout.add: {name}: {source} of shape {shape} at {offsets} has no element of it")
-        for other, a, b in boxes:
-            if all(max(p, q) < min(r, s) for p, q, r, s in zip(low, a, high, b)):
+        for other, *box in boxes:
+            if overlap(*part, *box):
                 raise ValueError(f"EngineLayout.add: {name}: {source} and {other} overlap")
-        boxes.append((source, low, high))
-    covered = sum(math.prod(b - a for a, b in zip(low, high)) for _, low, high in boxes)
+        boxes.append((source, *part))
+    covered = sum(math.prod(sizes) for *_, sizes in boxes)
     if covered != math.prod(tensor.shape):
         raise ValueError(f"EngineLayout.add: the parts of {name} cover {covered} of its {math.prod(tensor.shape)} elements")
 
@@ -229,8 +229,8 @@ class EngineSide:
     def held_by(self, name: str, rank: int) -> Iterator[Holder]:
         return (holder for holder in self._holders[name] if rank in holder.ranks)
 
-    def near(self, name: str, piece: Owned) -> Iterator[Holder]:
-        return iter(self._holders[name]) if piece.boxes else iter(())
+    def near(self, name: str, piece: Owned) -> Iterable[Holder]:
+        return self._holders[name]
 
     def lines(self) -> Iterator[str]:
         return (f"{name}: {tensor}" for name, tensor in self.tensors.items())
@@ -243,16 +243,12 @@ class EngineSide:
 def _in_source(boxes: Sequence[Box], shape: Sequence[int], source: Sequence[int], offsets: Sequence[int]) -> Owned:
     """The elements of the boxes that lie in a tensor of shape ``source`` at ``offsets``, in the source's coordinates."""
     ndim, found = len(offsets), []
-    limits = _in_front(source, ndim)
+    keep = ndim - len(source)  # Dimensions of size 1 in front, which only the engine's tensor has.
     for box in boxes:
-        starts, sizes = _in_front(box.offsets, ndim, 0), _in_front(box.sizes, ndim)
-        strides = _in_front(box.local_strides, ndim, 0)
-        low = tuple(max(start, o) for start, o in zip(starts, offsets))
-        high = tuple(min(start + n, o + limit) for start, n, o, limit in zip(starts, sizes, offsets, limits))
-        if all(a < b for a, b in zip(low, high)):
-            local = box.local_offset + sum((a - s) * stride for a, s, stride in zip(low, starts, strides))
-            at = tuple(a - o for a, o in zip(low, offsets))
-            keep = ndim - len(source)  # Dimensions of size 1 in front, which only the engine's tensor has.
-            lengths = tuple(b - a for a, b in zip(low, high))
-            found.append(Box(at[keep:], lengths[keep:], local, strides[keep:]))
+        starts, strides = _in_front(box.offsets, ndim, 0), _in_front(box.local_strides, ndim, 0)
+        whole = Box(starts, _in_front(box.sizes, ndim), box.local_offset, strides)
+        part = clipped(whole, offsets, _in_front(source, ndim))
+        if part is not None:
+            at = tuple(a - o for a, o in zip(part.offsets, offsets))
+            found.append(Box(at[keep:], part.sizes[keep:], part.local_offset, strides[keep:]))
     return Owned((sum(box.numel for box in found),), tuple(found), flat=True)

@@ -12,6 +12,7 @@ be read in place is staged: each round begins with copies of its windows. The so
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged.tensor._carry import copy_into, pack, part_view
-from torch_ragged.tensor._route import Part
+from torch_ragged.tensor._exchange import Part
 from torch_ragged.transfer._atoms import Atom, Copy
 from torch_ragged.transfer._changes import checksum
 from torch_ragged.transfer._rounds import Slice
@@ -315,11 +316,9 @@ class Execution:
 
 def _by_peer(packed: _Packed) -> Iterator[tuple[int, torch.Tensor]]:
     """The message to or from each peer: an interval of the buffer."""
-    start = 0
-    for i, (letter, where) in enumerate(packed.places):
-        if i + 1 == len(packed.places) or packed.places[i + 1][0].peer != letter.peer:
-            yield letter.peer, packed.buffer[start : where.stop]
-            start = where.stop
+    for peer, places in itertools.groupby(packed.places, key=lambda place: place[0].peer):
+        where = [each for _, each in places]
+        yield peer, packed.buffer[where[0].start : where[-1].stop]
 
 
 def _key(letter: tuple[Slice, Atom]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_ragged.transfer._atoms import Atom, Copy, Window, atoms_of, windows_of
+from torch_ragged.transfer._atoms import Atom, Copy, Window, atoms_of, windows_of, within
 from torch_ragged.transfer._sides import Side
 
 __all__ = ["Slice", "rounds_of", "slices_of", "wire_dtype"]
@@ -104,18 +104,10 @@ def slices_of(
 def _stretches(source: Side, name: str, rank: int, window: Window | None) -> Iterator[tuple[str | None, int, int]]:
     """Where the elements of a window lie in the local tensors of ``rank``: a window is one stretch of each."""
     for holder in source.held_by(name, rank):
-        found = []
-        for box in holder.owned.boxes:
-            starts, stops = box.offsets, tuple(offset + size for offset, size in zip(box.offsets, box.sizes))
-            if window is not None:
-                starts = tuple(map(max, starts, window[0]))
-                stops = tuple(min(stop, offset + size) for stop, offset, size in zip(stops, *window))
-            if all(start < stop for start, stop in zip(starts, stops)):
-                for end in (starts, tuple(stop - 1 for stop in stops)):
-                    steps = zip(end, box.offsets, box.local_strides)
-                    found.append(box.local_offset + sum((i - offset) * stride for i, offset, stride in steps))
-        if found:
-            yield holder.key, min(found), max(found) + 1
+        boxes = [box for box in within(holder.owned, window).boxes if box.numel]
+        if boxes:
+            last = [box.local_offset + sum((n - 1) * step for n, step in zip(box.sizes, box.local_strides)) for box in boxes]
+            yield holder.key, min(box.local_offset for box in boxes), max(last) + 1
 
 
 def _packed(atom: Atom, rank: int) -> int:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, layout_of
-from torch_ragged.tensor._ownership import Box, Cut, Owned, Whole, owned, owned_near
+from torch_ragged.tensor._ownership import Box, Cut, Owned, Whole, coordinate_at, index_at, owned, owned_near
 from torch_ragged.tensor._redistribute import warn_of_order
 from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
@@ -432,7 +432,7 @@ class _Layout:
 
     @functools.cached_property
     def _coordinates(self) -> dict[int, tuple[int, ...]]:
-        return {rank: _unravel(i, self.mesh.shape) for i, rank in enumerate(self.mesh.ranks)}
+        return {rank: coordinate_at(i, self.mesh.shape) for i, rank in enumerate(self.mesh.ranks)}
 
     def held_by(self, rank: int) -> Iterator[Holder]:
         coordinate = self._coordinates.get(rank)
@@ -440,9 +440,7 @@ class _Layout:
             return
         piece = owned(self.shape, self.mesh.shape, self.cuts, coordinate)
         if piece.numel:
-            index = 0
-            for i in self._cut_dims:
-                index = index * self.mesh.shape[i] + coordinate[i]
+            index = index_at([coordinate[i] for i in self._cut_dims], [self.mesh.shape[i] for i in self._cut_dims])
             yield Holder(self.replica_ranks[index], None, piece)
 
     def near(self, piece: Owned) -> Iterator[Holder]:
@@ -450,14 +448,6 @@ class _Layout:
         for index, other in owned_near(self.shape, self.mesh.shape, self.cuts, start, self._cut_dims, piece):
             if other.numel:
                 yield Holder(self.replica_ranks[index], None, other)
-
-
-def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    coordinate = []
-    for size in reversed(shape):
-        index, i = divmod(index, size)
-        coordinate.append(i)
-    return tuple(reversed(coordinate))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -485,12 +475,8 @@ class _BoxLayout:
     def held_by(self, rank: int) -> Iterator[Holder]:
         return (holder for holder in self._holders if rank in holder.ranks)
 
-    def near(self, piece: Owned) -> Iterator[Holder]:
-        return (holder for holder in self._holders if any(_touch(a, b) for a in holder.owned.boxes for b in piece.boxes))
-
-
-def _touch(one: Box, other: Box) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes))
+    def near(self, piece: Owned) -> Iterable[Holder]:
+        return self._holders
 
 
 @functools.lru_cache(maxsize=65536)

@@ -24,8 +24,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.tensor._exchange import clipped
 from torch_ragged.tensor._ownership import Box, row_major
-from torch_ragged.transfer._sides import Holder, Side, TensorSide
+from torch_ragged.transfer._sides import Side, TensorSide
 
 __all__ = ["Tile", "TileSide", "Tiles", "tiles_of"]
 
@@ -154,15 +155,11 @@ def _pieces(side: Side, name: str) -> Iterator[_Piece]:
     known: set[tuple[tuple[int, ...], str | None, int]] = set()
     for rank in sorted(side.ranks):
         for holder in side.held_by(name, rank):
-            mark = (holder.ranks, holder.key, _first(holder))
+            # An engine holds several parts of one tensor in one local tensor: the first offset tells them apart.
+            mark = (holder.ranks, holder.key, min(box.local_offset for box in holder.owned.boxes))
             if mark not in known:
                 known.add(mark)
                 yield from (_Piece(box, holder.ranks, holder.key) for box in holder.owned.boxes if box.numel)
-
-
-def _first(holder: Holder) -> int:
-    """Tells apart the parts of one tensor that an engine holds in one local tensor."""
-    return min(box.local_offset for box in holder.owned.boxes)
 
 
 def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece], targets: Sequence[_Piece]) -> Iterator[Tile]:
@@ -174,7 +171,7 @@ def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece
         return
     for i, piece in enumerate(sources):
         sender = piece.ranks[i % len(piece.ranks)]  # Replicas send about equal loads.
-        here = [(_within(each, piece.box), each) for each in targets]
+        here = [(clipped(each.box, piece.box.offsets, piece.box.sizes), each) for each in targets]
         shared = [_Piece(box, each.ranks, each.key) for box, each in here if box is not None]
         after = _mesh_of(piece.box, shared)
         before = _single(piece.box, (sender,), piece.key)
@@ -182,7 +179,7 @@ def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece
             yield Tile(name, piece.box.offsets, piece.box.sizes, before, after)
             continue
         for box, ranks, key in shared:
-            part = _within(piece, box)
+            part = clipped(piece.box, box.offsets, box.sizes)
             assert part is not None
             for rank in (rank for rank in ranks if rank in piece.ranks):
                 yield Tile(name, box.offsets, box.sizes, _single(part, (rank,), piece.key), _single(box, (rank,), key))
@@ -205,17 +202,6 @@ def _overlaps(size: int, parts: int, others: int) -> int:
     """The most of ``others`` even parts of a dimension that one of ``parts`` even parts overlaps."""
     step, other = size // parts, size // others
     return max((start + step - 1) // other - start // other + 1 for start in range(0, size, step))
-
-
-def _within(piece: _Piece, box: Box) -> Box | None:
-    """The part of a piece that lies in a box, at the piece's place in its local tensor; None if they share nothing."""
-    own = piece.box
-    low = tuple(map(max, own.offsets, box.offsets))
-    sizes = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(own.offsets, own.sizes, box.offsets, box.sizes, low))
-    if min(sizes) <= 0:
-        return None
-    offset = own.local_offset + sum((a - o) * stride for a, o, stride in zip(low, own.offsets, own.local_strides))
-    return Box(low, sizes, offset, own.local_strides)
 
 
 def _single(box: Box, ranks: Sequence[int], key: str | None) -> TileSide:
@@ -246,7 +232,8 @@ def _mesh_of(box: Box, pieces: Sequence[_Piece]) -> TileSide | None:
         return None
     count, copies = len(pieces), len(first.ranks)
     if not cut:
-        return _single(first.box, list(first.ranks), first.key) if count == 1 and _is_run(first.ranks) else None
+        is_run = list(first.ranks) == list(range(first.ranks[0], first.ranks[0] + copies))
+        return _single(first.box, first.ranks, first.key) if count == 1 and is_run else None
     (dim,) = cut
     pieces = sorted(pieces, key=lambda each: each.box.offsets[dim])
     size = first.box.sizes[dim]
@@ -265,7 +252,3 @@ def _mesh_of(box: Box, pieces: Sequence[_Piece]) -> TileSide | None:
             strides = first.box.local_strides
             return TileSide(start, mesh_shape, placements, first.box.sizes, offsets, strides, first.key)
     return None
-
-
-def _is_run(ranks: Sequence[int]) -> bool:
-    return list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
