@@ -18,6 +18,8 @@ from typing import Any
 
 import fuzz_dtensor
 import fuzz_fsdp
+import fuzz_pairs
+import fuzz_pairs_training
 import fuzz_plan
 import fuzz_plan_training
 import fuzz_program
@@ -42,6 +44,7 @@ __all__ = ["KINDS", "PLANTS", "describe", "forget_meshes", "know", "run_case", "
 
 KINDS = {
     "fsdp": fuzz_fsdp,
+    "pairs": fuzz_pairs,
     "dtensor": fuzz_dtensor,
     "transfer": fuzz_transfer,
     "plan": fuzz_plan,
@@ -84,6 +87,8 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
     try:
         if kind == "fsdp":
             digest, details = fuzz_training.Training(case).run(), ""
+        elif kind == "pairs":
+            digest, details = fuzz_pairs_training.PairTraining(case).run(), ""
         elif kind == "transfer":
             digest, details = fuzz_transfer.run_case(case)
         elif kind == "plan":
@@ -94,7 +99,7 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
             digest, details = (fuzz_random if kind == "random" else fuzz_dtensor).run_program(case)
     except Exception as error:
         text = "".join(traceback.format_exception(error))[-6000:]
-        known = (_known or sentences()) if kind == "program" else REFUSALS
+        known = (_known or sentences()) if kind == "program" else () if kind == "pairs" else REFUSALS
         clear = not isinstance(error, AssertionError) and any(re.search(each, " ".join(str(error).split())) for each in known)
         return ("refused" if clear else "failed"), text
     fuzz_shapes.check_shapes()
@@ -143,6 +148,7 @@ def run_seeds(kind: str, seeds: Any, plant: str = "") -> list[tuple[int, str, st
 def forget_meshes() -> None:
     """Drop what has the meshes of a process group that is destroyed."""
     fuzz_training._meshes.clear()
+    fuzz_pairs_training._meshes.clear()
     fuzz_dtensor._meshes.clear()
     fuzz_random._meshes.clear()
     fuzz_transfer._meshes.clear()

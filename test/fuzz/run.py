@@ -18,6 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "common"), str(HERE.parent.parent)]
+KINDS = ("fsdp", "dtensor", "transfer", "plan", "program", "random")
 BATCH = 100  # Seeds in a row, of which those of one size share a process group. Each mesh adds groups, whose threads poll.
 
 
@@ -93,14 +94,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100, help="how many, of all kinds together")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--kind", choices=("fsdp", "dtensor", "transfer", "plan", "program", "random", "all"), default="all")
+    parser.add_argument("--kind", choices=(*KINDS, "pairs", "all"), default="all")
     parser.add_argument("--json", help="write the report to this file")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per case; a longer one hangs")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run this case only, and print it")
     options = parser.parse_args()
     import torch
 
-    kinds = ["fsdp", "dtensor", "transfer", "plan", "program", "random"] if options.kind == "all" else [options.kind]
+    kinds = list(KINDS) if options.kind == "all" else [options.kind]
     report: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     report |= {"cpus": os.cpu_count(), "command": " ".join(["python", *sys.argv]), "kinds": {}, "failures": []}
     if options.replay is not None:

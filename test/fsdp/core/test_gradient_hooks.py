@@ -1,6 +1,7 @@
 """Hooks on the gradients of sharded parameters run at one point of backward, the same on all ranks."""
 
 import contextlib
+import itertools
 import re
 import unittest
 from unittest import mock
@@ -200,8 +201,10 @@ class GradientHooksTest(unittest.TestCase):
     @ranks(2)
     def test_hooks_that_would_run_twice_raise():
         """Once for the gradient that autograd brings to the shard, once for the reduced one."""
-        for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
+        kinds = nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook
+        for register, is_manual in itertools.product(kinds, (False, True)):
             model = sharded(init_device_mesh("cpu", (2,)))
+            model.set_manual_backward_finalization(is_manual)
             weight, extra = model.blocks[1].linear.weight, model.blocks[1].extra
             for used, calls in ((extra, ["weight"]), (None, ["weight"]), (weight, [])):
                 seen = []
@@ -213,6 +216,8 @@ class GradientHooksTest(unittest.TestCase):
                     assert re.search(r"RuntimeError: the hooks on 'linear.weight' would run twice in this backward", text), text
                 else:
                     loss.backward()
+                    if is_manual:  # Outside of backward.
+                        model.finalize_backward()
                     assert seen == calls, (used, seen)
                 handle.remove()
                 model.zero_grad()

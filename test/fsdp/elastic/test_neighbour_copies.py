@@ -1,5 +1,6 @@
 """NeighbourCopies: after the death of a rank, the others go on with the last copy, bit by bit."""
 
+import functools
 import os
 import signal
 import time
@@ -311,6 +312,12 @@ class NeighbourCopiesTest(unittest.TestCase):
         wanted = copied_after(model, optimizer, copies)
         step(model, optimizer, 1)
         assert same(whole(model, optimizer), wanted)
+        hook = "has hooks on its gradient, and is another object after"
+        for register in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+            handle = register(next(model.parameters()), lambda given: None)
+            assert hook in error_of(functools.partial(reshard_to, model, optimizer, three))
+            assert hook in error_of(functools.partial(copies.recover, four))
+            handle.remove()
         assert copies.recover(four) == 1
         assert not same(whole(model, optimizer), wanted)
 

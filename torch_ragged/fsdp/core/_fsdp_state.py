@@ -30,6 +30,7 @@ from torch_ragged._register._spmd_types import untyped
 from torch_ragged._register._torch import backward_id, dynamo_disabled, profiler_range
 from torch_ragged.fsdp.core._forward_order import Call, Event, ForwardOrder, Pass
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch_ragged.fsdp.core._grad_reduction import check_hooks_run_once
 from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.core.encodings._plain import Phase
 
@@ -583,10 +584,20 @@ class FSDPStateContext:
 
     def pause_backward(self) -> None:
         """A backward pass is over; others may follow before ``finalize_backward``."""
-        # Other ranks may have reached modules that backward did not reach here: take part in their collectives.
-        self.finish_orders()
-        for state in self.states:
-            state.post_backward(is_last=True)
+        current = self.current
+        assert current is not None
+        try:
+            # Other ranks may have reached modules that backward did not reach here: take part in their collectives.
+            self.finish_orders()
+            for state in self.states:
+                state.post_backward(is_last=True)
+            # Now: at finalize_backward(), autograd does not tell any more where this pass has been.
+            for group in self.groups:
+                for param in group.params if group.has_hooks and group.was_reached else ():
+                    check_hooks_run_once(param)
+        except BaseException:
+            current.fail()
+            raise
         # Not running: the next backward queues a callback of its own.
         self.awaits_finalize = True
         # Even if gradients were reduced: the next pass uses the same parameters, so resident ones stay.

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import GradientUse, dtensor_like, dtensor_of, gradient_use, profiler_range
+from torch_ragged._register._torch import GradientUse, backward_id, dtensor_like, dtensor_of, gradient_use, profiler_range
 from torch_ragged.fsdp.comm._collectives import NamedCollectives, Work
 from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._dbuffer import NO_LOG, DBuffer, MemoryLog, copy_stream, current_stream, order_behind
@@ -24,7 +24,7 @@ from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.tensor._api import spec_of
 
-__all__ = ["GradReduction", "GradientState", "GradientUser", "GradientView", "ReductionSettings"]
+__all__ = ["GradReduction", "GradientState", "GradientUser", "GradientView", "ReductionSettings", "check_hooks_run_once"]
 
 _SUM = Reduction(divisor=1.0, sum_only=True)
 
@@ -408,8 +408,8 @@ class GradReduction:
             # Each gradient has its own version counter, as a tensor of the optimizer.
             shard = shards[sharded.grad_dtype or reduced.flat.dtype]
             gradient: Any = self.gradient(param, shard.flat.data[begin:end])
-            if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
-                _check_hooks_run_once(param)
+            if backward_id() != -1:  # Otherwise it was checked when the pass ended.
+                check_hooks_run_once(param)
             # Autograd would run these hooks for a leaf: before it adds to .grad, and after that. Optimizers that step in
             # backward are hooks of the second kind.
             for hook in (sharded._backward_hooks or {}).values():
@@ -467,13 +467,15 @@ class GradReduction:
         return copy
 
 
-def _check_hooks_run_once(param: FSDPParam) -> None:
-    """Hooks on a sharded parameter run for its whole gradient. For what reaches the shard itself, autograd runs them, too.
+def check_hooks_run_once(param: FSDPParam) -> None:
+    """In backward: hooks on a sharded parameter run for its whole gradient. Autograd runs them for what reaches the shard, too.
 
     Raises:
         RuntimeError: this backward has both parts.
     """
-    if gradient_use(get_gradient_edge(param.sharded).node) is not GradientUse.NONE:
+    sharded: Any = param.sharded
+    has_hooks = sharded._backward_hooks or sharded._post_accumulate_grad_hooks
+    if has_hooks and gradient_use(get_gradient_edge(sharded).node) is not GradientUse.NONE:
         raise RuntimeError(
             f"the hooks on {param.fqn!r} would run twice in this backward: its unit has used it, and so has code outside of "
             "the unit's forward, which got the shards. Move that code into the unit's forward, or remove the hooks"

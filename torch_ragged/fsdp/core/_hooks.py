@@ -82,7 +82,7 @@ class _Hooks:
         if in_backward and state.is_optional and not all(group.is_unsharded for group in state.groups):
             raise RuntimeError(
                 f"{state.fqn} is optional and is recomputed in backward together with other modules, so that other ranks "
-                "cannot take part in its all-gather: checkpoint the optional module by itself"
+                "cannot take part in its all-gather: checkpoint the optional module by itself, with use_reentrant=False"
             )
         # The last backward may have raised on this rank. Its gradients must not be added to those of this iteration.
         if context.current is not None:

@@ -31,6 +31,7 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.elastic._reshard_to import (
     Description,
     Move,
+    check_no_hooks,
     check_stateful,
     checked_states,
     mesh_of_groups,
@@ -338,9 +339,11 @@ class NeighbourCopies:
             the number of the call of :meth:`update` whose state it is.
 
         Raises:
+            ValueError: a parameter has hooks on its gradient: remove them, and register them on the new parameters.
             RuntimeError: there is no copy yet; or a rank and the rank with its copy are both gone. On all ranks that are left.
                 Or this rank took part too late: see :meth:`ranks_left`.
         """
+        check_no_hooks(checked_states(self._model, _CALL, runs=True), "recover()")  # Before anything is changed.
         if mesh is None:
             # Not new_group(): it names the group after the number of this rank's groups, which may differ between ranks.
             left = group_of(self.ranks_left(), f"left of {self._group.group_name}", self._group)

@@ -108,7 +108,8 @@ def reshard_to(
 
     Raises:
         ValueError: ``model`` is not sharded, or is sharded with tensor parallelism, ``dp_mesh_dims``, ``HIERARCHICAL``, a
-            tensor type with its own all-gather, persistent buffers or other collectives than the mesh's; ``mesh`` or
+            tensor type with its own all-gather, persistent buffers or other collectives than the mesh's; a parameter has
+            hooks on its gradient; ``mesh`` or
             ``weights`` do not fit;
             an optimizer holds another parameter, or a state of unknown placement; or ranks disagree.
         TypeError: ``mesh`` is not a ``DeviceMesh``, ``optimizer`` is not an optimizer, or one of ``stateful`` has no state.
@@ -125,6 +126,7 @@ def reshard_to(
         states = checked_states(model, _CALL)
         old = mesh_of_groups([group for state in states for group in state.groups], _CALL)
         new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
+        check_no_hooks(states, _CALL)
         move = Move(model, states, optimizer, old, new, _CALL, weights, stateful)
         own = move.description() if old.is_member else None
         lowest = min(_ranks(old.mesh))
@@ -366,6 +368,17 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
         raise ValueError(
             f"{group.names} has a second process group: call set_separate_reduce_scatter_group(False) before {call}"
         )
+
+
+def check_no_hooks(states: Sequence[FSDPState], call: str) -> None:
+    """Raise if a sharded parameter has hooks. They would stay at the old object, and an optimizer in them would never step."""
+    for param in [param for state in states for group in state.groups for param in group.params]:
+        sharded: Any = param.sharded
+        if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{param.fqn} has hooks on its gradient, and is another object after {call}: remove them before it, and "
+                "register them on the new parameters after it"
+            )
 
 
 def plan_on(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] | None = None) -> GroupPlan:
