@@ -422,9 +422,9 @@ def _start(
             torch._foreach_copy_(views, packed_views(received, [part for _, part in incoming]))
         return received
 
-    received = all_to_all(packed, _splits(lane.receives, ranks), _splits(lane.sends, ranks), group)
+    received = all_to_all(packed, _splits_of_parts(lane.receives, ranks), _splits_of_parts(lane.sends, ranks), group)
     return Pending(received, tuple(received.shape), unpack, in_flight=True)
 
 
-def _splits(parts: dict[int, list[tuple[int, Part]]], ranks: int) -> list[int]:
+def _splits_of_parts(parts: dict[int, list[tuple[int, Part]]], ranks: int) -> list[int]:
     return [sum(part.numel for _, part in parts.get(peer, ())) for peer in range(ranks)]

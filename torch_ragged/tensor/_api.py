@@ -134,7 +134,7 @@ class RaggedExtension(PlacementExtension):
             )
         normalized = normalize_placements(tuple(placements), tensor.shape, own.shape)
         normalized = tuple(given if is_block_shard(given) else found for given, found in zip(placements, normalized))
-        return _RaggedRedistribute.apply(tensor, normalized, *_options(**options))
+        return _RaggedRedistribute.apply(tensor, normalized, *_redistribute_options(**options))
 
     def redistribute_local_tensor(
         self, local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, *, async_op: bool, is_explicit: bool
@@ -242,7 +242,7 @@ def _on_every_rank(mesh: DeviceMesh, shape: torch.Size, check: Callable[[], tupl
     return found
 
 
-def _options(
+def _redistribute_options(
     *, async_op: bool = False, forward_dtype: torch.dtype | None = None, backward_dtype: torch.dtype | None = None
 ) -> tuple[Any, ...]:
     """The keyword arguments of ``DTensor.redistribute``."""

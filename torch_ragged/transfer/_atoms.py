@@ -57,7 +57,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Region:
+class _SharedRegion:
     """The elements that a holder of the source and a holder of the target have in common."""
 
     source: Holder
@@ -101,20 +101,20 @@ def atoms_of(
         window: a box of the tensor; None: the whole tensor.
         spreads: whether a region with more receivers than senders is passed on between its receivers.
     """
-    regions: list[_Region] = []
+    regions: list[_SharedRegion] = []
     copies = []
     for holder in source.held_by(name, rank):
         piece = within(holder.owned, window)
         for other in target.near(name, piece):
             if shared := common(piece, other.owned):
-                regions.append(_Region(holder, other, shared))
+                regions.append(_SharedRegion(holder, other, shared))
                 if rank in other.ranks:
                     copies.append(Copy(holder.key, other.key, tuple(shared)))
     for holder in target.held_by(name, rank):
         piece = within(holder.owned, window)
         for other in source.near(name, piece):
             if rank not in other.ranks and (shared := common(other.owned, piece)):
-                regions.append(_Region(other, holder, shared))
+                regions.append(_SharedRegion(other, holder, shared))
     regions.sort(key=lambda region: region.order)
     atoms = (atom for region in regions for atom in region.atoms(spreads))
     return tuple(atom for atom in atoms if atom.sender == rank or rank in atom.receivers), tuple(copies)

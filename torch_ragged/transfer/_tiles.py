@@ -40,7 +40,7 @@ _MOST_SOURCES, _MOST_TARGETS = 16, 64
 """So many shards of the source may feed one shard of the target, and so many of the target be fed by one, in M2N 0.1.0."""
 
 
-class _Piece(NamedTuple):
+class _Block(NamedTuple):
     """A box of the tensor, the ranks that hold it at equal strides of their local tensors, and the name of these."""
 
     box: Box
@@ -128,7 +128,7 @@ def tiles_of(source: Side, target: Side, shapes: Mapping[str, tuple[int, ...]], 
     tiles: list[Tile] = []
     refused = {}
     for name, shape in shapes.items():
-        problem = _problem(source, target, name, shape, max_dims)
+        problem = _tile_problem(source, target, name, shape, max_dims)
         if problem:
             refused[name] = problem
         elif math.prod(shape):
@@ -137,7 +137,7 @@ def tiles_of(source: Side, target: Side, shapes: Mapping[str, tuple[int, ...]], 
     return Tiles(tuple(tiles), refused)
 
 
-def _problem(source: Side, target: Side, name: str, shape: tuple[int, ...], max_dims: int) -> str:
+def _tile_problem(source: Side, target: Side, name: str, shape: tuple[int, ...], max_dims: int) -> str:
     old, new = source.dtype(name), target.dtype(name)
     if isinstance(source, TensorSide) and source.specs[name].has_partial:
         return "the source is Partial: redistribute it first"
@@ -150,7 +150,7 @@ def _problem(source: Side, target: Side, name: str, shape: tuple[int, ...], max_
     return ""
 
 
-def _pieces(side: Side, name: str) -> Iterator[_Piece]:
+def _pieces(side: Side, name: str) -> Iterator[_Block]:
     """The boxes of a side, each once."""
     known: set[tuple[tuple[int, ...], str | None, int]] = set()
     for rank in sorted(side.ranks):
@@ -159,21 +159,21 @@ def _pieces(side: Side, name: str) -> Iterator[_Piece]:
             mark = (holder.ranks, holder.key, min(box.local_offset for box in holder.owned.boxes))
             if mark not in known:
                 known.add(mark)
-                yield from (_Piece(box, holder.ranks, holder.key) for box in holder.owned.boxes if box.numel)
+                yield from (_Block(box, holder.ranks, holder.key) for box in holder.owned.boxes if box.numel)
 
 
-def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece], targets: Sequence[_Piece]) -> Iterator[Tile]:
+def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Block], targets: Sequence[_Block]) -> Iterator[Tile]:
     """One tile, or one per source box and regular target, or one per box that a source and a target have in common."""
     whole = Box((0,) * len(shape), shape, 0, (0,) * len(shape))
-    before, after = _mesh_of(whole, sources), _mesh_of(whole, targets)
+    before, after = _mesh_side(whole, sources), _mesh_side(whole, targets)
     if before is not None and after is not None and set(before.ranks).isdisjoint(after.ranks) and _fits(shape, before, after):
         yield Tile(name, whole.offsets, whole.sizes, before, after)
         return
     for i, piece in enumerate(sources):
         sender = piece.ranks[i % len(piece.ranks)]  # Replicas send about equal loads.
         here = [(clipped(each.box, piece.box.offsets, piece.box.sizes), each) for each in targets]
-        shared = [_Piece(box, each.ranks, each.key) for box, each in here if box is not None]
-        after = _mesh_of(piece.box, shared)
+        shared = [_Block(box, each.ranks, each.key) for box, each in here if box is not None]
+        after = _mesh_side(piece.box, shared)
         before = _single(piece.box, (sender,), piece.key)
         if after is not None and set(piece.ranks).isdisjoint(after.ranks) and _fits(piece.box.sizes, before, after):
             yield Tile(name, piece.box.offsets, piece.box.sizes, before, after)
@@ -221,7 +221,7 @@ def _consecutive(ranks: Sequence[int]) -> Iterator[list[int]]:
         yield run
 
 
-def _mesh_of(box: Box, pieces: Sequence[_Piece]) -> TileSide | None:
+def _mesh_side(box: Box, pieces: Sequence[_Block]) -> TileSide | None:
     """The pieces, which are parts of ``box``, as one mesh; None if they are not even parts on consecutive ranks."""
     if not pieces:
         return None

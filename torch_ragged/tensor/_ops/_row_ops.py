@@ -109,10 +109,10 @@ def row_rule(call: OpCall) -> Sharding:
     rows = rows_of(leader)
     if rows is None:
         raise NoLocalWay("ranks do not hold whole rows")
-    for inputs in _arrangements([_choices(spec, leader, rows) for spec in specs]):
+    for inputs in _row_arrangements([_choices(spec, leader, rows) for spec in specs]):
         if any(written and item.placements != item.spec.placements for written, item in zip(written_leaves(call), inputs)):
             continue
-        outputs = _outputs(call, inputs, leader, rows)
+        outputs = _row_outputs(call, inputs, leader, rows)
         if outputs is not None and fits_out(call, [o and o.placements for o in outputs]):
             return _sharding(call, inputs, outputs, rows)
     raise NoLocalWay(f"it does not take rows one by one (dimensions {rows.dims} are cut)")
@@ -158,7 +158,7 @@ def _choices(spec: Spec, leader: Spec, rows: Rows) -> list[_Input]:
     return [replicated, left or replicated, right or replicated, *(choice for choice in anywhere if choice is not None)]
 
 
-def _arrangements(choices: list[list[_Input]]) -> Iterator[list[_Input]]:
+def _row_arrangements(choices: list[list[_Input]]) -> Iterator[list[_Input]]:
     """One choice per tensor. Choices of the same index for all tensors come first; then, for few tensors, every combination."""
     if not all(choices):
         return
@@ -173,7 +173,7 @@ def _arrangements(choices: list[list[_Input]]) -> Iterator[list[_Input]]:
             yield inputs
 
 
-def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> list[Optional[_Output]] | None:
+def _row_outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> list[Optional[_Output]] | None:
     """The placements of torch's outputs if each cut dimension is sharded in turn; None if torch has no rule for that.
 
     Torch is asked about one and three slices per rank, so that the answer serves any number of slices.

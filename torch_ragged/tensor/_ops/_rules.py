@@ -152,17 +152,17 @@ class NoLocalWay(Exception):
     """Raised by a rule that cannot run this call on local tensors; the text says why."""
 
 
-Rule = Callable[[OpCall], Sharding]
+OpRule = Callable[[OpCall], Sharding]
 Decomposition = Callable[..., Any]
 
-_rules: dict[torch._ops.OpOverload, Rule] = {}
+_rules: dict[torch._ops.OpOverload, OpRule] = {}
 _decompositions: dict[torch._ops.OpOverload, Decomposition] = {}
 
 
-def rule(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
+def rule(*ops: torch._ops.OpOverload) -> Callable[[OpRule], OpRule]:
     """Register the decorated function as the rule of ``ops``."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: OpRule) -> OpRule:
         _rules.update(dict.fromkeys(ops, function))
         return function
 
@@ -180,7 +180,7 @@ def decomposition(*ops: torch._ops.OpOverload) -> Callable[[Decomposition], Deco
     return register
 
 
-def rule_of(op: torch._ops.OpOverload) -> Rule | None:
+def rule_of(op: torch._ops.OpOverload) -> OpRule | None:
     """The rule registered for ``op``; None if no rule is."""
     return _rules.get(op)
 

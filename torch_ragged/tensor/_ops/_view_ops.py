@@ -79,13 +79,13 @@ def _outputs_on_one_device(call: OpCall) -> list[torch.Tensor]:
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
-class _Layout:
+class _TensorLayout:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _meta(tensor: torch.Tensor) -> Any:
-    return _Layout(tensor)
+    return _TensorLayout(tensor)
 
 
 # --- intervals of the flat storage ---------------------------------------------------------------------------------
