@@ -11,7 +11,7 @@ OUT ?= out
 VENVS ?= $(OUT)/venvs
 CLIENTS ?= $(OUT)/clients/venvs
 REHEARSAL ?= $(OUT)/rehearsal
-REHEARSED = test/tensor/test_redistribute.py test/tensor/test_redistribute_autograd.py test/tensor/test_block_shard.py test/transfer/test_transfer.py \
+REHEARSED = test/tensor/test_redistribute.py test/tensor/test_redistribute_autograd.py test/transfer/test_transfer.py \
 	test/checkpoint/test_checkpoint.py test/checkpoint/test_checkpoint_interop.py test/checkpoint/test_train_checkpoint.py \
 	test/fsdp/test_fsdp.py test/fsdp/test_fsdp_as_fsdp2.py test/fsdp/test_fsdp_composition.py test/fsdp/test_fsdp_experts.py test/fsdp/test_fsdp_knobs.py \
 	test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_segments.py test/fsdp/test_fsdp_training.py test/fsdp/test_fsdp_weights.py test/fsdp/core/test_dbuffer.py \
