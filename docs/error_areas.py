@@ -113,10 +113,10 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         weights](moving_weights.md) has the conditions; where the message asks for a checkpoint, load the last one.
         """,
     ),
-    "torch-ragged-plan": (
-        ("offline",),
+    "torch-ragged plan": (
+        ("offline", "_command_line"),
         """
-        The command ends with status 2 and one of these lines. `torch-ragged-plan --help` has examples.
+        The command ends with status 2 and one of these lines. `torch-ragged plan --help` has examples.
         """,
     ),
     "Placements": (
@@ -180,11 +180,11 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         problems at once, each with the rules as they were written. It is the same on all ranks, and nothing was changed.
         """,
     ),
-    "torch-ragged-spmd": (
+    "torch-ragged spmd": (
         ("spmd._cli",),
         """
         The command ends with status 2 and one of these lines. If the plan does not fit the model or the mesh, it prints the
-        lines of the `PlanError`. `torch-ragged-spmd --help` has examples.
+        lines of the `PlanError`. `torch-ragged spmd --help` has examples.
         """,
     ),
     "Pictures": (
@@ -212,7 +212,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """
         A `CheckpointError` is raised on every rank, and names the file or the parameter. After an error of `save`,
         readers see the previous checkpoint. After an error of `load`, parameters and optimizer states are as they
-        were. If a file is damaged, load an older step: `torch-ragged-checkpoint verify FOLDER` says which steps are
+        were. If a file is damaged, load an older step: `torch-ragged checkpoint verify FOLDER` says which steps are
         whole.
         """,
     ),
