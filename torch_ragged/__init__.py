@@ -1,8 +1,8 @@
 """Ragged sharding for PyTorch. Importing this package registers its placements with DTensor."""
 
-from torch_ragged._register import register, registration_report
+from torch_ragged._register import register_hooks, registration_report
 
-register()
+register_hooks()
 
 from torch_ragged import debug  # noqa: E402
 from torch_ragged._ranks.peers import PeerError  # noqa: E402

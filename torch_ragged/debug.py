@@ -25,11 +25,11 @@ from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
 __all__ = ["visualize", "visualize_sharding"]
 
-Tensors = Union[DTensor, Sequence[DTensor], Mapping[str, DTensor]]
+DrawnTensors = Union[DTensor, Sequence[DTensor], Mapping[str, DTensor]]
 
 
 def visualize(
-    tensors: Tensors,
+    tensors: DrawnTensors,
     *,
     file: str | os.PathLike[str] | TextIO | None = None,
     max_width: int = 80,
@@ -69,9 +69,9 @@ def visualize(
             another ending.
         ImportError: ``file`` is a path and matplotlib is not installed.
     """
-    named = _named(tensors)
-    pictures = [_picture(tensor, name) for name, tensor in named]
-    text = "\n\n".join(_text(picture, max_width, max_height) for picture in pictures)
+    named = _named_tensors(tensors)
+    pictures = [_picture_of(tensor, name) for name, tensor in named]
+    text = "\n\n".join(_picture_text(picture, max_width, max_height) for picture in pictures)
     meshes = [tensor.device_mesh for _, tensor in named]
     first = meshes[0].get_rank() == min(int(mesh.mesh.min()) for mesh in meshes)
     if isinstance(file, (str, os.PathLike)):
@@ -111,14 +111,14 @@ def visualize_sharding(
     Raises:
         ValueError: the placements are illegal for this shape and mesh, or the number of ``ranks`` is not that of the mesh.
     """
-    return _text(_make_picture(shape, mesh_shape, placements, ranks), max_width, max_height)
+    return _picture_text(_make_picture(shape, mesh_shape, placements, ranks), max_width, max_height)
 
 
 # --- the model of a picture ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _OwnedPiece:
     """A box of the tensor and the number of its owner in :attr:`_Picture.owners`."""
 
     owner: int
@@ -136,7 +136,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Band:
     """A band of the drawing: a slice of each leading dimension, and the segments ``(start, stop, owner)`` along the last."""
 
     slices: tuple[tuple[int, int], ...]
@@ -155,18 +155,18 @@ class _Picture:
     title: str
     shape: tuple[int, ...]
     owners: tuple[tuple[int, ...], ...]
-    pieces: tuple[tuple[_Piece, ...], ...]
+    pieces: tuple[tuple[_OwnedPiece, ...], ...]
     idle: tuple[int, ...]
 
-    def rows(self) -> list[_Row]:
+    def rows(self) -> list[_Band]:
         """The bands of the drawing, from top to bottom. A tensor of fewer than two dimensions has one band."""
         pieces = [piece for held in self.pieces for piece in held]
         if not self.shape:
-            pieces = [_Piece(piece.owner, (0,), (1,)) for piece in pieces]
-        return _rows(pieces, 0, max(len(self.shape) - 1, 0)) if pieces else []
+            pieces = [_OwnedPiece(piece.owner, (0,), (1,)) for piece in pieces]
+        return _bands(pieces, 0, max(len(self.shape) - 1, 0)) if pieces else []
 
 
-def _named(tensors: Tensors) -> list[tuple[str, DTensor]]:
+def _named_tensors(tensors: DrawnTensors) -> list[tuple[str, DTensor]]:
     if isinstance(tensors, DTensor):
         tensors = [tensors]
     if isinstance(tensors, Mapping):
@@ -183,7 +183,7 @@ def _named(tensors: Tensors) -> list[tuple[str, DTensor]]:
     return named
 
 
-def _picture(tensor: DTensor, name: str) -> _Picture:
+def _picture_of(tensor: DTensor, name: str) -> _Picture:
     mesh = tensor.device_mesh
     ranks = mesh.mesh.flatten().tolist()
     return _make_picture(tensor.shape, mesh.shape, tensor.placements, ranks, name, mesh.mesh_dim_names or ())
@@ -210,7 +210,7 @@ def _make_picture(
         held.setdefault(tuple((box.offsets, box.sizes) for box in boxes if box.numel), []).append(rank)
     idle = held.pop((), [])
     pieces = [
-        tuple(_Piece(owner, offsets, tuple(map(sum, zip(offsets, sizes)))) for offsets, sizes in boxes)
+        tuple(_OwnedPiece(owner, offsets, tuple(map(sum, zip(offsets, sizes)))) for offsets, sizes in boxes)
         for owner, boxes in enumerate(held)
     ]
     mesh = ", ".join(f"{dim}={size}" for dim, size in zip(mesh_dim_names, mesh_shape)) or ", ".join(map(str, mesh_shape))
@@ -218,18 +218,18 @@ def _make_picture(
     return _Picture(title, shape, tuple(map(tuple, held.values())), tuple(pieces), tuple(idle))
 
 
-def _rows(pieces: list[_Piece], dim: int, last: int) -> list[_Row]:
+def _bands(pieces: list[_OwnedPiece], dim: int, last: int) -> list[_Band]:
     """Cut dimension ``dim`` at each start and stop of a piece, and each of the bands, with the pieces in it, along the next."""
     if dim == last:
-        return [_Row((), _segments((p.starts[dim], p.stops[dim], p.owner) for p in pieces))]
-    beginning: dict[int, list[_Piece]] = {}
+        return [_Band((), _segments((p.starts[dim], p.stops[dim], p.owner) for p in pieces))]
+    beginning: dict[int, list[_OwnedPiece]] = {}
     for piece in pieces:
         beginning.setdefault(piece.starts[dim], []).append(piece)
-    rows: list[_Row] = []
-    inside: list[_Piece] = []
+    rows: list[_Band] = []
+    inside: list[_OwnedPiece] = []
     for start, stop in itertools.pairwise(sorted({edge for p in pieces for edge in (p.starts[dim], p.stops[dim])})):
         inside = [piece for piece in inside if piece.stops[dim] > start] + beginning.get(start, [])
-        rows += [_Row(((start, stop), *row.slices), row.segments) for row in _rows(inside, dim + 1, last)]
+        rows += [_Band(((start, stop), *row.slices), row.segments) for row in _bands(inside, dim + 1, last)]
     return rows
 
 
@@ -246,10 +246,10 @@ def _segments(segments: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int,
 # --- text ----------------------------------------------------------------------------------------------------------
 
 
-def _text(picture: _Picture, max_width: int, max_height: int) -> str:
+def _picture_text(picture: _Picture, max_width: int, max_height: int) -> str:
     body = ["it has no elements"]
     if picture.owners:
-        body = [*_drawing(picture, max_width, max_height), "", *_legend(picture, max_height)]
+        body = [*_drawing(picture, max_width, max_height), "", *_owner_legend(picture, max_height)]
     return "\n".join(line if len(line) <= max_width else line[: max_width - 3] + "..." for line in [picture.title, *body])
 
 
@@ -263,21 +263,21 @@ def _drawing(picture: _Picture, max_width: int, max_height: int) -> list[str]:
     blocks = []
     is_long = len(rows) == 1 and rows[0].size > max_height  # All of its lines would be equal.
     for row, label, height in zip(rows, labels, share([row.size for row in rows], 1 if is_long else max_height)):
-        cells = _cells(row, picture, width, room)
+        cells = _band_cells(row, picture, width, room)
         blocks.append([label.ljust(margin) + cells] + [" " * margin + cells] * (height - 1))
     head, hidden, tail = ends(blocks, max_height)
     middle = [[f"... {hidden} more bands"]] if hidden else []
     return [" " * margin + f"0:{columns}", *itertools.chain(*head, *middle, *tail)]
 
 
-def _cells(row: _Row, picture: _Picture, width: int, room: int) -> str:
+def _band_cells(row: _Band, picture: _Picture, width: int, room: int) -> str:
     names = [str(picture.owners[owner][0]).rjust(width) for _, _, owner in row.segments]
     cells = [[name] * n for name, n in zip(names, share([stop - start for start, stop, _ in row.segments], room))]
     head, hidden, tail = ends(cells, room - 1)
     return " ".join(itertools.chain(*head, ["..."] if hidden else [], *tail))
 
 
-def _legend(picture: _Picture, max_height: int) -> list[str]:
+def _owner_legend(picture: _Picture, max_height: int) -> list[str]:
     numel = math.prod(picture.shape)
     table = [("ranks", "elements", "share", "interval", "pieces")]
     head, hidden, tail = ends(list(zip(picture.owners, picture.pieces)), max_height)
@@ -308,7 +308,7 @@ def _ranges(ranks: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def _interval(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> str:
+def _interval(pieces: Sequence[_OwnedPiece], shape: tuple[int, ...]) -> str:
     """The interval of row-major storage that the pieces fill; ``-`` if they do not form one interval."""
     strides = row_major(shape)
     start = min(sum(map(operator.mul, piece.starts, strides)) for piece in pieces)

@@ -26,7 +26,7 @@ __all__ = [
     "tensor",
 ]
 
-Run = tuple[int, int, int]
+ElementRun = tuple[int, int, int]
 """``(start, stop, block)``: a part of a tensor with a cut every ``block`` elements from ``start`` on, and with no other."""
 
 
@@ -116,9 +116,9 @@ class TensorSpec:
         return replace(self, shape=shape, block=self.block // count, period=self.period // count, segments=segments, dtype=None)
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[ElementRun, ...]:
         """All places where the tensor may be cut: runs of equal blocks, as few as possible, in the order of storage."""
-        runs: list[Run] = []
+        runs: list[ElementRun] = []
         for numel, block in self._parts():
             start, stop, last = runs[-1] if runs else (0, 0, 0)
             # After whole blocks, blocks of the same size go on, and a shorter one can end the run.

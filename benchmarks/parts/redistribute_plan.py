@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from benchmarks.common.measure import interleaved, microseconds, print_table, write_json
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.tensor import _ownership, _route
-from torch_ragged.tensor._redistribute import plan
+from torch_ragged.tensor._redistribute import plan_of
 
 Pair = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], tuple[Placement, ...]]
 REPETITIONS = 5
@@ -72,7 +72,7 @@ def clear_caches() -> None:
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
-    plan.cache_clear()
+    plan_of.cache_clear()
 
 
 def coordinates(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -86,14 +86,14 @@ def first_times(pair: Pair) -> list[float]:
     for _ in range(REPETITIONS):
         for coordinate in coordinates(pair[1]):
             clear_caches()
-            times.append(microseconds(lambda: plan(*pair, coordinate)))
+            times.append(microseconds(lambda: plan_of(*pair, coordinate)))
     return times
 
 
 def cached_times(pair: Pair) -> list[float]:
     """Microseconds of getting a plan that is there."""
     last = coordinates(pair[1])[-1]
-    return interleaved({"": lambda: plan(*pair, last)}, rounds=50)[""]
+    return interleaved({"": lambda: plan_of(*pair, last)}, rounds=50)[""]
 
 
 def main() -> None:

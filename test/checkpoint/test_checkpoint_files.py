@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_ragged.checkpoint import CheckpointError, _reader, _writer
 from torch_ragged.checkpoint._files import FileRecord
 from torch_ragged.checkpoint._manifest import Manifest
-from torch_ragged.checkpoint._reader import CheckpointReader, _Chunks, _Window, damage
+from torch_ragged.checkpoint._reader import CheckpointReader, _Chunks, _FileWindow, damage
 from torch_ragged.checkpoint._writer import CheckpointWriter, missing_chunks
 
 DATA = "__0_0.distcp"
@@ -161,7 +161,7 @@ class ReaderTest(Folder):
         metadata = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((6,)), chunks)
         for hint in (None, 0, 1, 2):
             for first, rows in ((0, 3), (3, 1), (4, 2)):
-                self.assertEqual(_reader._sizes(metadata, MetadataIndex("w", torch.Size((first,)), hint)), (rows,))
+                self.assertEqual(_reader._stored_sizes(metadata, MetadataIndex("w", torch.Size((first,)), hint)), (rows,))
 
     def test_a_damaged_metadata_file_is_named(self):
         self.save({"w": torch.ones(3)})
@@ -334,7 +334,7 @@ class ChunkTest(unittest.TestCase):
         content = bytes(range(50))
         mapped = mmap.mmap(-1, 50)
         mapped.write(content)
-        window, file = _Window(mapped, 10, 20), io.BytesIO(content[10:30])
+        window, file = _FileWindow(mapped, 10, 20), io.BytesIO(content[10:30])
         self.assertTrue(window.seekable())
         steps = (
             ("read", 3), ("tell",), ("seek", 5), ("read",), ("read", 2), ("seek", -4, 2), ("read", 9), ("seek", 2),

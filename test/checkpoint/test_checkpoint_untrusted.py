@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from torch_ragged import checkpoint
 from torch_ragged.checkpoint import _cli, _data
-from torch_ragged.checkpoint._files import BLOCK
+from torch_ragged.checkpoint._files import CHECKSUM_BLOCK
 from torch_ragged.checkpoint._manifest import _checksum
 
 DATA = "__0_0.distcp"
@@ -54,7 +54,7 @@ def forge(folder, name, content):
     """Replace a file of a checkpoint, and what the manifest has of it, as a forger can."""
     (folder / name).write_bytes(content)
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
-    blocks = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
+    blocks = [content[start : start + CHECKSUM_BLOCK] for start in range(0, len(content), CHECKSUM_BLOCK)]
     body["files"][name] |= {"nbytes": len(content), "crc32": [f"{zlib.crc32(block):08x}" for block in blocks]}
     (folder / "manifest.json").write_text(json.dumps({"crc32": _checksum(body), "manifest": body}))
 

@@ -243,7 +243,7 @@ def symmetric(device, takes_all=True):
     """Exactly symmetric, within the documented bound of float64; sizes and columns of any kind, transposed, in batches."""
     from torch_ragged._kernels import _triton_symmetric as kernels
 
-    smallest, symmetric_products.SMALLEST = symmetric_products.SMALLEST, 0
+    smallest, symmetric_products.FEWEST_ROWS = symmetric_products.FEWEST_ROWS, 0
     cases = list(itertools.product(((130, 70), (2, 64, 200), (1, 1), (2, 300, 33), (3, 0), (0, 5, 5)), (False, True)))
     configurations = kernels.CONFIGURATIONS
     if not takes_all:
@@ -261,7 +261,7 @@ def symmetric(device, takes_all=True):
         for configuration in configurations:
             near(kernels.product(x.to(device), None, 0.0, 1.0, configuration).cpu(), x, x, None, 0.0, 1.0)
     finally:
-        symmetric_products.SMALLEST = smallest
+        symmetric_products.FEWEST_ROWS = smallest
     assert same_bits(kernel(symmetric_products.gram, x), x @ x.mT), "small ones are torch's"
 
 

@@ -54,11 +54,11 @@ def casts():
     types = {"numel": "i64", "scale": "fp32"}
     for out, source in (("*bf16", "*fp32"), ("*fp32", "*bf16"), ("*fp32", "*fp32"), ("*fp16", "*fp32")):
         for scales in (False, True):
-            constants = {"scales": scales, "accumulates": scales, "block": kernels._BLOCK}
+            constants = {"scales": scales, "accumulates": scales, "block": kernels._CAST_BLOCK}
             every = {**types, "out_ptr": out, "source_ptr": source}
             yield (
                 f"casts {out} {source} {scales}",
-                compiled(kernels.scaled_copy_kernel, every, constants, num_warps=kernels._WARPS),
+                compiled(kernels.scaled_copy_kernel, every, constants, num_warps=kernels._CAST_WARPS),
             )
 
 
@@ -84,8 +84,8 @@ def float4():
         for aligned in (True, False):
             constants = {"aligned": aligned, "height": 64, "width": 32}
             every, text = {**types, "values_ptr": values}, f"{values} {aligned}"
-            yield f"float4 quantize {text}", compiled(kernels.quantize_kernel, every, constants, num_warps=4)
-            yield f"float4 dequantize {text}", compiled(kernels.dequantize_kernel, every, constants, num_warps=4)
+            yield f"float4 quantize {text}", compiled(kernels.quantize_float4_kernel, every, constants, num_warps=4)
+            yield f"float4 dequantize {text}", compiled(kernels.dequantize_float4_kernel, every, constants, num_warps=4)
 
 
 def adam8bit():
@@ -144,8 +144,8 @@ def philox():
     for kind, lanes, dtype in kinds:
         for dims, vector, index in ((1, 0, tl.int32), (4, 8, tl.int64)):
             constants = {"dims": dims, "index": index, "kind": kind, "lanes": lanes, "vector": vector, "is_bool": False}
-            constants["block"] = kernels._BLOCK
-            options = {"num_warps": kernels._WARPS, "enable_reflect_ftz": False, "alignment": 0}
+            constants["block"] = kernels._DRAW_BLOCK
+            options = {"num_warps": kernels._DRAW_WARPS, "enable_reflect_ftz": False, "alignment": 0}
             types = {**annotated, "out_ptr": dtype}
             yield f"philox {kind} {lanes} {dtype} {dims}", compiled(kernel, types, constants, **options)
 

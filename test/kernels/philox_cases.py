@@ -27,7 +27,7 @@ from torch_ragged import RaggedShard  # noqa: E402
 from torch_ragged._kernels import _choice, distributions, philox  # noqa: E402
 from torch_ragged._kernels.distributions import distribution_of  # noqa: E402
 from torch_ragged._kernels.philox import Grid  # noqa: E402
-from torch_ragged._kernels.regions import Region, regions  # noqa: E402
+from torch_ragged._kernels.regions import Drawn, regions  # noqa: E402
 from torch_ragged.tensor import _counter, _draw  # noqa: E402
 from torch_ragged.tensor._ownership import owned  # noqa: E402
 from torch_ragged.tensor._sampler import Sampler  # noqa: E402
@@ -121,8 +121,8 @@ def numbers():
         distribution = distribution_of(op, args, dtype)
         out = torch.zeros(numel, dtype=dtype)
         theirs, after = expected(distribution, dtype, numel, most, seed, offset)
-        whole = [Region(0, 0, ((numel, 1, 1),))]
-        philox.write(out, whole, distribution, numel=numel, grid=Grid(most), seed=seed, offset=offset)
+        whole = [Drawn(0, 0, ((numel, 1, 1),))]
+        philox.write_draw(out, whole, distribution, numel=numel, grid=Grid(most), seed=seed, offset=offset)
         what = f"{op} {args} {dtype} {numel} {most} {seed} {offset}"
         check(out, theirs, distribution, what)
         assert offset + Grid(most).steps(numel, distribution.lanes) == after, what
@@ -133,7 +133,7 @@ def high_bounds():
     distribution = distribution_of(aten.uniform_.default, (-1.0, 1.0), torch.bfloat16)
     theirs, _ = expected(distribution, torch.bfloat16, 20000, 2048, 3, 4)
     out = torch.zeros(20000, dtype=torch.bfloat16)
-    philox.write(out, [Region(0, 0, ((20000, 1, 1),))], distribution, numel=20000, grid=Grid(2048), seed=3, offset=4)
+    philox.write_draw(out, [Drawn(0, 0, ((20000, 1, 1),))], distribution, numel=20000, grid=Grid(2048), seed=3, offset=4)
     assert torch.equal(out, theirs) and not (out == 1).any() and int((out == -1).sum()) > 20
 
 
@@ -142,7 +142,7 @@ def fused_bounds():
     distribution = distribution_of(aten.uniform_.default, (-0.7, 0.9), torch.float32)
     theirs, _ = expected(distribution, torch.float32, 5000, 768, 3, 4)
     out = torch.zeros(5000)
-    philox.write(out, [Region(0, 0, ((5000, 1, 1),))], distribution, numel=5000, grid=Grid(768), seed=3, offset=4)
+    philox.write_draw(out, [Drawn(0, 0, ((5000, 1, 1),))], distribution, numel=5000, grid=Grid(768), seed=3, offset=4)
     assert bool(((out - theirs).abs() <= 2.0**-24).all())
 
 
@@ -152,7 +152,7 @@ def counters():
     seen = set()
     for seed, offset in itertools.product(SEEDS, OFFSETS):
         out = torch.zeros(3, dtype=torch.int32)
-        philox.write(out, [Region(0, 0, ((3, 1, 1),))], distribution, numel=3, grid=Grid(256), seed=seed, offset=offset)
+        philox.write_draw(out, [Drawn(0, 0, ((3, 1, 1),))], distribution, numel=3, grid=Grid(256), seed=seed, offset=offset)
         assert torch.equal(out, expected(distribution, torch.int32, 3, 256, seed, offset)[0]), (seed, offset)
         seen.add(tuple(out.tolist()))
     assert len(seen) == len(SEEDS) * len(OFFSETS)
@@ -174,11 +174,11 @@ def places():
         strides, stride = [0] * len(shape), 1 + number % 2
         for dim in order:  # Gaps between rows, or none.
             strides[dim], stride = stride, stride * (sizes[dim] + number % 3 // 2)
-        region = Region(sum(a * step for (a, _), step in zip(box, steps)), 3, tuple(zip(sizes, steps, strides)))
+        region = Drawn(sum(a * step for (a, _), step in zip(box, steps)), 3, tuple(zip(sizes, steps, strides)))
         found = regions([region])
         seen["dims"].add(max(len(part.dims) for part in found))
         seen["launches"].add(min(len(found), 2))
-        philox.write(memory, found, distribution, numel=numel, grid=Grid(most), seed=5, offset=4 * number)
+        philox.write_draw(memory, found, distribution, numel=numel, grid=Grid(most), seed=5, offset=4 * number)
         mine = memory.as_strided(sizes, strides, 3)
         assert torch.equal(mine, theirs.view(shape)[tuple(slice(a, b) for a, b in box)]), (shape, box, strides)
         mine.fill_(-1)
@@ -219,7 +219,7 @@ def placements():
                 local = torch.zeros(held.local_shape[::-1], dtype=dtype).permute(*range(local.ndim)[::-1])
             version = local._version
             generator.manual_seed(number).set_offset(offset)
-            with patch.object(_draw, "way_of", lambda *_, way=way: way), patch.object(philox, "_MOST_BYTES", limit):
+            with patch.object(_draw, "way_of", lambda *_, way=way: way), patch.object(philox, "_MOST_DRAWN_BYTES", limit):
                 with launches() as launched:
                     _draw.draw_owned(sampler, shape, like.stride(), boxes, local)
             what = f"{op} {shape} {like.stride()} {placements} {coordinate} {most} {limit}"
@@ -263,8 +263,8 @@ def halves(numel, itemsize, limit):
 def launches():
     from torch_ragged._kernels import _triton_philox
 
-    launched, draw = [], _triton_philox.draw
-    with patch.object(_triton_philox, "draw", lambda *args: launched.append(args) or draw(*args)):
+    launched, draw = [], _triton_philox.launch_draw
+    with patch.object(_triton_philox, "launch_draw", lambda *args: launched.append(args) or draw(*args)):
         yield launched
 
 
@@ -351,7 +351,7 @@ def failures():
     example = patch.object(_counter, "example", lambda *_: (fill, (3, 100)))
     real = patch.object(_counter, "distribution_of", lambda _, args, dtype: distribution_of(random_from, args, dtype))
     there = patch.object(philox, "grid_of", lambda _: Grid(512)), patch.object(torch, "Generator", Generator)
-    with example, real, there[0], there[1], patch.object(philox, "write", no_compiler):
+    with example, real, there[0], there[1], patch.object(philox, "write_draw", no_compiler):
         with patch.object(_counter._logger, "warning") as warning:
             assert not _counter._draws_as_torch(*args)
     assert "no C compiler" in str(warning.call_args)

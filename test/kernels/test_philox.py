@@ -20,7 +20,7 @@ from processes import answers_of
 from torch_ragged._kernels import distributions, philox
 from torch_ragged._kernels.distributions import distribution_of
 from torch_ragged._kernels.philox import Grid, pieces
-from torch_ragged._kernels.regions import Region, regions
+from torch_ragged._kernels.regions import Drawn, regions
 
 aten = torch.ops.aten
 random_from = getattr(aten.random_, "from")
@@ -127,7 +127,7 @@ def test_draws_of_two_gibibytes_are_cut():
             strides.insert(0, stride)
             stride = stride * size + rng.randint(1, 9) * (size > 1)
         most = rng.randint(40, 2000)
-        with patch.object(philox, "_MOST_BYTES", most):
+        with patch.object(philox, "_MOST_DRAWN_BYTES", most):
             found = list(pieces(sizes, strides, 4))
         is_joined = any(a == size * b for a, b, size in zip(strides, strides[1:], sizes[1:]))
         assert sum(found) == math.prod(sizes) and (is_joined or found == split_by_extent(sizes, strides, 4, most))
@@ -147,8 +147,8 @@ def test_regions_are_the_same_elements_in_few_launches():
     for _ in range(300):
         dims = tuple((rng.randint(1, 3), rng.randint(1, 9), rng.randint(1, 9)) for _ in range(rng.randint(0, 6)))
         count, apart = rng.randint(1, 4), rng.choice(((50, 7), (3, 3), (1, 1), (-9, 4)))
-        found = [Region(100 + i * apart[0], i * apart[1], dims) for i in range(count)]
-        found += [Region(5, 0, ((1, 4, 4),))] * rng.randint(0, 1)
+        found = [Drawn(100 + i * apart[0], i * apart[1], dims) for i in range(count)]
+        found += [Drawn(5, 0, ((1, 4, 4),))] * rng.randint(0, 1)
         few = regions(found)
         assert sorted(pair for region in few for pair in elements(region)) == sorted(
             pair for region in found for pair in elements(region)
@@ -156,8 +156,8 @@ def test_regions_are_the_same_elements_in_few_launches():
         assert all(1 <= len(region.dims) <= 4 for region in few)
         if len(dims) <= 3:
             assert len(few) <= 2
-    ragged = [Region(4, 0, ((2, 1, 1),)), Region(6, 2, ((3, 6, 6), (6, 1, 1))), Region(24, 20, ((1, 6, 6), (5, 1, 1)))]
-    assert regions(ragged) == [Region(4, 0, ((25, 1, 1),))], "the boxes of an interval are one interval"
+    ragged = [Drawn(4, 0, ((2, 1, 1),)), Drawn(6, 2, ((3, 6, 6), (6, 1, 1))), Drawn(24, 20, ((1, 6, 6), (5, 1, 1)))]
+    assert regions(ragged) == [Drawn(4, 0, ((25, 1, 1),))], "the boxes of an interval are one interval"
 
 
 def test_the_kernel_leaves_to_torch_what_it_does_not_know():

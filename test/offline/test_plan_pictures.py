@@ -10,7 +10,7 @@ from torch.testing._internal.common_utils import TestCase
 
 from torch_ragged.fsdp import TensorSpec, elements, plan_layout, rows, tensor
 from torch_ragged.fsdp.layout import _advice
-from torch_ragged.fsdp.layout._advice import _finer, _merged, _smaller_sizes, _split, advise, remedies
+from torch_ragged.fsdp.layout._advice import _finer, _merged_groups, _smaller_sizes, _split_groups, advise, remedies
 from torch_ragged.offline._drawing import draw_svg, draw_text
 
 
@@ -124,7 +124,7 @@ c  experts.*.down (16 tensors)  (4,)       4        64  0-3
 
 def sorts(layout, count, neighbours):
     """All that advice is chosen from, sort by sort."""
-    return _finer(layout), _split(layout), _merged(layout, count, neighbours), _smaller_sizes(layout)
+    return _finer(layout), _split_groups(layout), _merged_groups(layout, count, neighbours), _smaller_sizes(layout)
 
 
 class AdviceTest(TestCase):
@@ -165,10 +165,10 @@ class AdviceTest(TestCase):
         tensors = [spec((30,), block, f"of {block}") for block in (1, 2, 5)]
         layout = plan_layout(tensors, 4)
         texts = ["a group of its own for of 2", "a group of its own for of 5", "3 groups, one per block size"]
-        self.assertEqual([remedy.text for remedy in _split(layout)], texts)
-        self.assertEqual(len(list(_split(plan_layout(tensors[:2], 4)))), 1)
+        self.assertEqual([remedy.text for remedy in _split_groups(layout)], texts)
+        self.assertEqual(len(list(_split_groups(plan_layout(tensors[:2], 4)))), 1)
         merged = [f"one group for every {n} of these 16" for n in (2, 4, 8)]
-        self.assertEqual([remedy.text for remedy in _merged(layout, 16, [])], merged)
+        self.assertEqual([remedy.text for remedy in _merged_groups(layout, 16, [])], merged)
         self.assertEqual(_advice._padding([[spec((1,))]], plan_layout([spec((1,))], 4)), 3)
 
     def test_blocks_within_rows_become_single_elements(self):
@@ -265,9 +265,9 @@ class AdviceTest(TestCase):
         two, three = (plan_layout([spec((8,), 1, f"w{i}") for i in range(n)], 2, 1) for n in (2, 3))
         neighbours = [("two", two), ("three", three), ("other ranks", plan_layout(two.tensors, 3, 1))]
         with mock.patch.object(_advice, "_MOST_MERGED_TENSORS", 4):
-            merged = [remedy.text for remedy in _merged(two, 4, neighbours)]
+            merged = [remedy.text for remedy in _merged_groups(two, 4, neighbours)]
         self.assertEqual(merged, ["one group for every 2 of these 4", "one group with two"])
-        merged = [remedy.text for remedy in _merged(two, 4, neighbours)]
+        merged = [remedy.text for remedy in _merged_groups(two, 4, neighbours)]
         self.assertEqual(
             merged,
             [f"one group {text}" for text in ("for every 2 of these 4", "for every 4 of these 4", "with two", "with three")],

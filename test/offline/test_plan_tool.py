@@ -20,8 +20,8 @@ from torch.testing._internal.common_utils import TestCase
 
 from torch_ragged.fsdp import TensorSpec, blocks, elements, plan_layout, rows, tensor
 from torch_ragged.offline import BUILT_IN, Model, ModelPlanner, Parameter, granularity_policy, load_model, main, tensor_specs
-from torch_ragged.offline._memory import Budget, Collective, Memory, Precision, collectives, offload_fits, zero_memory
-from torch_ragged.offline._model_plan import Sharding
+from torch_ragged.offline._memory import Budget, CollectiveBytes, Precision, RankMemory, collectives, offload_fits, zero_memory
+from torch_ragged.offline._model_plan import Sizes
 from torch_ragged.offline._models import module_groups
 from torch_ragged.offline._peers import RowBuffer, fsdp2_shard
 
@@ -306,23 +306,23 @@ class PeersTest(TestCase):
 
 class MemoryTest(TestCase):
     # Two groups of 30 elements in shards of 8, and one of 5 in shards of 2, over 4 ranks: a shard holds 18, buffers 72.
-    sharding = Sharding(4, 65, ((2, 8), (1, 2)))
+    sharding = Sizes(4, 65, ((2, 8), (1, 2)))
 
     def test_zero_stages_hold_parts_of_the_padded_buffers(self):
         self.assertEqual(self.sharding.padding_fraction, 7 / 65)
         self.assertEqual(
             zero_memory(self.sharding, Precision()),
             {
-                1: Memory(72 * 2, 72 * 4, 18 * 3 * 4),
-                2: Memory(72 * 2, 18 * 4, 18 * 3 * 4),
-                3: Memory(18 * 2, 18 * 4, 18 * 3 * 4),
+                1: RankMemory(72 * 2, 72 * 4, 18 * 3 * 4),
+                2: RankMemory(72 * 2, 18 * 4, 18 * 3 * 4),
+                3: RankMemory(18 * 2, 18 * 4, 18 * 3 * 4),
             },
         )
-        self.assertEqual(Memory(1, 10, 100).total, 111)
+        self.assertEqual(RankMemory(1, 10, 100).total, 111)
 
     def test_dtypes_and_number_of_optimizer_states(self):
         precision = Precision(torch.float32, torch.bfloat16, torch.float8_e4m3fn, 2)
-        self.assertEqual(zero_memory(self.sharding, precision)[3], Memory(18 * 4, 18 * 2, 18 * 2))
+        self.assertEqual(zero_memory(self.sharding, precision)[3], RankMemory(18 * 4, 18 * 2, 18 * 2))
         alignments = [
             Precision(param, torch.float32).alignment for param in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
         ]
@@ -331,7 +331,7 @@ class MemoryTest(TestCase):
     def test_what_fits_with_offload(self):
         """A shard of 2**30 elements: 2 GiB of parameters, 4 of gradients, 4 of master copies, 8 of Adam's moments."""
         gib = 2**30
-        sharding = Sharding(4, 4 * gib, ((1, gib),))
+        sharding = Sizes(4, 4 * gib, ((1, gib),))
 
         def used(device, host, files):
             fits = offload_fits(sharding, Precision(), Budget(*(round(each * gib) for each in (device, host, files))))
@@ -358,7 +358,7 @@ class MemoryTest(TestCase):
         self.assertEqual(found, {"all in files": 'Offload(parameters="files", to=folder)'})
         self.assertEqual(fits["all in files"].used, Budget(0, 8 * gib + windows, 14 * gib))
         self.assertEqual((used(1, 8, 14)[0], used(1, 9, 13.9)[0]), ({}, {}))
-        groups = Sharding(4, 4 * gib, ((7, gib // 8), (2, gib // 16)))
+        groups = Sizes(4, 4 * gib, ((7, gib // 8), (2, gib // 16)))
         needed = offload_fits(groups, Precision(), Budget(0, 0, 0))["all in files"].needed
         self.assertEqual(needed, Budget(0, 4 * gib + 7 * gib // 2 + windows, 14 * gib))
 
@@ -368,19 +368,19 @@ class MemoryTest(TestCase):
             precision = Precision(torch.bfloat16, torch.float32, torch.float32, generator.randrange(1, 4))
             budget = Budget(*(generator.randrange(2**29, 2**36) for _ in range(3)))
             numel = generator.randrange(2**20, 2**33)
-            for kind, fit in offload_fits(Sharding(1, numel, ((1, numel),)), precision, budget).items():
+            for kind, fit in offload_fits(Sizes(1, numel, ((1, numel),)), precision, budget).items():
                 for change, fits in ((0.999, True), (1.001, False)):
                     other = int(numel * min(fit.scale, 1e6) * change)
                     if other > 0 and fit.scale < 1e6:
-                        scaled = offload_fits(Sharding(1, other, ((1, other),)), precision, budget)[kind]
+                        scaled = offload_fits(Sizes(1, other, ((1, other),)), precision, budget)[kind]
                         self.assertIs(scaled.used is not None, fits, (kind, precision, budget, numel))
                         for name, value in vars(scaled.used or Budget(0, 0, 0)).items():
                             self.assertLessEqual(value, getattr(budget, name) * 1.0002 + 10, (kind, name))
 
     def test_collectives_move_the_padded_buffers(self):
-        moved = {"all_gather": Collective(4 * 8 * 2, 72 * 2), "reduce_scatter": Collective(4 * 8 * 4, 72 * 4)}
+        moved = {"all_gather": CollectiveBytes(4 * 8 * 2, 72 * 2), "reduce_scatter": CollectiveBytes(4 * 8 * 4, 72 * 4)}
         self.assertEqual(collectives(self.sharding, Precision()), moved)
-        moved["all_reduce"] = Collective(8 * 4, 18 * 4)
+        moved["all_reduce"] = CollectiveBytes(8 * 4, 18 * 4)
         self.assertEqual(collectives(self.sharding, Precision(), replicas=2), moved)
 
 

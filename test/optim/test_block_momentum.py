@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch_ragged.fsdp import fully_shard, memory_report, reshard_to
 from torch_ragged.optim import BlockPolicy, Muon, matrix_groups, muon_policy
 from torch_ragged.optim._block_moment import update_moment, zero_moment
-from torch_ragged.optim._blocks import grid_placements, layout_of
+from torch_ragged.optim._blocks import block_layout_of, grid_placements
 from torch_ragged.optim._quantize import code_book, dequantize
 
 BLOCK = (8, 16)
@@ -54,7 +54,7 @@ def trained(mesh_shape=None, steps=6, missing=True, **options):
 def test_the_moment_is_that_of_its_blocks():
     """Against each block by itself, in float64: the moment is right within half a code, its update within a rounding."""
     param, policy = nn.Parameter(torch.zeros(2, 61, 75)), BlockPolicy(BLOCK)
-    layout, generator = layout_of(param, policy, 1 << 12), torch.Generator().manual_seed(0)
+    layout, generator = block_layout_of(param, policy, 1 << 12), torch.Generator().manual_seed(0)
     state = zero_moment("m", param, layout, policy)
     for scale in (1.0, 1e-4, 30.0, 0.0):
         gradient = torch.randn(param.shape, generator=generator) * scale

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.optim import SOAP, Adam8bit, AdamW8bit, BlockPolicy, Muon, Shampoo, matrix_groups
-from torch_ragged.optim._adam8bit import _columns, _floats, _GraphMemory
+from torch_ragged.optim._adam8bit import _floats, _GraphMemory, _scalar_columns
 from torch_ragged.optim._quantize import hash32
 
 SMALL = BlockPolicy((16, 16), min_numel=64)
@@ -85,7 +85,7 @@ def test_scalars_of_the_device_are_those_of_the_host():
             found = list(optimizer._numbers_on_device(active).values())
             wanted = [optimizer._numbers({**group, "lr": 3e-4}, step, hash32(index + 1)) for index in (0, 1, 7)]
             assert [int(each.rounding_key) for each in found] == [each.rounding_key for each in wanted]
-            table = _columns([found[0], found[0], *found], torch.device("cpu"))
+            table = _scalar_columns([found[0], found[0], *found], torch.device("cpu"))
             expected = torch.tensor([_floats(each) for each in (wanted[0], wanted[0], *wanted)])
             assert table.dtype == torch.float32 and table.shape == (5, 9)
             torch.testing.assert_close(table, expected, rtol=2**-23, atol=0)

@@ -48,7 +48,7 @@ def mesh_of(ranks, timeout):
 
 
 def wait_for_copies_of_a_rank_that_makes_none():
-    _watch._PATIENCE = 1.0  # Seconds, for the report of the other rank, which makes none.
+    _watch._TRANSFER_PATIENCE = 1.0  # Seconds, for the report of the other rank, which makes none.
     mesh = DeviceMesh("cpu", [0, 1])
     model = sharded(mesh)
     copies = NeighbourCopies(model, None)

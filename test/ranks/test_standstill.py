@@ -256,7 +256,7 @@ def check_other_expectations():
         log._paths.add(("a", "b"))
     counts, count = [], SharedStore.add
     with (
-        mock.patch.object(_call_log, "_SLICE", datetime.timedelta(milliseconds=50)),
+        mock.patch.object(_call_log, "_CALL_SLICE", datetime.timedelta(milliseconds=50)),
         mock.patch.object(SharedStore, "add", lambda store, *each: counts.append(each) or count(store, *each)),
     ):
         log.start()

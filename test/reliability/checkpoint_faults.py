@@ -40,7 +40,7 @@ from common import error_of  # noqa: E402
 
 from torch_ragged import checkpoint  # noqa: E402
 from torch_ragged.checkpoint import _disk  # noqa: E402
-from torch_ragged.checkpoint._files import BLOCK  # noqa: E402
+from torch_ragged.checkpoint._files import CHECKSUM_BLOCK  # noqa: E402
 from torch_ragged.checkpoint._manifest import _checksum  # noqa: E402
 
 DATA = "__0_0.distcp"
@@ -326,7 +326,7 @@ def code_in(folder: Path, rng: random.Random) -> Seen:
         content = pickle.dumps(Evil(ran))
         (newest / where).write_bytes(content)
         body = json.loads((newest / "manifest.json").read_text())["manifest"]
-        body["files"][where] = {"nbytes": len(content), "block": BLOCK, "crc32": [f"{zlib.crc32(content):08x}"]}
+        body["files"][where] = {"nbytes": len(content), "block": CHECKSUM_BLOCK, "crc32": [f"{zlib.crc32(content):08x}"]}
         (newest / "manifest.json").write_text(json.dumps({"crc32": _checksum(body), "manifest": body}))
     victim = state_of(7, 7)
     if where == "param_groups":

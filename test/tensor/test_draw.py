@@ -132,7 +132,7 @@ class DrawTest(unittest.TestCase):
                 local = torch.empty(held.local_shape, dtype=torch.int64)
                 grid.offset, grid.calls = 40, 0
                 turns = patch.object(_draw, "way_of", lambda *_: _counter.Turns(24, 4))
-                with turns, patch.object(philox, "_MOST_BYTES", limit):
+                with turns, patch.object(philox, "_MOST_DRAWN_BYTES", limit):
                     draw_owned(sampler, shape, (1,), [box for box in held.boxes if box.numel], local)
                 self.assertTrue(torch.equal(local, whole[bounds[rank] : bounds[rank + 1]]), (numel, rank))
                 self.assertEqual(grid.offset, after)

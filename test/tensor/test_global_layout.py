@@ -14,7 +14,7 @@ from oracle import local_of, random_placement
 from torch.distributed.tensor import Replicate, Shard
 
 from torch_ragged import GlobalLayout, RaggedShard, StridedRaggedShard, owned_boxes, with_layout
-from torch_ragged.tensor._global_layout import coverage_problem, layout_of
+from torch_ragged.tensor._global_layout import coverage_problem, global_layout_of
 from torch_ragged.tensor.placement_types import normalize_placements
 
 ROWS = ((4, 3), ((1, 0),), ((0, 0),), ((2, 3),))
@@ -186,14 +186,16 @@ class BoxTensorTest(unittest.TestCase):
         local, layout = torch.arange(6.0).view(2, 3).requires_grad_(), GlobalLayout(*ROWS)
         tensor = with_layout(local, types.SimpleNamespace(**vars(layout)))
         self.assertEqual(tensor.data_ptr(), local.data_ptr())
-        self.assertEqual((layout_of(tensor), layout_of(local), hasattr(local, "global_shape")), (layout, None, False))
+        self.assertEqual(
+            (global_layout_of(tensor), global_layout_of(local), hasattr(local, "global_shape")), (layout, None, False)
+        )
         self.assertIs(type(tensor + 1), torch.Tensor)
         self.assertFalse(tensor.requires_grad)
         file = io.BytesIO()
         torch.save(tensor, file)
         file.seek(0)
         for other in (copy.deepcopy(tensor), torch.load(file, weights_only=False)):
-            self.assertEqual(layout_of(other), layout)
+            self.assertEqual(global_layout_of(other), layout)
             self.assertTrue(torch.equal(other, local))
             self.assertNotEqual(other.data_ptr(), local.data_ptr())
 
@@ -201,9 +203,9 @@ class BoxTensorTest(unittest.TestCase):
         tensor = torch.zeros(2, 3)
         for name, value in zip(vars(GlobalLayout(*ROWS)), ROWS):
             setattr(tensor, name, value)
-        self.assertEqual(layout_of(tensor), GlobalLayout(*ROWS))
+        self.assertEqual(global_layout_of(tensor), GlobalLayout(*ROWS))
         tensor.local_sizes = ((4, 3),)
-        self.assertIn("not in the global shape", error_of(layout_of, tensor))
+        self.assertIn("not in the global shape", error_of(global_layout_of, tensor))
 
     def test_what_is_no_local_tensor_is_refused(self):
         self.assertIn(

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard
 from torch_ragged._ranks.groups import can_order_groups
-from torch_ragged.tensor._redistribute import plan, redistribute_local
+from torch_ragged.tensor._redistribute import plan_of, redistribute_local
 from torch_ragged.tensor._route import Exchange
 from torch_ragged.tensor._units import Units
 
@@ -174,10 +174,10 @@ class RedistributeTest(expecttest.TestCase):
         many = 10**12
         one, other = (RaggedShard((0,), Units([(0, many - 3 - n), (1, 1), (2, 1), (0, 1 + n)])) for n in (0, 1))
         for source, target in ((one, other), (one, Replicate()), (Replicate(), one), (Shard(0), one), (Partial(), one)):
-            (step,) = plan((6, 4), (many,), (source,), (target,), (many - 2,))
+            (step,) = plan_of((6, 4), (many,), (source,), (target,), (many - 2,))
             if isinstance(step, Exchange):
                 self.assertEqual((len(step.send_splits), len(step.receive_splits)), (many, many))
-        (step,) = plan((6, 4), (many,), (one,), (other,), (many - 2,))
+        (step,) = plan_of((6, 4), (many,), (one,), (other,), (many - 2,))
         self.assertEqual((step.send_splits[many - 3], step.receive_splits.total), (16, 0))
 
     @ranks(4)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.tensor._carry import copy_into, part_view
 from torch_ragged.tensor._ownership import Chunk, Whole
-from torch_ragged.tensor._redistribute import _IDENTITY, _pack, _unpacking, plan
+from torch_ragged.tensor._redistribute import _IDENTITY, _pack, _unpacking, plan_of
 from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Part, Reduce, Route, _columns, merged_parts, part_of
 from torch_ragged.tensor._units import Units
 
@@ -107,7 +107,7 @@ def check(shape, mesh_shape, source, target, seed):
         return local_of(reduced(values, len(mesh_shape), source, placements, where), mesh_shape, placements, where)
 
     ranks = Ranks(mesh_shape, {where: at(source, where).reshape(-1) for where in wheres})
-    plans = {where: plan(shape, mesh_shape, source, target, where) for where in wheres}
+    plans = {where: plan_of(shape, mesh_shape, source, target, where) for where in wheres}
     assert len({len(steps) for steps in plans.values()}) == 1
     for steps in zip(*plans.values()):
         ranks.run(dict(zip(wheres, steps, strict=True)))
@@ -144,7 +144,7 @@ def kinds(shape, mesh_shape, source, target):
     """The steps of the first rank as text: E an all-to-all, G all-gather, R reduce, A all-reduce, M a copy, S none, F fill."""
     letters = {Exchange: "E", Gather: "G", Reduce: "R", Move: "M", Fill: "F"}
     names = []
-    for step in plan(shape, mesh_shape, source, target, (0,) * len(mesh_shape)):
+    for step in plan_of(shape, mesh_shape, source, target, (0,) * len(mesh_shape)):
         name = "S" if isinstance(step, Move) and step.stays else letters[type(step)]
         name = "A" if isinstance(step, Reduce) and step.splits is None else name
         dims = step.mesh_dims if isinstance(step, Exchange) else () if isinstance(step, Move) else (step.mesh_dim,)
@@ -222,7 +222,7 @@ class RouteTest(unittest.TestCase):
         equal = {frozenset({Shard(0), halves}), frozenset({last, RaggedShard((0,), (0, 4))})}
         placements = (Replicate(), Shard(0), first, last, halves, RaggedShard((0,), (0, 4)))
         for shape, (one, other) in itertools.product(((4, 2), (4,)), itertools.product(placements, repeat=2)):
-            plans = [plan(shape, (2,), (one,), (other,), (rank,)) for rank in range(2)]
+            plans = [plan_of(shape, (2,), (one,), (other,), (rank,)) for rank in range(2)]
             aliases = {all(getattr(step, "stays", False) for step in steps) for steps in plans}
             self.assertEqual(aliases, {one == other or frozenset({one, other}) in equal}, (shape, one, other))
 
@@ -238,7 +238,7 @@ class RouteTest(unittest.TestCase):
             ((0, 4), (2, 2), (whole, whole), (Shard(0), halves), True),
         ):
             for where in itertools.product(*map(range, mesh_shape)):
-                steps = plan(shape, mesh_shape, source, target, where)
+                steps = plan_of(shape, mesh_shape, source, target, where)
                 stays = all(isinstance(step, Move) and step.stays for step in steps)
                 self.assertEqual(stays, alias, (shape, source, target, where))
 
@@ -246,7 +246,7 @@ class RouteTest(unittest.TestCase):
         ragged, chunk = RaggedShard((0,), (1,) * 128), Shard(1)
         with mock.patch.object(Route, "_all_stay", side_effect=AssertionError("each rank")):
             for source, target in (((Shard(0), chunk), (ragged, chunk)), ((ragged, Replicate()), (Shard(0), Replicate()))):
-                (step,) = plan((512, 64), (128, 8), source, target, (3, 2))
+                (step,) = plan_of((512, 64), (128, 8), source, target, (3, 2))
                 self.assertTrue(step.stays)
 
     def test_stretches_of_many_ranks_are_stored_as_runs(self):
@@ -262,7 +262,7 @@ class RouteTest(unittest.TestCase):
                 (Partial(), ragged, ("splits",)),
                 (Partial(), Shard(0), ("splits",)),
             ):
-                (step,) = plan(shape, (ranks,), (source,), (target,), (ranks - 1,))
+                (step,) = plan_of(shape, (ranks,), (source,), (target,), (ranks - 1,))
                 for field in fields:
                     self.assertIs(type(getattr(step, field)), kind, (ranks, source, target))
 
@@ -291,7 +291,7 @@ class RouteTest(unittest.TestCase):
         for ranks, units, kind in ((2, (1, 0), Move), (3, (1, 0, 0), Move), (2, (0, 1), Exchange), (2, (1, 1), Exchange)):
             for pair in ((Shard(1), RaggedShard((0,), units)), (RaggedShard((0,), units), Shard(1))):
                 for rank in range(ranks):
-                    (step,) = plan((4, 1, 3), (ranks,), pair[:1], pair[1:], (rank,))
+                    (step,) = plan_of((4, 1, 3), (ranks,), pair[:1], pair[1:], (rank,))
                     self.assertIs(type(step), kind)
                     self.assertTrue(kind is Exchange or step.stays)
 

@@ -148,7 +148,7 @@ def die_or_report(rank, port, victim, pipe):
     source = {name: dtensor(torch.arange(64.0), here, [Shard(0)]) for name in ("a", "b", "c")}
     target = {name: dtensor(torch.zeros(64), there, [Shard(0)]) for name in source}
     plan = transfer.plan(source, target, max_bytes=512)
-    _watch._SLICE, _watch._PATIENCE = 0.2, 2.0
+    _watch._TRANSFER_SLICE, _watch._TRANSFER_PATIENCE = 0.2, 2.0
     if rank == victim:
         original, calls = torch.Tensor.copy_, []
 

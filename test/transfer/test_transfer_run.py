@@ -43,9 +43,9 @@ class TransferRunTest(unittest.TestCase):
         assert plan.is_complete
         store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
         if rank == 0:
-            patience, _watch._PATIENCE = _watch._PATIENCE, 0.5
+            patience, _watch._TRANSFER_PATIENCE = _watch._TRANSFER_PATIENCE, 0.5
             text = error_of(plan.run, source, target)
-            _watch._PATIENCE = patience
+            _watch._TRANSFER_PATIENCE = patience
             store.set("ended", "")
             assert text.startswith("TransferError: Plan.run() failed while no tensor was on its way: rank 1 lives"), text
             assert not plan.is_complete

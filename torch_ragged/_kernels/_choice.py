@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["MODES", "AMPERE", "ADA", "choose", "device_of", "runs_triton"]
+__all__ = ["MODES", "AMPERE", "ADA", "choose", "on_device_of", "runs_triton"]
 
 MODES = ("auto", "torch", "triton")
 
@@ -48,7 +48,7 @@ def runs_triton(tensor: torch.Tensor, capability: tuple[int, int] = AMPERE) -> b
     return is_plain and _mode != "torch" and _capability(tensor.device) >= capability
 
 
-def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """A context in which the device of ``tensor`` is the current one. Triton launches on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 

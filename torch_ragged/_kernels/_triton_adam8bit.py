@@ -17,21 +17,21 @@ import triton.language as tl
 
 from torch_ragged._kernels._triton_rounding import round_to
 
-__all__ = ["FLOATS", "INTEGERS", "PER_PROGRAM", "step_kernel", "step_regions"]
+__all__ = ["FLOAT_FIELDS", "INTEGER_FIELDS", "PER_PROGRAM", "step_kernel", "step_regions"]
 
 PER_PROGRAM = 4
 """Blocks per program, computed one after the other: the program reads the table once for all of them."""
 
-INTEGERS = (
+INTEGER_FIELDS = (
     *("program", "param", "gradient", "m_codes", "m_scales", "v_codes", "v_scales"),
     *("rows", "columns", "blocks", "origin", "matrix_stride", "row_stride", "key"),
 )
 """Integers of a region: its first program, addresses, sizes, origin and strides in the global tensor, rounding key."""
 
-FLOATS = ("shrink", "decay", "beta1", "beta2", "rest1", "rest2", "eps", "step_size", "correction")
+FLOAT_FIELDS = ("shrink", "decay", "beta1", "beta2", "rest1", "rest2", "eps", "step_size", "correction")
 """Floats of a region's step: those of ``AdamStep``; ``rest`` is 1 - beta."""
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _hash32(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _whole(values):  # type: ignore[no-untyped-def]
+def _rounded_to_even(values):  # type: ignore[no-untyped-def]
     """Round ``values`` in [0, 255] to integers, ties to even. After adding 2**23, the low bits are the integer."""
     return (values + 8388608.0).to(tl.int32, bitcast=True) & 255
 
@@ -52,8 +52,8 @@ def _encode(normalized, dynamic: tl.constexpr, signed: tl.constexpr):  # type: i
     """``encode`` of ``torch_ragged.optim._quantize``, with equal operations in equal order."""
     if not dynamic:
         if signed:
-            return _whole(tl.maximum(normalized * 128.0 + 127.0, 0.0)).to(tl.uint8)
-        return tl.maximum(_whole(normalized * 255.0), (normalized > 0.0).to(tl.int32)).to(tl.uint8)
+            return _rounded_to_even(tl.maximum(normalized * 128.0 + 127.0, 0.0)).to(tl.uint8)
+        return tl.maximum(_rounded_to_even(normalized * 255.0), (normalized > 0.0).to(tl.int32)).to(tl.uint8)
     magnitude = tl.abs(normalized)
     line = magnitude * (1e6 / 0.9) + 8 / 9
     for decade in tl.static_range(1, 7):
@@ -177,8 +177,8 @@ def step_regions(
     """Step all regions with one launch. The device of ``books`` must be the current one.
 
     Args:
-        integers: for each region, :data:`INTEGERS` without the first.
-        floats: for each region, :data:`FLOATS`; or a float32 tensor of them on the device.
+        integers: for each region, :data:`INTEGER_FIELDS` without the first.
+        floats: for each region, :data:`FLOAT_FIELDS`; or a float32 tensor of them on the device.
         books: the signed and the unsigned code book.
         types: the dtypes of parameters and gradients.
         block: height and width of a block.
@@ -191,14 +191,14 @@ def step_regions(
         what the launch reads, beside the addresses in ``integers``: a CUDA graph reads it in each replay.
     """
     device = books[0].device
-    columns, blocks = INTEGERS.index("columns") - 1, INTEGERS.index("blocks") - 1
+    columns, blocks = INTEGER_FIELDS.index("columns") - 1, INTEGER_FIELDS.index("blocks") - 1
     programs, owners = _programs(tuple(-(-region[blocks] // PER_PROGRAM) for region in integers), device)
     table = torch.tensor([(program, *region) for program, region in zip(programs, integers)], dtype=torch.int64, device="cpu")
     if pinned is not None:
         table = pinned.copy_(table)
     on_device = table.to(device, non_blocking=True)
     if keys is not None:
-        on_device[:, INTEGERS.index("key")] = keys
+        on_device[:, INTEGER_FIELDS.index("key")] = keys
     if not isinstance(floats, torch.Tensor):
         floats = torch.tensor(floats, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
     divisible = (region[i] % 16 for region in integers for i in (0, 1, 2, 4, columns))
@@ -208,8 +208,8 @@ def step_regions(
         on_device,
         floats,
         *books,
-        param_type=_TYPES[types[0]],
-        gradient_type=_TYPES[types[1]],
+        param_type=_TRITON_TYPES[types[0]],
+        gradient_type=_TRITON_TYPES[types[1]],
         param_bytes=types[0].itemsize,
         gradient_bytes=types[1].itemsize,
         vector=1 if any(divisible) else vector_of(types),

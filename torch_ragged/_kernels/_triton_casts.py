@@ -8,9 +8,9 @@ import triton.language as tl
 
 from torch_ragged._kernels._triton_rounding import round_to
 
-__all__ = ["scaled_copy_", "scaled_copy_kernel"]
+__all__ = ["launch_scaled_copy", "scaled_copy_kernel"]
 
-_BLOCK, _WARPS = 2048, 8  # 8 elements per thread: 16 bytes of a narrow dtype, two times 16 of float32
+_CAST_BLOCK, _CAST_WARPS = 2048, 8  # 8 elements per thread: 16 bytes of a narrow dtype, two times 16 of float32
 
 
 @triton.jit
@@ -27,17 +27,17 @@ def scaled_copy_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, round_to(values, out_ptr.dtype.element_ty), mask=inside)
 
 
-def scaled_copy_(out: torch.Tensor, source: torch.Tensor, scale: float, accumulate: bool) -> None:
+def launch_scaled_copy(out: torch.Tensor, source: torch.Tensor, scale: float, accumulate: bool) -> None:
     """The twin's operation, for contiguous tensors with at least one element, on the current device."""
     numel = out.numel()
-    scaled_copy_kernel[(triton.cdiv(numel, _BLOCK),)](
+    scaled_copy_kernel[(triton.cdiv(numel, _CAST_BLOCK),)](
         out,
         source,
         numel,
         float(scale),
         scales=scale != 1.0,
         accumulates=accumulate,
-        block=_BLOCK,
-        num_warps=_WARPS,
+        block=_CAST_BLOCK,
+        num_warps=_CAST_WARPS,
         enable_fp_fusion=False,  # The twin rounds the product before the sum.
     )

@@ -15,11 +15,11 @@ from torch_ragged._kernels._triton_float8 import tile_of_program
 from torch_ragged._kernels._triton_rounding import round_to
 from torch_ragged._kernels.tiles import TileTable
 
-__all__ = ["dequantize", "dequantize_kernel", "quantize", "quantize_kernel"]
+__all__ = ["dequantize", "dequantize_float4_kernel", "quantize", "quantize_float4_kernel"]
 
 
 @triton.jit
-def _places(owners_ptr, numbers_ptr, aligned: tl.constexpr, height: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile_places(owners_ptr, numbers_ptr, aligned: tl.constexpr, height: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """The offsets of this program's values, codes and scales, and which of its rows are in the matrix."""
     values, codes, scales, rows, columns, matrix, row, column = tile_of_program(owners_ptr, numbers_ptr, aligned, height, width)
     lines = matrix * rows + row + tl.arange(0, height)
@@ -31,7 +31,7 @@ def _places(owners_ptr, numbers_ptr, aligned: tl.constexpr, height: tl.constexpr
 
 
 @triton.jit
-def quantize_kernel(  # type: ignore[no-untyped-def]
+def quantize_float4_kernel(  # type: ignore[no-untyped-def]
     values_ptr,
     codes_ptr,
     scales_ptr,
@@ -41,7 +41,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    at, at_codes, at_scales, here = _places(owners_ptr, numbers_ptr, aligned, height, width)
+    at, at_codes, at_scales, here = _tile_places(owners_ptr, numbers_ptr, aligned, height, width)
     inside = here[:, None]
     x = tl.load(values_ptr + at, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
@@ -61,7 +61,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def dequantize_kernel(  # type: ignore[no-untyped-def]
+def dequantize_float4_kernel(  # type: ignore[no-untyped-def]
     values_ptr,
     codes_ptr,
     scales_ptr,
@@ -71,7 +71,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    at, at_codes, at_scales, here = _places(owners_ptr, numbers_ptr, aligned, height, width)
+    at, at_codes, at_scales, here = _tile_places(owners_ptr, numbers_ptr, aligned, height, width)
     inside = here[:, None]
     packed = tl.load(codes_ptr + at_codes, mask=inside, other=0).to(tl.int32)
     code = tl.reshape(tl.join(packed & 15, packed >> 4), (height, width))
@@ -88,15 +88,15 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: TileTable) -> None:
     """The twin's operation, on the current device."""
-    _launch(quantize_kernel, (values, codes, scales), table)
+    _launch_float4(quantize_float4_kernel, (values, codes, scales), table)
 
 
 def dequantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: TileTable) -> None:
     """The twin's operation, on the current device."""
-    _launch(dequantize_kernel, (values, codes, scales), table)
+    _launch_float4(dequantize_float4_kernel, (values, codes, scales), table)
 
 
-def _launch(kernel: Any, tensors: tuple[torch.Tensor, ...], table: TileTable) -> None:
+def _launch_float4(kernel: Any, tensors: tuple[torch.Tensor, ...], table: TileTable) -> None:
     owners, numbers = table.on(tensors[0].device)
     height, width = table.program
     options = {"aligned": table.is_aligned, "height": height, "width": width}

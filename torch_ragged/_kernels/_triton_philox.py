@@ -12,12 +12,12 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from torch_ragged._kernels._triton_rounding import INTERPRETED, round_to
-from torch_ragged._kernels.distributions import Distribution
-from torch_ragged._kernels.regions import Region
+from torch_ragged._kernels.distributions import Sampling
+from torch_ragged._kernels.regions import Drawn
 
-__all__ = ["draw", "draw_kernel"]
+__all__ = ["launch_draw", "draw_kernel"]
 
-_BLOCK, _WARPS = 1024, 4
+_DRAW_BLOCK, _DRAW_WARPS = 1024, 4
 _UNIT = tl.constexpr(2.0**-32)  # CURAND_2POW32_INV
 _ANGLE = tl.constexpr(1.4629181199765639e-09)  # CURAND_2POW32_INV_2PI: the product of 2**-32 and 2 pi in float32
 _UNIT_64 = tl.constexpr(2.0**-53)  # CURAND_2POW53_INV_DOUBLE
@@ -174,7 +174,9 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, values, mask=inside)
 
 
-def draw(out: torch.Tensor, region: Region, distribution: Distribution, numel: int, threads: int, seed: int, call: int) -> None:
+def launch_draw(
+    out: torch.Tensor, region: Drawn, distribution: Sampling, numel: int, threads: int, seed: int, call: int
+) -> None:
     """One launch on the current device.
 
     Args:
@@ -185,7 +187,7 @@ def draw(out: torch.Tensor, region: Region, distribution: Distribution, numel: i
     # Inner dimensions first, and then the outermost one, which has no size.
     outermost, *inner = region.dims
     sizes, steps, strides = zip(*reversed(inner), *[(1, 0, 0)] * (4 - len(region.dims)), outermost)
-    draw_kernel[(triton.cdiv(region.numel, _BLOCK),)](
+    draw_kernel[(triton.cdiv(region.numel, _DRAW_BLOCK),)](
         memory.as_strided((1,), (1,), memory.storage_offset() + region.offset),
         region.numel,
         region.start,
@@ -203,8 +205,8 @@ def draw(out: torch.Tensor, region: Region, distribution: Distribution, numel: i
         lanes=distribution.lanes,
         vector=distribution.vector,
         is_bool=out.dtype == torch.bool,
-        block=_BLOCK,
-        num_warps=_WARPS,
+        block=_DRAW_BLOCK,
+        num_warps=_DRAW_WARPS,
         enable_fp_fusion=False,
         enable_reflect_ftz=False,  # As torch's compiler: denormal numbers are kept.
     )

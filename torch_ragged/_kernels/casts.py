@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_ragged._kernels._choice import device_of, runs_triton
+from torch_ragged._kernels._choice import on_device_of, runs_triton
 
 __all__ = ["scaled_copy_"]
 
@@ -43,8 +43,8 @@ def scaled_copy_(
         if out.numel():
             from torch_ragged._kernels import _triton_casts as kernels
 
-            with device_of(out):
-                kernels.scaled_copy_(out, source, scale, accumulate)
+            with on_device_of(out):
+                kernels.launch_scaled_copy(out, source, scale, accumulate)
         return out
     if scale != 1.0:
         source = source.to(torch.promote_types(source.dtype, torch.float32)) * scale

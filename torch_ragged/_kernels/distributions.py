@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-__all__ = ["FLOATS", "INTEGERS", "Distribution", "distribution_of", "dropout", "example"]
+__all__ = ["FLOATS", "INTEGERS", "Sampling", "distribution_of", "dropout", "example"]
 
 _aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -20,7 +20,7 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 
 
 @dataclass(frozen=True)
-class Distribution:
+class Sampling:
     """How random bits become the numbers of an op.
 
     Attributes:
@@ -39,7 +39,7 @@ class Distribution:
     vector: int = 0
 
 
-def distribution_of(op: Any, args: Sequence[Any], dtype: torch.dtype) -> Optional[Distribution]:
+def distribution_of(op: Any, args: Sequence[Any], dtype: torch.dtype) -> Optional[Sampling]:
     """The distribution of an in-place op; None if the kernel does not have it.
 
     It has ``uniform_``, ``normal_``, ``bernoulli_`` of a number, and ``random_``. The other ops transform a number by
@@ -50,24 +50,24 @@ def distribution_of(op: Any, args: Sequence[Any], dtype: torch.dtype) -> Optiona
     lanes, wide = (2, torch.float64) if dtype == torch.float64 else (4, torch.float32)
     if op is _aten.uniform_.default and dtype in FLOATS:
         low, high = (_rounded(bound, dtype) for bound in (*args, *(0.0, 1.0)[len(args) :]))
-        return Distribution("uniform", lanes, (low, _rounded(high - low, dtype), high))
+        return Sampling("uniform", lanes, (low, _rounded(high - low, dtype), high))
     if op is _aten.normal_.default and dtype in FLOATS:
         mean, deviation = (_rounded(number, wide) for number in (*args, *(0.0, 1.0)[len(args) :]))
-        return Distribution("normal", lanes, (mean, deviation, 0.0))
+        return Sampling("normal", lanes, (mean, deviation, 0.0))
     if op is _aten.bernoulli_.float and dtype in FLOATS + INTEGERS:
-        return Distribution("bernoulli", lanes, (_rounded(args[0] if args else 0.5, wide), 0.0, 0.0))
+        return Sampling("bernoulli", lanes, (_rounded(args[0] if args else 0.5, wide), 0.0, 0.0))
     if op in (_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")) and dtype in FLOATS + INTEGERS:
-        return _integers(op, args, dtype)
+        return _integer_distribution(op, args, dtype)
     return None
 
 
-def _integers(op: Any, args: Sequence[Any], dtype: torch.dtype) -> Optional[Distribution]:
+def _integer_distribution(op: Any, args: Sequence[Any], dtype: torch.dtype) -> Optional[Sampling]:
     if op is _aten.random_.default:
         if dtype in _DIGITS:
             count = 2 ** _DIGITS[dtype] + 1
         else:
             count = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
-        return Distribution("integers", 2 if dtype in (torch.int64, torch.float64) else 4, integers=(0, count))
+        return Sampling("integers", 2 if dtype in (torch.int64, torch.float64) else 4, integers=(0, count))
     first, stop = (0, *args) if op is _aten.random_.to else (*args, None)[:2]
     if dtype in _DIGITS:
         most = 2 ** _DIGITS[dtype]
@@ -78,7 +78,7 @@ def _integers(op: Any, args: Sequence[Any], dtype: torch.dtype) -> Optional[Dist
         stop = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
     if not 0 < stop - first < 2**64:
         return None  # torch raises, or draws all of int64.
-    return Distribution("integers", 2 if stop - first >= 2**28 else 4, integers=(first, stop - first))
+    return Sampling("integers", 2 if stop - first >= 2**28 else 4, integers=(first, stop - first))
 
 
 def example(kind: str, lanes: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
@@ -93,11 +93,11 @@ def example(kind: str, lanes: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, 
     return getattr(_aten.random_, "from"), bounds
 
 
-def dropout(p: float, dtype: torch.dtype, vector: int) -> tuple[Distribution, float]:
+def dropout(p: float, dtype: torch.dtype, vector: int) -> tuple[Sampling, float]:
     """The mask of ``native_dropout``, and the factor of what it keeps. ``vector`` is 1 if the size forbids neighbours."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kept = _rounded(1.0 - p, wide)
-    mask = Distribution("bernoulli", 4, (kept, 0.0, 0.0), vector=vector if vector > 1 else 0)
+    mask = Sampling("bernoulli", 4, (kept, 0.0, 0.0), vector=vector if vector > 1 else 0)
     return mask, _rounded(1.0 / kept, wide)
 
 

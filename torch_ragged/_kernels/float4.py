@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_ragged._kernels._choice import device_of, runs_triton
+from torch_ragged._kernels._choice import on_device_of, runs_triton
 from torch_ragged._kernels.tiles import TileTable
 
 __all__ = ["PER_BYTE", "TILE", "dequantize", "quantize"]
@@ -44,30 +44,30 @@ def quantize(values: torch.Tensor, codes: torch.Tensor, table: TileTable, scales
         table: the runs. Their numbers of columns are multiples of a tile's.
         scales: flat int8, for the bits of the exponents. Those of a run start at ``run.scales``.
     """
-    _run("quantize", values, codes, table, scales)
+    _run_float4("quantize", values, codes, table, scales)
 
 
 def dequantize(values: torch.Tensor, codes: torch.Tensor, table: TileTable, scales: torch.Tensor) -> None:
     """The inverse of :func:`quantize`, with the same arguments: writes ``values``, rounded to their dtype."""
-    _run("dequantize", values, codes, table, scales)
+    _run_float4("dequantize", values, codes, table, scales)
 
 
-def _run(name: str, values: torch.Tensor, codes: torch.Tensor, table: TileTable, scales: torch.Tensor) -> None:
+def _run_float4(name: str, values: torch.Tensor, codes: torch.Tensor, table: TileTable, scales: torch.Tensor) -> None:
     if not table.runs or values.is_meta:
         return
     if runs_triton(values):
         from torch_ragged._kernels import _triton_float4 as kernels
 
-        with device_of(values):
+        with on_device_of(values):
             getattr(kernels, name)(values, codes, scales, table)
         return
     for run in table.runs:
         of_run = values[run.values : run.values + run.numel], codes[run.codes : run.codes + run.numel // PER_BYTE]
         exponents = scales[run.scales : run.scales + run.numel // TILE[1]].view(torch.uint8)
-        (_quantize_run if name == "quantize" else _dequantize_run)(*of_run, exponents)
+        (_quantize_float4 if name == "quantize" else _dequantize_float4)(*of_run, exponents)
 
 
-def _quantize_run(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+def _quantize_float4(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
     tiles = values.view(-1, TILE[1]).float()
     # The exponent of a subnormal number is 0, and that of a NaN or an infinity is 255.
     largest = tiles.abs().amax(1).view(torch.int32) >> 23
@@ -82,7 +82,7 @@ def _quantize_run(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Te
     exponents.copy_(exponent)
 
 
-def _dequantize_run(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+def _dequantize_float4(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
     code = torch.stack((codes & 15, codes >> 4), 1).view(-1, TILE[1])
     positive = torch.tensor(_VALUES, device=values.device)
     scale = torch.where(exponents == _NAN, torch.nan, _power(exponents.int()))

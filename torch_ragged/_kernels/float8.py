@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_ragged._kernels._choice import ADA, device_of, runs_triton
+from torch_ragged._kernels._choice import ADA, on_device_of, runs_triton
 from torch_ragged._kernels.tiles import LARGEST, SMALLEST, TileRun, TileTable
 
 __all__ = ["TILES", "dequantize", "quantize"]
@@ -50,7 +50,7 @@ def _run(name: str, values: torch.Tensor, buffer: torch.Tensor, table: TileTable
     if runs_triton(values, ADA):
         from torch_ragged._kernels import _triton_float8 as kernels
 
-        with device_of(values):
+        with on_device_of(values):
             getattr(kernels, name)(values, buffer, scales, table)
         return
     for run in table.runs:

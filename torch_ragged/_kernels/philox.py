@@ -23,15 +23,15 @@ from functools import lru_cache
 
 import torch
 
-from torch_ragged._kernels._choice import device_of
-from torch_ragged._kernels.distributions import Distribution
-from torch_ragged._kernels.regions import Region, joined
+from torch_ragged._kernels._choice import on_device_of
+from torch_ragged._kernels.distributions import Sampling
+from torch_ragged._kernels.regions import Drawn, joined
 
-__all__ = ["Grid", "grid_of", "pieces", "write"]
+__all__ = ["Grid", "grid_of", "pieces", "write_draw"]
 
-_BLOCK = 256  # Threads of a block of torch's kernels.
+_PER_BLOCK = 256  # Threads of a block of torch's kernels.
 _STEP = 4  # By which a call moves the offset.
-_MOST_BYTES = 2**31 - 1  # Of a draw that torch does not cut.
+_MOST_DRAWN_BYTES = 2**31 - 1  # Of a draw that torch does not cut.
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Grid:
     most: int
 
     def threads(self, numel: int) -> int:
-        return min(-(-numel // _BLOCK) * _BLOCK, self.most)
+        return min(-(-numel // _PER_BLOCK) * _PER_BLOCK, self.most)
 
     def steps(self, numel: int, lanes: int) -> int:
         """How far a draw of ``numel`` elements moves the generator's offset."""
@@ -52,7 +52,7 @@ class Grid:
 def grid_of(device: torch.device) -> Grid:
     """The grid of a CUDA device, from its properties."""
     properties = torch.cuda.get_device_properties(device)
-    return Grid(properties.multi_processor_count * (properties.max_threads_per_multi_processor // _BLOCK) * _BLOCK)
+    return Grid(properties.multi_processor_count * (properties.max_threads_per_multi_processor // _PER_BLOCK) * _PER_BLOCK)
 
 
 def pieces(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> Iterator[int]:
@@ -61,23 +61,23 @@ def pieces(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> Itera
     Args:
         sizes, strides: of a tensor without overlap, its largest stride first.
     """
-    yield from _halves(joined(zip(sizes, strides)), itemsize)
+    yield from _halved(joined(zip(sizes, strides)), itemsize)
 
 
-def _halves(dims: Sequence[tuple[int, ...]], itemsize: int) -> Iterator[int]:
+def _halved(dims: Sequence[tuple[int, ...]], itemsize: int) -> Iterator[int]:
     numel = math.prod(size for size, _ in dims)
-    if numel <= _MOST_BYTES and 1 + sum((size - 1) * stride * itemsize for size, stride in dims) <= _MOST_BYTES:
+    if numel <= _MOST_DRAWN_BYTES and 1 + sum((size - 1) * stride * itemsize for size, stride in dims) <= _MOST_DRAWN_BYTES:
         yield numel
         return
     (size, stride), *inner = dims
     for half in (size // 2, size - size // 2):
-        yield from _halves([(half, stride), *inner] if half > 1 else inner, itemsize)
+        yield from _halved([(half, stride), *inner] if half > 1 else inner, itemsize)
 
 
-def write(
+def write_draw(
     out: torch.Tensor,
-    found: Iterable[Region],
-    distribution: Distribution,
+    found: Iterable[Drawn],
+    distribution: Sampling,
     *,
     numel: int,
     grid: Grid,
@@ -94,7 +94,7 @@ def write(
     """
     from torch_ragged._kernels import _triton_philox as kernels
 
-    with device_of(out):
+    with on_device_of(out):
         for region in found:
-            kernels.draw(out, region, distribution, numel, grid.threads(numel), seed, offset // _STEP)
+            kernels.launch_draw(out, region, distribution, numel, grid.threads(numel), seed, offset // _STEP)
     torch.autograd.graph.increment_version(out)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Region", "joined", "regions"]
+__all__ = ["Drawn", "joined", "regions"]
 
 _MOST_DIMS = 4  # Of a region: as many as the kernel has arguments for.
 
 
 @dataclass(frozen=True)
-class Region:
+class Drawn:
     """Elements of a draw, and where they lie in a tensor.
 
     Attributes:
@@ -30,25 +30,25 @@ class Region:
         return math.prod(size for size, _, _ in self.dims)
 
 
-def regions(found: Iterable[Region]) -> list[Region]:
+def regions(found: Iterable[Drawn]) -> list[Drawn]:
     """The same elements in few regions, each for one launch: an interval, a box and equally spaced boxes are one."""
-    result: list[Region] = []
+    result: list[Drawn] = []
     for region in found:
-        region = Region(region.start, region.offset, tuple(joined(region.dims)) or ((1, 1, 1),))
+        region = Drawn(region.start, region.offset, tuple(joined(region.dims)) or ((1, 1, 1),))
         if result and _continues(result[-1], region):
             last = result.pop()
-            region = Region(last.start, last.offset, ((last.numel + region.numel, 1, 1),))
+            region = Drawn(last.start, last.offset, ((last.numel + region.numel, 1, 1),))
         result.append(region)
     return [part for region in _spaced(result) for part in _with_few_dims(region)]
 
 
-def _continues(one: Region, other: Region) -> bool:
+def _continues(one: Drawn, other: Drawn) -> bool:
     """Whether two intervals are one."""
     is_flat = all(len(region.dims) == 1 and region.dims[0][1:] == (1, 1) for region in (one, other))
     return is_flat and (one.start + one.numel, one.offset + one.numel) == (other.start, other.offset)
 
 
-def _spaced(found: Sequence[Region]) -> Iterator[Region]:
+def _spaced(found: Sequence[Drawn]) -> Iterator[Drawn]:
     """Runs of equal boxes at equal distances are boxes with one more dimension."""
     at = 0
     while at < len(found):
@@ -59,17 +59,17 @@ def _spaced(found: Sequence[Region]) -> Iterator[Region]:
                 break
             count, distance = count + 1, apart
         dims = ((count, *distance), *first.dims) if count > 1 else first.dims
-        yield Region(first.start, first.offset, tuple(joined(dims)) or ((1, 1, 1),))
+        yield Drawn(first.start, first.offset, tuple(joined(dims)) or ((1, 1, 1),))
         at += count
 
 
-def _with_few_dims(region: Region) -> Iterator[Region]:
+def _with_few_dims(region: Drawn) -> Iterator[Drawn]:
     if len(region.dims) <= _MOST_DIMS:
         yield region
         return
     (size, step, stride), *inner = region.dims
     for index in range(size):
-        yield from _with_few_dims(Region(region.start + index * step, region.offset + index * stride, tuple(inner)))
+        yield from _with_few_dims(Drawn(region.start + index * step, region.offset + index * stride, tuple(inner)))
 
 
 def joined(dims: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

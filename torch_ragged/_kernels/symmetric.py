@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from torch_ragged._kernels._choice import AMPERE, device_of, runs_triton
+from torch_ragged._kernels._choice import AMPERE, on_device_of, runs_triton
 
-__all__ = ["SMALLEST", "gram", "polynomial"]
+__all__ = ["FEWEST_ROWS", "gram", "polynomial"]
 
-SMALLEST = 4096
+FEWEST_ROWS = 4096
 """The fewest rows for which the kernel runs. With fewer, a triangle has too few tiles to keep a GPU busy. The size of the batch
 must not count: otherwise an optimizer's results would depend on which matrices one rank computes together."""
 
@@ -16,8 +16,8 @@ must not count: otherwise an optimizer's results would depend on which matrices 
 def gram(x: torch.Tensor, halves: bool = True) -> torch.Tensor:
     """``x @ x.mT`` for each matrix of a batch.
 
-    On CUDA, if ``x`` is bfloat16 with at least :data:`SMALLEST` rows, a Triton kernel computes half of the tiles; its result is
-    exactly symmetric. Otherwise torch's product runs. Both sum in float32 and round the sum once. Before this rounding, the
+    On CUDA, if ``x`` is bfloat16 with at least :data:`FEWEST_ROWS` rows, a Triton kernel computes half of the tiles; its result
+    is exactly symmetric. Otherwise torch's product runs. Both sum in float32 and round the sum once. Before this rounding, the
     error is at most ``K * 2**-24 * |x| @ |x|.mT``, where K is the number of columns of ``x``.
 
     Args:
@@ -30,11 +30,11 @@ def gram(x: torch.Tensor, halves: bool = True) -> torch.Tensor:
     Raises:
         ValueError: ``x`` has other than two or three dimensions.
     """
-    _check("gram", x)
+    _check_matrix("gram", x)
     if halves and _halves(x):
         from torch_ragged._kernels import _triton_symmetric as kernel
 
-        with device_of(x):
+        with on_device_of(x):
             return kernel.product(x, None, 0.0, 1.0)
     return x @ x.mT
 
@@ -54,21 +54,21 @@ def polynomial(a: torch.Tensor, b: float, c: float, halves: bool = True) -> torc
     Raises:
         ValueError: ``a`` has other than two or three dimensions, or its matrices are not square.
     """
-    _check("polynomial", a)
+    _check_matrix("polynomial", a)
     if a.shape[-1] != a.shape[-2]:
         raise ValueError(f"polynomial takes square matrices, got {tuple(a.shape)}")
     if halves and _halves(a):
         from torch_ragged._kernels import _triton_symmetric as kernel
 
-        with device_of(a):
+        with on_device_of(a):
             return kernel.product(a, a, b, c)
     return (torch.addmm if a.ndim == 2 else torch.baddbmm)(a, a, a, beta=b, alpha=c)
 
 
 def _halves(x: torch.Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and x.shape[-2] >= SMALLEST and runs_triton(x, AMPERE)
+    return x.dtype == torch.bfloat16 and x.shape[-2] >= FEWEST_ROWS and runs_triton(x, AMPERE)
 
 
-def _check(name: str, x: torch.Tensor) -> None:
+def _check_matrix(name: str, x: torch.Tensor) -> None:
     if x.ndim not in (2, 3):
         raise ValueError(f"{name} takes a matrix or a batch of them, got a tensor of shape {tuple(x.shape)}")

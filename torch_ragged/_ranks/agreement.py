@@ -44,10 +44,10 @@ __all__ = [
     "text_of",
 ]
 
-_SLICE = 2.0  # Seconds.
+_ANSWER_SLICE = 2.0  # Seconds.
 """After so long a wait, a rank looks whether the processes of the other ranks live."""
 
-_numbers: weakref.WeakKeyDictionary[dist.Store, defaultdict[tuple[int, ...], itertools.count[int]]] = (
+_call_numbers: weakref.WeakKeyDictionary[dist.Store, defaultdict[tuple[int, ...], itertools.count[int]]] = (
     weakref.WeakKeyDictionary()
 )
 """The number of agreements on the process groups of some ranks, in each store."""
@@ -333,7 +333,7 @@ def _agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: fl
     # By its ranks: one that waits here for another mesh's ranks is in another call, which ends a standstill.
     with peers_named(call, f"a mesh with {shown(ranks)}", lambda: ranks):
         # Ranks make their calls with one set of ranks in one order.
-        number = next(_numbers.setdefault(default_store(), defaultdict(itertools.count))[tuple(ranks)])
+        number = next(_call_numbers.setdefault(default_store(), defaultdict(itertools.count))[tuple(ranks)])
         store = SharedStore(f"agreement/{name_of(ranks)}/{number}")
         first = store.first("claim", f"rank {dist.get_rank()}: {claim}")
         if first.partition(": ")[2] != claim:
@@ -342,7 +342,7 @@ def _agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: fl
         if store.add("count", 1) == len(ranks):
             store.set("all", "")
         deadline = time.monotonic() + seconds
-        while not store.wait(["all"], _SLICE) and not store.has("problem"):
+        while not store.wait(["all"], _ANSWER_SLICE) and not store.has("problem"):
             missing = [rank for rank in ranks if not store.has(f"rank {rank}")]
             _look_for_refusals(missing, call)
             Peers.of(ranks).check_alive(missing)

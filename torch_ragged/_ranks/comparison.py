@@ -19,11 +19,11 @@ from torch_ragged._ranks.groups import device_of_messages
 
 __all__ = ["Comparison", "compare_before_checkpoint", "digest_of", "first_difference"]
 
-_FIRST = 8
+_FIRST_CALLS = 8
 """The first calls are all compared: most differences are there from the start."""
 _WORDS = 2**18
 """A digest is computed of so many words at once: its temporary memory is 2 MiB for a tensor of any size."""
-_weights: dict[torch.device, torch.Tensor] = {}
+_known_weights: dict[torch.device, torch.Tensor] = {}
 
 
 class _Noted(NamedTuple):
@@ -79,7 +79,7 @@ class Comparison:
         This depends on the number of calls only, so ranks that call equally often compare at the same calls.
         """
         self._calls += 1
-        return self._calls <= _FIRST or self._calls % self._every == 0
+        return self._calls <= _FIRST_CALLS or self._calls % self._every == 0
 
     def note(self, name: str, text: str, advice: str, value: torch.Tensor | None = None, dims: int = 0) -> None:
         """Note that ``name`` is ``text``, and the bytes of ``value``, which may differ along the mesh dimensions ``dims``."""
@@ -244,11 +244,11 @@ def digest_of(value: torch.Tensor) -> torch.Tensor:
 
 def _weights_of(words: torch.Tensor) -> torch.Tensor:
     """One weight per word. They are a function of the position only, so equal on all ranks."""
-    count, known = words.numel(), _weights.get(words.device)
+    count, known = words.numel(), _known_weights.get(words.device)
     if known is None or len(known) < count:
         position = torch.arange(1, max(count, 1024) + 1, dtype=torch.int64, device=words.device)
         for factor in (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # Those of SplitMix64.
             position = position * factor
             position = position ^ (position >> 29)
-        known = _weights[words.device] = position
+        known = _known_weights[words.device] = position
     return known[:count]

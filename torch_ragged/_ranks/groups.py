@@ -40,7 +40,7 @@ can_order_groups = "sort_ranks" in inspect.signature(dist.new_group).parameters
 _UNUSED_TAG = 1 << 20
 
 # Weak keys: when the default group is destroyed, all its groups are dropped too.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 _is_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 _is_nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
@@ -76,7 +76,7 @@ def group_of(ranks: Sequence[int], purpose: str = "", parent: dist.ProcessGroup 
     parent = parent or world
     # The parent and not its timeout: members have the same parent, but each may have set a timeout of its own.
     key = (*ranks, purpose, "" if parent is world else parent.group_name)
-    known = _known.setdefault(world, {})
+    known = _made.setdefault(world, {})
     if key not in known:
         is_parent = not purpose and list(ranks) == dist.get_process_group_ranks(parent)
         known[key] = parent if is_parent else _make_group(world, parent, ranks, repr(key))

@@ -34,11 +34,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from torch_ragged._ranks.process import Process, myself, state_of
+from torch_ragged._ranks.process import Process, myself, process_state_of
 from torch_ragged._ranks.store import SharedStore
 
 __all__ = [
-    "Call",
+    "WaitingCall",
     "CollectiveFailed",
     "Fate",
     "HELD",
@@ -78,7 +78,7 @@ _REMEMBERED = 64
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<string>")
 """Files of torch, of this package and of Python, and hooks on torch."""
 
-_WRAPPERS = ("wrapper", "decorate_context", "inner", "named")
+_WRAPPER_FRAMES = ("wrapper", "decorate_context", "inner", "named")
 _COLLECTIVES = ("_wait_all", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 _COMMUNICATING = tuple(f"{os.sep}torch{os.sep}{name}" for name in ("_ops.py", "distributed/distributed_c10d.py"))
 
@@ -125,7 +125,7 @@ def named(collective: str, parameters: str) -> str:
     return f"{collective} of {parameters}" if parameters else collective
 
 
-class Call(Protocol):
+class WaitingCall(Protocol):
     """A call in which a thread may wait."""
 
     @property
@@ -220,7 +220,7 @@ class Tracker:
                 return Whereabouts("at the end of its program")
             where = _where(stack)
             block = next(reversed(calls_of(self._thread)), None)
-            call: Call | None = block or _call_of_torch(stack)
+            call: WaitingCall | None = block or _call_of_torch(stack)
             # Equal as long as no function of the stack goes on.
             token: object = (id(block), block.entered) if block else tuple((id(frame), frame.f_lasti) for frame in stack)
             now, cpu, written = time.monotonic(), _cpu_time(self._thread), _bytes_written()
@@ -302,7 +302,7 @@ def _call_of_torch(stack: Sequence[FrameType]) -> _CallOfTorch | None:
     for outer in itertools.takewhile(lambda frame: frame.f_code.co_filename.startswith(_INSIDE), stack):
         if outer.f_code.co_filename.endswith(_COMMUNICATING[1]):
             group = group or outer.f_locals.get("group") or dist.group.WORLD
-        if outer.f_code.co_name not in _WRAPPERS and not outer.f_code.co_name.startswith("_"):
+        if outer.f_code.co_name not in _WRAPPER_FRAMES and not outer.f_code.co_name.startswith("_"):
             name = outer.f_code.co_name
     # Messages between two ranks wait for one of the group: which one is not known.
     if not isinstance(group, dist.ProcessGroup) or any(part in name for part in ("send", "recv", "p2p")):
@@ -628,12 +628,12 @@ class _Listener:
         if self._socket is None:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-            run = functools.partial(_serve, self._socket, self._token)
+            run = functools.partial(_serve_peers, self._socket, self._token)
             threading.Thread(target=run, name="whereabouts", daemon=True).start()
         return int(self._socket.getsockname()[1])
 
 
-def _serve(server: socket.socket, token: str) -> None:
+def _serve_peers(server: socket.socket, token: str) -> None:
     slots = threading.Semaphore(_CALLERS)
     while True:
         try:
@@ -714,7 +714,7 @@ def _fate(place: dict[str, Any] | None, patience: float) -> Fate:
         return Fate(True, "has not answered")
     process, address = Process(place["host"], place["pid"], place["started"]), place.get("address", "")
     host = process.host.partition("/")[0]
-    state = state_of(process)
+    state = process_state_of(process)
     if state == "stopped":
         return Fate(True, f"is stopped: {process}")
     if state == "gone":

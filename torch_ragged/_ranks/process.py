@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "myself", "state_of"]
+__all__ = ["Process", "myself", "process_state_of"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _stat(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-def state_of(process: Process) -> str:
+def process_state_of(process: Process) -> str:
     """Return "running", "stopped" or "gone" for a process of this host; "" if it cannot be told from here."""
     if process.host != _host():
         return ""

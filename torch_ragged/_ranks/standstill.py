@@ -99,7 +99,7 @@ def _takes_part(fate: Fate, where: Whereabouts) -> bool:
     return True
 
 
-def _text(fates: dict[int, Fate], stuck: set[int]) -> str:
+def _standstill_text(fates: dict[int, Fate], stuck: set[int]) -> str:
     """What the ranks do, for the errors of all of them."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(stuck):
@@ -170,7 +170,7 @@ class _Watch:
             if not any(fate.where is not None and fate.where.call and rank not in stuck for rank, fate in fates.items()):
                 break
             time.sleep(_PERIOD)
-        store.set("text", _text(fates, stuck))
+        store.set("text", _standstill_text(fates, stuck))
         time.sleep(_NOTICE)
         return True
 

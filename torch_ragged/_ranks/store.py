@@ -19,7 +19,7 @@ __all__ = ["SharedStore"]
 
 T = TypeVar("T")
 
-_LIMIT = 15.0  # Seconds.
+_STORE_LIMIT = 15.0  # Seconds.
 """How long a rank waits for the store's answer."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # Seconds, between two questions of a wait.
@@ -43,7 +43,7 @@ class SharedStore:
 
     def set(self, key: str, text: str) -> None:
         """Write ``text``; other ranks may have written another one."""
-        _within(_LIMIT, lambda: self._store.set(key, text))
+        _within_limit(_STORE_LIMIT, lambda: self._store.set(key, text))
 
     def first(self, key: str, text: str) -> str:
         """Write ``text`` if no rank has written this key, and return what the first rank has written."""
@@ -51,31 +51,31 @@ class SharedStore:
 
     def swap(self, key: str, old: str, new: str) -> str:
         """Write ``new`` if the key has the text ``old`` (empty: if no rank has written it), and return what it has then."""
-        return _within(_LIMIT, lambda: self._store.compare_set(key, old, new)).decode()
+        return _within_limit(_STORE_LIMIT, lambda: self._store.compare_set(key, old, new)).decode()
 
     def get(self, key: str) -> str:
         """What was written. Call it if :meth:`has` is true."""
-        return _within(_LIMIT, lambda: self._store.get(key)).decode()
+        return _within_limit(_STORE_LIMIT, lambda: self._store.get(key)).decode()
 
     def has(self, *keys: str) -> bool:
         """Whether all ``keys`` were written."""
-        return _within(_LIMIT, lambda: self._store.check(list(keys)))
+        return _within_limit(_STORE_LIMIT, lambda: self._store.check(list(keys)))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which begins at 0, and return it."""
-        return _within(_LIMIT, lambda: self._store.add(key, amount))
+        return _within_limit(_STORE_LIMIT, lambda: self._store.add(key, amount))
 
     def append(self, key: str, text: str) -> None:
         """Add ``text`` to the end of what was written; other ranks may append at once."""
-        _within(_LIMIT, lambda: self._store.append(key, text))  # type: ignore[attr-defined]
+        _within_limit(_STORE_LIMIT, lambda: self._store.append(key, text))  # type: ignore[attr-defined]
 
     def delete(self, key: str) -> None:
         """Forget a key."""
-        _within(_LIMIT, lambda: self._store.delete_key(key))
+        _within_limit(_STORE_LIMIT, lambda: self._store.delete_key(key))
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether all ``keys`` were written within so many seconds."""
-        return _within(seconds + _LIMIT, lambda: self._wait(keys, seconds))
+        return _within_limit(seconds + _STORE_LIMIT, lambda: self._wait(keys, seconds))
 
     def _wait(self, keys: Sequence[str], seconds: float) -> bool:
         # The store's own wait prints two warnings each time that it ends without the keys.
@@ -88,7 +88,7 @@ class SharedStore:
         return True
 
 
-def _within(limit: float, call: Callable[[], T]) -> T:
+def _within_limit(limit: float, call: Callable[[], T]) -> T:
     """The result of ``call``, which runs on a thread: a store has no time limit for most of its calls.
 
     If it never returns, only the thread stays behind.

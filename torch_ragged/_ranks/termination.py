@@ -22,7 +22,7 @@ from torch_ragged._ranks.store import SharedStore
 
 __all__ = ["tell_when_terminated"]
 
-_LIMIT = 10.0  # Seconds.
+_TERMINATION_LIMIT = 10.0  # Seconds.
 """How long the end of the process waits for the answers of other ranks. torchrun kills it after 30 s."""
 
 _logger = logging.getLogger("torch_ragged")
@@ -81,7 +81,7 @@ class _Termination:
         self._forget()
         # A thread that is in a call of C++ when Python ends would end the process by SIGABRT.
         if self._teller.is_alive():
-            self._teller.join(_LIMIT)
+            self._teller.join(_TERMINATION_LIMIT)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The main thread runs Python: it waits here until this rank has told, and goes on as without this object."""
@@ -115,14 +115,14 @@ class _Termination:
         self._tell_of_others()
 
     def _tell_of_others(self) -> None:
-        """Returns when it is told, or after :data:`_LIMIT`: the store may not answer."""
+        """Returns when it is told, or after :data:`_TERMINATION_LIMIT`: the store may not answer."""
         with self._lock:
             if self._teller.ident is None:
                 self._teller.start()
-        self._teller.join(_LIMIT)
+        self._teller.join(_TERMINATION_LIMIT)
 
 
-def _rank() -> int:
+def _this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", -1))
 
 
@@ -130,11 +130,11 @@ def _tell_of_this_rank() -> None:
     where = tracker.look().text
     doing = f"finds out why {tracker.failed} has failed, called {where}" if tracker.failed else f"is {where}"
     last = ". Its last forward is number {1} of {0}".format(*tracker.forward) if tracker.forward else ""
-    _logger.error("rank %d: torchrun sends SIGTERM to this process, which %s%s", _rank(), doing, last)
+    _logger.error("rank %d: torchrun sends SIGTERM to this process, which %s%s", _this_rank(), doing, last)
 
 
 def _tell_of_others() -> None:
-    rank = _rank()
+    rank = _this_rank()
     with contextlib.suppress(RuntimeError, ValueError):  # The store is lost, or the process group was destroyed.
         store = SharedStore("termination")
         store.set(f"rank {rank}", "")  # This rank is about to end, and is not the cause.

@@ -22,13 +22,13 @@ use_modules_of_torch()  # It runs first, so that later imports of this package's
 
 from torch_ragged._register._hook import Hook, hooks  # noqa: E402
 
-__all__ = ["Hook", "hooks", "register", "registration_report"]
+__all__ = ["Hook", "hooks", "register_hooks", "registration_report"]
 
 _OLDEST, _NEWEST = (2, 11), (2, 15)
 _installed: list[Hook] = []
 
 
-def register() -> None:
+def register_hooks() -> None:
     """Install all hooks. If torch has the placements itself, or a check fails, install none.
 
     Raises:

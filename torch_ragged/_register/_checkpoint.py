@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._hook import CHECKPOINT, PROTOCOL, extend_in_place, has, hook
-from torch_ragged.tensor._hf_storage import rounds_of, write_rounds
+from torch_ragged.tensor._hf_storage import item_rounds_of, write_rounds
 from torch_ragged.tensor._placement_extension import PlacementExtension, extension_of
 from torch_ragged.tensor._plain_ops import all_ops
 
@@ -170,7 +170,7 @@ def _install_hugging_face_writer() -> None:
 
     @functools.wraps(write)
     def write_data(self, plan, planner):  # type: ignore[no-untyped-def]
-        rounds = rounds_of(plan, planner)
+        rounds = item_rounds_of(plan, planner)
         return write(self, plan, planner) if len(rounds) < 2 else write_rounds(self, plan, planner, rounds)
 
     HuggingFaceStorageWriter.prepare_global_plan = prepare_global_plan  # type: ignore[method-assign]

@@ -56,30 +56,30 @@ hooks.append(
     )
 )
 _TRANSPOSE, _ITEM = torch.ops.aten.t_.default, torch.ops.aten._local_scalar_dense.default
-_checked: list[Any] = []
-_original: list[Any] = []
+_checks_made: list[Any] = []
+_original_initializer: list[Any] = []
 """torch's factory helper, while it is replaced."""
 
 
 def handle_random_ops(mode: bool) -> None:
     """Let random ops and factories of plain DTensors draw the numbers of a single device, or as torch does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    if mode and not _original:
+    if mode and not _original_initializer:
         for op in random_ops():
             if handlers.get(op) in (None, item_of_own_rank):  # item() may have that of spmd.parallelize.
                 handlers[op] = handle_random_op
         handlers[_TRANSPOSE] = _transpose_in_place
         skip = eval_frame._FrameAction.SKIP  # Between two graphs, Dynamo would compile it.
         eval_frame.set_code_exec_strategy(handle_random_op.__code__, eval_frame._FrameExecStrategy(skip, skip))
-        _original.append(dtensor_api._dtensor_init_helper)
-        dtensor_api._dtensor_init_helper = _drawing(_original[0])
-    elif not mode and _original:
+        _original_initializer.append(dtensor_api._dtensor_init_helper)
+        dtensor_api._dtensor_init_helper = _drawing_initializer(_original_initializer[0])
+    elif not mode and _original_initializer:
         for op in random_ops():
             if handlers.get(op) is handle_random_op:
                 del handlers[op]
         handlers.setdefault(_ITEM, item_of_own_rank)
         del handlers[_TRANSPOSE]
-        dtensor_api._dtensor_init_helper = _original.pop()
+        dtensor_api._dtensor_init_helper = _original_initializer.pop()
 
 
 def _transpose_in_place(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,7 +90,7 @@ def _transpose_in_place(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
     return return_and_correct_aliasing(op, args, kwargs, tensor)
 
 
-def _drawing(original: Any) -> Any:
+def _drawing_initializer(original: Any) -> Any:
     @functools.wraps(original)
     def make(init_op, size, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
         is_plain = placements is None or extension_of(placements) is None
@@ -112,10 +112,10 @@ def check_before_init(check: Callable[[str, Any], None]) -> None:
 
         return init
 
-    if not _checked:
+    if not _checks_made:
         for name in _SKIP_META:
             extend_in_place(getattr(nn.init, name), "tensor.is_meta", checked)
-        _checked.append(check)
+        _checks_made.append(check)
 
 
 def forget_tensors(mode: FakeTensorMode) -> None:

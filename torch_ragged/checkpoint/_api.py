@@ -1,6 +1,6 @@
 """``save``, ``async_save`` and ``load``: the calls of a training script.
 
-Every step that can fail on one rank runs inside ``agree`` or ``raise_on_all``: no rank starts a collective that another rank,
+Every step that can fail on one rank runs inside ``on_all`` or ``raise_on_all``: no rank starts a collective that another rank,
 after an error, does not join.
 """
 
@@ -29,9 +29,9 @@ from torch_ragged._ranks.comparison import compare_before_checkpoint
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.checkpoint._background import BackgroundSave, wait_for_save
 from torch_ragged.checkpoint._data import ObjectPlanner
-from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
-from torch_ragged.checkpoint._folder import complete_in, folder_of, refuse_other_folders, resolve
-from torch_ragged.checkpoint._layouts import boxes_of, plain, refuse_gaps, relaid
+from torch_ragged.checkpoint._errors import CheckpointError, gather, on_all, raise_on_all
+from torch_ragged.checkpoint._folder import checkpoint_at, complete_in, folder_of, refuse_other_folders
+from torch_ragged.checkpoint._layouts import boxes_of, plain_state, refuse_gaps, relaid
 from torch_ragged.checkpoint._manifest import Manifest, read_manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
 from torch_ragged.checkpoint._reader import CheckpointReader, damage
@@ -46,10 +46,10 @@ __all__ = ["async_save", "load", "save"]
 # The rank that was given a bad argument raises one of these types. The other ranks raise a CheckpointError.
 _REFUSED = (TypeError, ValueError)
 
-_KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
+_SAVER_KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 
 _last_saves: dict[Path, tuple[int, int]] = {}  # By the folder of checkpoints: TrainState.step and the steps at the last save.
-_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # Since the first save.
+_steps_taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # Since the first save.
 
 
 def save(
@@ -96,7 +96,7 @@ def save(
     folder, what = writer.folder, f"saving {writer.folder}"
     writer.read_back = read_back
     try:
-        with raise_on_all(what, process_group, lambda: writer.doing), _quiet():
+        with raise_on_all(what, process_group, lambda: writer.doing), _without_warning():
             dcp.save(
                 tensors,
                 storage_writer=writer,
@@ -108,7 +108,7 @@ def save(
         if error.group_is_broken:
             _clean_up(writer, process_group)
         else:  # A collective, so that no rank raises before rank 0 has removed the folder: the caller may save again at once.
-            agree(lambda: _clean_up(writer, process_group), what, process_group)
+            on_all(lambda: _clean_up(writer, process_group), what, process_group)
         raise
     return folder
 
@@ -168,14 +168,16 @@ def async_save(
     result = BackgroundSave(state.step)
     try:
         # Staged here and not by DCP: if staging failed inside dcp.async_save on one rank, the other ranks would hang.
-        staged: Any = agree(lambda: relaid(stager.stage(plain(tensors, with_dtensors=False)), tensors), what, process_group)
-        with _quiet():
+        staged: Any = on_all(
+            lambda: relaid(stager.stage(plain_state(tensors, with_dtensors=False)), tensors), what, process_group
+        )
+        with _without_warning():
             future: Any = dcp.async_save(
                 staged,
                 storage_writer=writer,
                 planner=SavePlannerOfViews(),
                 process_group=process_group,
-                async_checkpointer_type=_KINDS[kind],
+                async_checkpointer_type=_SAVER_KINDS[kind],
                 async_stager=_Staged(),
                 no_dist=not dist.is_initialized(),
             )
@@ -183,7 +185,7 @@ def async_save(
         result.forget()
         stager.close()
         raise
-    future.add_done_callback(lambda done: _finish(done, result, stager, what, writer, process_group))
+    future.add_done_callback(lambda done: _finish_save(done, result, stager, what, writer, process_group))
     return result
 
 
@@ -251,15 +253,15 @@ def load(
     what, functions = f"loading {path}", dict(redistribute or {})
     wait_for_save()
     rank, ranks = _rank_of(process_group), dist.get_world_size(process_group) if dist.is_initialized() else 1
-    agree(lambda: _check_load(path, state, functions), what, process_group, own=_REFUSED)
+    on_all(lambda: _check_load(path, state, functions), what, process_group, own=_REFUSED)
     given = Path(path)
     # Equal on all ranks because rank 0 alone chooses: another rank might already see a newer checkpoint.
-    answers = gather(lambda: (resolve(given) if rank == 0 else given, given, has_lost(state)), what, process_group)
+    answers = gather(lambda: (checkpoint_at(given) if rank == 0 else given, given, has_lost(state)), what, process_group)
     found, given, _ = answers[0]
-    reader = agree(lambda: CheckpointReader(found), what, process_group)
+    reader = on_all(lambda: CheckpointReader(found), what, process_group)
     reader.group = process_group
     try:
-        metadata = agree(reader.read_metadata, what, process_group)
+        metadata = on_all(reader.read_metadata, what, process_group)
         request = Request(state, functions, reader.manifest, rank, ranks, trust, any(lost for *_, lost in answers))
         spread = spread and dist.is_initialized() and process_group is None
         planner = CheckingPlanner(reader.manifest, spread, trust, bool(state.optimizers))
@@ -270,7 +272,7 @@ def load(
                 return boxes_of(request.tensors)
 
             refuse_gaps(gather(compare, what, process_group), what)
-            _fill(request, reader, planner, what)
+            _fill_request(request, reader, planner, what)
         except BaseException:
             request.forget()
             raise
@@ -279,7 +281,7 @@ def load(
             raise
         raise CheckpointError(f"{error}. {_other_than(reader, given, rank, ranks)}") from None
     # Tensors are filled: if a load_state_dict raises now, nothing can be undone, but all ranks raise.
-    agree(request.apply, what, process_group)
+    on_all(request.apply, what, process_group)
     _last_saves.clear()  # Other weights are no progress now.
     return reader.manifest
 
@@ -303,7 +305,7 @@ def _other_than(reader: CheckpointReader, path: Path, rank: int, ranks: int) -> 
     return f"{path} holds no other complete checkpoint"
 
 
-def _fill(request: Request, reader: CheckpointReader, planner: CheckingPlanner, what: str) -> None:
+def _fill_request(request: Request, reader: CheckpointReader, planner: CheckingPlanner, what: str) -> None:
     """Let DCP fill the request: objects first, because they can still be refused, then tensors, in place."""
 
     def fill(state_dict: dict[str, Any], planner: DefaultLoadPlanner) -> None:
@@ -315,9 +317,9 @@ def _fill(request: Request, reader: CheckpointReader, planner: CheckingPlanner, 
             no_dist=not dist.is_initialized(),
         )
 
-    with raise_on_all(what, reader.group, lambda: reader.doing), _quiet():
+    with raise_on_all(what, reader.group, lambda: reader.doing), _without_warning():
         fill(request.objects, ObjectPlanner(planner.trust))
-        agree(request.unpack, what, reader.group)
+        on_all(request.unpack, what, reader.group)
         reader.verify = False  # The first fill has verified all files.
         fill(request.tensors, planner)
         reader.doing = "sending tensors to their replicas"
@@ -395,8 +397,8 @@ def _prepare(
 
 def _check_save(given: str | os.PathLike[str], state: TrainState, kind: str | None) -> tuple[str, str]:
     """Check the arguments. Returns this rank's names of the folder: one as it was given, one without symbolic links."""
-    if kind is not None and kind not in _KINDS:
-        raise ValueError(f"async_save kind must be one of {sorted(_KINDS)}, got {kind!r}")
+    if kind is not None and kind not in _SAVER_KINDS:
+        raise ValueError(f"async_save kind must be one of {sorted(_SAVER_KINDS)}, got {kind!r}")
     path = _path_of(given)
     _check_state(state)
     return str(path.absolute()), str(path.resolve())
@@ -404,21 +406,21 @@ def _check_save(given: str | os.PathLike[str], state: TrainState, kind: str | No
 
 def _steps_of(optimizer: torch.optim.Optimizer) -> int:
     """The steps that ``optimizer`` has made since this function was first called with it."""
-    if optimizer not in _steps:
+    if optimizer not in _steps_taken:
         with suppress(AttributeError):  # A wrapper that is no optimizer inside, such as accelerate's.
             optimizer.register_step_post_hook(_count_step)
-        _steps[optimizer] = 0
-    return _steps[optimizer]
+        _steps_taken[optimizer] = 0
+    return _steps_taken[optimizer]
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
-        _steps[optimizer] += 1
+        _steps_taken[optimizer] += 1
 
 
 def _warn_of_same_step(folder: Path, state: TrainState, steps: int) -> None:
     """Warn if this process has trained since it saved ``folder``, and replaces it now."""
-    parent = _key(folder).parent
+    parent = _folder_key(folder).parent
     step, before = _last_saves.get(parent, (None, steps))
     _last_saves[parent] = state.step, sum(map(_steps_of, state.optimizers))
     if step == state.step and before != steps and folder.is_dir():
@@ -429,7 +431,7 @@ def _warn_of_same_step(folder: Path, state: TrainState, steps: int) -> None:
         )
 
 
-def _key(folder: Path) -> Path:
+def _folder_key(folder: Path) -> Path:
     """The folder without symbolic links in its parents: two paths to one folder give one key."""
     return folder.parent.resolve() / folder.name
 
@@ -440,7 +442,7 @@ def _clean_up(writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None
         writer.abandon()
 
 
-def _finish(
+def _finish_save(
     done: Future[Any],
     result: BackgroundSave,
     stager: DefaultStager,
@@ -466,7 +468,7 @@ def _finish(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_warning() -> Iterator[None]:
     """Silence DCP's warning that torch.distributed is disabled: saving from a single process is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

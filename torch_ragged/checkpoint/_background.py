@@ -21,7 +21,7 @@ from torch_ragged._register._distributed import before_groups_end
 __all__ = ["BackgroundSave", "wait_for_save"]
 
 _logger = logging.getLogger("torch_ragged.checkpoint")
-_numbers = itertools.count()
+_save_numbers = itertools.count()
 _in_flight: BackgroundSave | None = None
 _unasked: dict[int, int] = {}  # Failed saves whose outcome the program has not asked for: the step, by the save's number.
 
@@ -44,7 +44,7 @@ class BackgroundSave(futures.Future[Path]):
     def __init__(self, step: int) -> None:
         global _in_flight
         super().__init__()
-        self.step, self._number = step, next(_numbers)
+        self.step, self._number = step, next(_save_numbers)
         self.set_running_or_notify_cancel()  # From now on, cancel() has no effect: the other ranks take part in the save.
         _wait_at_the_end()
         _in_flight = self

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch_ragged._command_line import command_name, ends_quietly
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, raise_on_all
-from torch_ragged.checkpoint._folder import resolve
+from torch_ragged.checkpoint._folder import checkpoint_at
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, read_manifest
 from torch_ragged.checkpoint._reader import CheckpointReader, damage
 from torch_ragged.checkpoint._writer import missing_chunks
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(path: Path, pattern: str, draw: bool) -> int:
-    folder = resolve(path)
+    folder = checkpoint_at(path)
     manifest = read_manifest(folder)
     print(folder)
     rows = [
@@ -69,7 +69,7 @@ def _inspect(path: Path, pattern: str, draw: bool) -> int:
         ("ranks", str(manifest.world_size)),
         ("written by", f"torch_ragged {manifest.package_version}, torch {manifest.torch_version}, format {manifest.format}"),
         ("model", f"{_elements(manifest):,} elements{_tied(manifest)}, fingerprint {manifest.fingerprint[:16]}"),
-        ("holds", ", ".join([*_parts(manifest), *manifest.objects])),
+        ("holds", ", ".join([*_top_level_parts(manifest), *manifest.objects])),
         ("random states", ", ".join(f"{name} ({kind})" for name, kind in manifest.rng.items()) or "none"),
         ("files", f"{len(manifest.files)}, {_bytes(manifest.nbytes)}"),
     ]
@@ -80,7 +80,7 @@ def _inspect(path: Path, pattern: str, draw: bool) -> int:
     if not tensors:
         print(f"no tensor has a name that matches {pattern}")
     elif draw:
-        print("\n\n".join(f"{name} {tensor.dtype}\n{_drawing(tensor)}" for name, tensor in tensors.items()))
+        print("\n\n".join(f"{name} {tensor.dtype}\n{_drawn_record(tensor)}" for name, tensor in tensors.items()))
     else:
         header = ("tensor", "shape", "dtype", "placements", "mesh")
         _table([header, *((name, _shape(t.shape), t.dtype, _placements(t), _mesh(t)) for name, t in tensors.items())])
@@ -105,7 +105,7 @@ def _verify(path: Path) -> int:
 
 
 def _diff(path: Path, other: Path, pattern: str, values: bool) -> int:
-    folders = [resolve(path), resolve(other)]
+    folders = [checkpoint_at(path), checkpoint_at(other)]
     first, second = map(read_manifest, folders)
     rows = [("", str(folders[0]), str(folders[1]))]
     for name in ("step", "consumed_tokens", "data_position", "world_size", "torch_version", "package_version", "objects"):
@@ -116,7 +116,7 @@ def _diff(path: Path, other: Path, pattern: str, values: bool) -> int:
     for name in names:
         a, b = first.tensors.get(name), second.tensors.get(name)
         if a != b:
-            rows.append((name, _described(a), _described(b)))
+            rows.append((name, _described_record(a), _described_record(b)))
     in_both = [n for n in names if n in first.tensors and n in second.tensors]
     comparable = [name for name in in_both if first.tensors[name].what == second.tensors[name].what]
     if values:
@@ -156,7 +156,7 @@ def _value_difference(name: str, record: TensorRecord, folders: Sequence[Path]) 
     return f"{text}, by at most {(tensors[0].double() - tensors[1].double()).abs().max().item():.3g}"
 
 
-def _described(tensor: TensorRecord | None) -> str:
+def _described_record(tensor: TensorRecord | None) -> str:
     return "-" if tensor is None else " ".join(filter(None, (tensor.what, _placements(tensor), _mesh(tensor))))
 
 
@@ -170,14 +170,14 @@ def _tied(manifest: Manifest) -> str:
     return f" ({tied} tied tensor{'s' * (tied > 1)} not counted again)" if tied else ""
 
 
-def _parts(manifest: Manifest) -> list[str]:
+def _top_level_parts(manifest: Manifest) -> list[str]:
     """The top-level names, such as ``model`` and ``optimizer``, each with its number of tensors."""
     parts = sorted({name.partition(".")[0] for name in manifest.tensors} - _HIDDEN)
     counts = {part: sum(name.startswith(part + ".") for name in manifest.tensors) for part in parts}
     return [f"{part} ({count} tensors)" for part, count in counts.items()]
 
 
-def _drawing(tensor: TensorRecord) -> str:
+def _drawn_record(tensor: TensorRecord) -> str:
     if not tensor.placements:
         return f"{tensor.shape}, a plain tensor"
     try:

@@ -85,7 +85,7 @@ def remove_tree(path: Path) -> None:
     rmdir(path)
 
 
-_KINDS = (
+_DISK_KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -97,7 +97,7 @@ _KINDS = (
 
 def kind_of(status: os.stat_result) -> str:
     """What a path is if it is no regular file, such as "a named pipe"; empty for a regular file."""
-    return next((name for test, name in _KINDS if test(status.st_mode)), "")
+    return next((name for test, name in _DISK_KINDS if test(status.st_mode)), "")
 
 
 def open_regular(path: Path, nbytes: int | None = None) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch_ragged._ranks.peers import Peers, is_of_backend
 from torch_ragged._ranks.standstill import announce
 
-__all__ = ["CheckpointError", "agree", "from_ranks", "gather", "listed", "raise_on_all"]
+__all__ = ["CheckpointError", "on_all", "from_ranks", "gather", "listed", "raise_on_all"]
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def gather(
     try:
         answer = check(), ""
     except Exception as error:  # Any type: without this rank's answer, the other ranks would hang in the all-gather.
-        mine, answer = error, (None, _text(error))
+        mine, answer = error, (None, _error_text(error))
     answers = [answer]
     if dist.is_initialized():
         every: list[Any] = [None] * dist.get_world_size(group)
@@ -78,7 +78,7 @@ def gather(
     return [value for value, _ in answers]
 
 
-def agree(check: Callable[[], T], what: str, group: dist.ProcessGroup | None, own: tuple[type[Exception], ...] = ()) -> T:
+def on_all(check: Callable[[], T], what: str, group: dist.ProcessGroup | None, own: tuple[type[Exception], ...] = ()) -> T:
     """Call ``check`` on every rank and return this rank's result. If one rank fails, all ranks raise.
 
     As :func:`gather`, with one all-gather of objects, but only errors are sent: the result need not be picklable.
@@ -123,7 +123,7 @@ def raise_on_all(what: str, group: dist.ProcessGroup | None = None, doing: Calla
         with _peers_named(what, group, doing):
             yield
     except CheckpointException as error:
-        failures = {rank: _text(failure) for rank, (failure, _) in error.failures.items()}
+        failures = {rank: _error_text(failure) for rank, (failure, _) in error.failures.items()}
         is_told = all(isinstance(failure, (CheckpointError, OSError)) for failure, _ in error.failures.values())
         raise CheckpointError(from_ranks(what, failures)) from (None if is_told else error)
 
@@ -144,7 +144,7 @@ def _in_one_line(text: str, rank: int) -> str:
     return f"{first} {items[0].strip()}, and more: the error of rank {rank} lists them"
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

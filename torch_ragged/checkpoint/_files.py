@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 
-__all__ = ["BLOCK", "FileRecord", "HashingFileSystem", "check_blocks", "check_size"]
+__all__ = ["CHECKSUM_BLOCK", "FileRecord", "HashingFileSystem", "check_blocks", "check_size"]
 
-BLOCK = 32 * 1024 * 1024  # bytes per checksum
+CHECKSUM_BLOCK = 32 * 1024 * 1024  # bytes per checksum
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FileRecord:
 
     nbytes: int
     crc32: tuple[int, ...]
-    block: int = BLOCK
+    block: int = CHECKSUM_BLOCK
 
 
 class _HashingFile:
@@ -93,7 +93,7 @@ class HashingFileSystem(FileSystem):
         planned: the expected bytes of the next file; 0 if unknown. An error about a full disk names it.
     """
 
-    def __init__(self, block: int = BLOCK) -> None:
+    def __init__(self, block: int = CHECKSUM_BLOCK) -> None:
         super().__init__()
         self.block = block
         self.records: dict[str, FileRecord] = {}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._background import wait_for_save
-from torch_ragged.checkpoint._errors import CheckpointError, agree
+from torch_ragged.checkpoint._errors import CheckpointError, on_all
 from torch_ragged.checkpoint._files import check_blocks, check_size
 from torch_ragged.checkpoint._manifest import MANIFEST, read_manifest
 
@@ -37,11 +37,11 @@ __all__ = [
     "refuse_other_folders",
     "remove",
     "remove_leftovers",
-    "resolve",
+    "checkpoint_at",
 ]
 
 _logger = logging.getLogger("torch_ragged.checkpoint")
-_NAME = re.compile(r"step-(\d{8,})((\.[0-9a-f]{16})?\.replaced)?")
+_STEP_NAME = re.compile(r"step-(\d{8,})((\.[0-9a-f]{16})?\.replaced)?")
 _LEFT = re.compile(r"(step-\d{8,}|.+(?=\.[0-9a-f]{16}\.))(\.(?P<token>[0-9a-f]{16}))?(\.replaced)?(\.incomplete|\.deleting)+")
 _INCOMPLETE, _REPLACED, _DELETING = ".incomplete", ".replaced", ".deleting"
 
@@ -67,7 +67,7 @@ def complete_in(path: Path) -> list[Path]:
     found: dict[int, Path] = {}
     # In descending order .replaced comes before the folder that replaces it, which then overwrites it in ``found``.
     for folder in sorted(path.iterdir(), reverse=True) if path.is_dir() else ():
-        match = _NAME.fullmatch(folder.name)
+        match = _STEP_NAME.fullmatch(folder.name)
         if match and _is_complete(folder):
             found[int(match[1])] = folder
     return [found[step] for step in sorted(found)]
@@ -138,11 +138,11 @@ def keep(path: str | os.PathLike[str], n: int, *, process_group: dist.ProcessGro
             for path in [old, *_replaced_in(old)]:
                 remove(path)
 
-    agree(remove_old, f"removing old checkpoints in {folder}", process_group)
+    on_all(remove_old, f"removing old checkpoints in {folder}", process_group)
     return complete_in(folder)[-n:]
 
 
-def resolve(path: Path) -> Path:
+def checkpoint_at(path: Path) -> Path:
     """The checkpoint to read: ``path`` if it is one, or the latest complete checkpoint in it.
 
     Raises:
@@ -152,14 +152,14 @@ def resolve(path: Path) -> Path:
         return path
     found = latest(path)
     if found is not None:
-        step = int(_NAME.fullmatch(found.name)[1])  # type: ignore[index]
+        step = int(_STEP_NAME.fullmatch(found.name)[1])  # type: ignore[index]
         for name in sorted(other.name for other in path.iterdir()):
-            if (match := _NAME.fullmatch(name)) and int(match[1]) > step:
+            if (match := _STEP_NAME.fullmatch(name)) and int(match[1]) > step:
                 _logger.warning("%s is damaged: a file of it is missing or truncated. %s is used", path / name, found)
         return found
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder: expected a checkpoint, or a folder of checkpoints")
-    damaged = [folder for folder in sorted(path.iterdir()) if _NAME.fullmatch(folder.name)]
+    damaged = [folder for folder in sorted(path.iterdir()) if _STEP_NAME.fullmatch(folder.name)]
     if damaged:
         files = read_manifest(damaged[-1]).files  # If the manifest is the problem, this raises an error that says so.
         problems = list(filter(None, (check_size(damaged[-1], name, record) for name, record in files.items())))
@@ -240,7 +240,7 @@ def remove_leftovers(path: Path, tokens: Collection[str], folder: Path) -> list[
         the replaced checkpoints of the step of ``folder`` that still count. :func:`publish` removes them.
     """
     for left in list(path.iterdir()):
-        match, name = _LEFT.fullmatch(left.name), _NAME.fullmatch(left.name)
+        match, name = _LEFT.fullmatch(left.name), _STEP_NAME.fullmatch(left.name)
         try:
             if match and match["token"] not in tokens:
                 remove(left)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.tensor._box_tensor import BoxTensor, with_layout
-from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, layout_of
+from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, global_layout_of
 from torch_ragged.tensor._ownership import Box
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "layouts_of_model",
     "name_in_checkpoint",
     "optimizer_with_layouts",
-    "plain",
+    "plain_state",
     "refuse_gaps",
     "relaid",
     "tensors_with_layouts",
@@ -32,7 +32,7 @@ __all__ = [
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # Parts of names, which DCP leaves out.
 
 
-class _Held(NamedTuple):
+class _HeldTensor(NamedTuple):
     """What a rank holds of a tensor."""
 
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ def layouts_of_model(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Gl
     found = {}
     for name, tensor in tensors.items():
         try:
-            layout = GlobalLayout.of(layouts[name]) if name in layouts else layout_of(tensor)
+            layout = GlobalLayout.of(layouts[name]) if name in layouts else global_layout_of(tensor)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from error
         if layout is not None:
@@ -79,7 +79,7 @@ def tensors_with_layouts(values: Mapping[str, Any], layouts: Mapping[str, Global
     result: dict[str, Any] = {}
     for name, value in values.items():
         try:
-            layout = layouts.get(name) or layout_of(value)
+            layout = layouts.get(name) or global_layout_of(value)
             result[name] = value if layout is None else with_layout(value, layout)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{name}: {error}") from error
@@ -114,17 +114,17 @@ def optimizer_with_layouts(state_dict: Mapping[str, Any], model: Mapping[str, An
     return {**state_dict, "state": states}
 
 
-def boxes_of(values: Any, prefix: str = "") -> dict[str, _Held]:
+def boxes_of(values: Any, prefix: str = "") -> dict[str, _HeldTensor]:
     """What this rank holds of each tensor with a layout in a nested state dict, by its name in the checkpoint."""
     if isinstance(values, BoxTensor):
-        return {prefix: _Held(values.global_shape, values.dtype, values.global_layout.boxes(values.shape))}
+        return {prefix: _HeldTensor(values.global_shape, values.dtype, values.global_layout.boxes(values.shape))}
     found = {}
     for name, value in values.items() if isinstance(values, Mapping) else ():
         found.update(boxes_of(value, f"{prefix}.{name}" if prefix else str(name)))
     return found
 
 
-def refuse_gaps(held: Sequence[Mapping[str, _Held]], what: str) -> None:
+def refuse_gaps(held: Sequence[Mapping[str, _HeldTensor]], what: str) -> None:
     """Raise if the boxes of all ranks are not whole tensors. Every rank calls it with the same arguments.
 
     Args:
@@ -157,7 +157,7 @@ def relaid(copied: Any, original: Any) -> Any:
     return copied
 
 
-def plain(values: Any, with_dtensors: bool = True) -> Any:
+def plain_state(values: Any, with_dtensors: bool = True) -> Any:
     """A nested state dict with plain local tensors, on the same memory.
 
     Args:
@@ -168,4 +168,4 @@ def plain(values: Any, with_dtensors: bool = True) -> Any:
         return values.detach()
     if isinstance(values, DTensor) and not with_dtensors:
         return values._local_tensor
-    return {name: plain(value, with_dtensors) for name, value in values.items()} if isinstance(values, dict) else values
+    return {name: plain_state(value, with_dtensors) for name, value in values.items()} if isinstance(values, dict) else values

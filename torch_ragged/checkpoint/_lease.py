@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_ragged._ranks.process import Process, myself, state_of
+from torch_ragged._ranks.process import Process, myself, process_state_of
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 
@@ -28,14 +28,14 @@ __all__ = ["Lease", "acquire", "held_tokens", "lease_seconds", "owner_of_this_pr
 _NAME = re.compile(r"writer-([0-9a-f]{16})\.lease")
 _VARIABLE = "TORCH_RAGGED_CHECKPOINT_LEASE_SECONDS"
 _DEFAULT_SECONDS = 120.0
-_MOST_BYTES = 1 << 16  # of a lease file
+_MOST_LEASE_BYTES = 1 << 16  # of a lease file
 _JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")
-_owner = secrets.token_hex(8)
+_lease_owner = secrets.token_hex(8)
 
 
 def owner_of_this_process() -> str:
     """A random name of this process. All writers with one owner share the folder: the owner runs its saves in their order."""
-    return f"{_owner}-{os.getpid()}"  # A forked process is another writer.
+    return f"{_lease_owner}-{os.getpid()}"  # A forked process is another writer.
 
 
 def lease_seconds() -> float:
@@ -145,7 +145,7 @@ def _wait_for_others(folder: Path, mine: Path, owner: str, seconds: float) -> No
         for path, (holder, renewed) in _others(folder, mine.name).items():
             if holder is not None and holder.owner == owner:
                 continue
-            if (holder is not None and state_of(holder.process) == "gone") or now - renewed > seconds:
+            if (holder is not None and process_state_of(holder.process) == "gone") or now - renewed > seconds:
                 _disk.unlink(path)  # From now on its holder cannot publish: check() fails, and its folder will be removed.
             else:
                 living[path] = holder
@@ -171,7 +171,7 @@ def _others(folder: Path, mine: str) -> dict[Path, tuple[_Holder | None, float]]
         try:
             renewed = path.lstat().st_mtime
             with _disk.open_regular(path) as file:
-                found[path] = _holder(json.loads(file.read(_MOST_BYTES))), renewed
+                found[path] = _holder(json.loads(file.read(_MOST_LEASE_BYTES))), renewed
         except FileNotFoundError:
             continue  # Released just now.
         except (OSError, ValueError, KeyError, TypeError, RecursionError, CheckpointError):

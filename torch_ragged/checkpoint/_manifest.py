@@ -27,7 +27,7 @@ import torch_ragged
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._files import FileRecord
-from torch_ragged.tensor._global_layout import layout_of
+from torch_ragged.tensor._global_layout import global_layout_of
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
@@ -177,7 +177,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
 T = TypeVar("T")
 
 
-def _of(kind: type[T], value: Any, what: str) -> T:
+def _exactly(kind: type[T], value: Any, what: str) -> T:
     """Return ``value`` if its type is exactly ``kind``. Not isinstance: JSON's ``true`` must not count as an int.
 
     Raises:
@@ -190,29 +190,29 @@ def _of(kind: type[T], value: Any, what: str) -> T:
 
 def _count(value: Any, what: str, least: int = 0) -> int:
     """Return ``value`` if it is an int in [``least``, 2**63). Otherwise raises ValueError."""
-    if not least <= _of(int, value, what) < 1 << 63:
+    if not least <= _exactly(int, value, what) < 1 << 63:
         raise ValueError(f"{what} is {reprlib.repr(value)}, expected an int >= {least}")
     return value
 
 
-def _counts(value: Any, what: str) -> tuple[int, ...]:
-    return tuple(_count(item, what) for item in _of(list, value, what))
+def _counts_of(value: Any, what: str) -> tuple[int, ...]:
+    return tuple(_count(item, what) for item in _exactly(list, value, what))
 
 
-def _shape(value: Any, what: str) -> tuple[int, ...]:
-    if len(_of(list, value, what)) > _MAX_DIMS:
+def _read_shape(value: Any, what: str) -> tuple[int, ...]:
+    if len(_exactly(list, value, what)) > _MAX_DIMS:
         raise ValueError(f"{what} has {len(value)} dimensions, expected at most {_MAX_DIMS}")
-    return _counts(value, what)
+    return _counts_of(value, what)
 
 
-def _texts(value: Any, what: str) -> tuple[str, ...]:
-    return tuple(_of(str, item, what) for item in _of(list, value, what))
+def _texts_of(value: Any, what: str) -> tuple[str, ...]:
+    return tuple(_exactly(str, item, what) for item in _exactly(list, value, what))
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
-    meshes = [_mesh_of(entry) for entry in _of(list, body.pop("meshes"), "meshes")]
-    tensors = {name: _tensor_of(name, entry, meshes) for name, entry in _of(dict, body.pop("tensors"), "tensors").items()}
-    files = {name: _file_of(name, entry) for name, entry in _of(dict, body.pop("files"), "files").items()}
+    meshes = [_mesh_of_entry(entry) for entry in _exactly(list, body.pop("meshes"), "meshes")]
+    tensors = {name: _tensor_of(name, entry, meshes) for name, entry in _exactly(dict, body.pop("tensors"), "tensors").items()}
+    files = {name: _file_of(name, entry) for name, entry in _exactly(dict, body.pop("files"), "files").items()}
     if ".metadata" not in files:
         raise ValueError("files has no .metadata")
     unknown = body.keys() - {known.name for known in fields(Manifest)}
@@ -223,16 +223,16 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     if body["world_size"] > max(len(files) - 1, 1):  # Each rank writes a file; .metadata is one more.
         raise ValueError(f"world_size is {body['world_size']}, but there are only {len(files)} files, .metadata among them")
     for name in ("fingerprint", "torch_version", "package_version"):
-        _of(str, body[name], name)
-    _texts(body["objects"], "objects")
-    _texts(list(_of(dict, body["rng"], "rng").values()), "rng")
+        _exactly(str, body[name], name)
+    _texts_of(body["objects"], "objects")
+    _texts_of(list(_exactly(dict, body["rng"], "rng").values()), "rng")
     return Manifest(tensors=tensors, files=files, **body)
 
 
-def _mesh_of(entry: Any) -> _Mesh:
-    mesh = _of(dict, entry, "a mesh")
-    shape, ranks = _shape(mesh["shape"], "a mesh's shape"), _counts(mesh["ranks"], "a mesh's ranks")
-    names = _texts(mesh["dim_names"], "a mesh's dim_names")
+def _mesh_of_entry(entry: Any) -> _Mesh:
+    mesh = _exactly(dict, entry, "a mesh")
+    shape, ranks = _read_shape(mesh["shape"], "a mesh's shape"), _counts_of(mesh["ranks"], "a mesh's ranks")
+    names = _texts_of(mesh["dim_names"], "a mesh's dim_names")
     if math.prod(shape) != len(ranks) or len(names) not in (0, len(shape)):
         raise ValueError(
             f"a mesh of shape {reprlib.repr(shape)} has {len(ranks)} ranks and {len(names)} names, expected one rank per "
@@ -242,15 +242,15 @@ def _mesh_of(entry: Any) -> _Mesh:
 
 
 def _tensor_of(name: str, entry: Any, meshes: list[_Mesh]) -> TensorRecord:
-    tensor = _of(dict, entry, name)
-    shape, dtype = _shape(tensor["shape"], f"{name}'s shape"), _of(str, tensor["dtype"], f"{name}'s dtype")
-    tied_to = _of(str, tensor.get("tied_to", ""), f"{name}'s tied_to")
+    tensor = _exactly(dict, entry, name)
+    shape, dtype = _read_shape(tensor["shape"], f"{name}'s shape"), _exactly(str, tensor["dtype"], f"{name}'s dtype")
+    tied_to = _exactly(str, tensor.get("tied_to", ""), f"{name}'s tied_to")
     if "mesh" not in tensor:
         return TensorRecord(shape, dtype, tied_to=tied_to)
     index = _count(tensor["mesh"], f"{name}'s mesh")
     if index >= len(meshes):
         raise ValueError(f"{name}'s mesh is {index}, but there are {len(meshes)} meshes")
-    placements = _texts(tensor["placements"], f"{name}'s placements")
+    placements = _texts_of(tensor["placements"], f"{name}'s placements")
     if len(placements) != len(meshes[index][0]):
         raise ValueError(
             f"{name} has {len(placements)} placements on a mesh of shape {reprlib.repr(meshes[index][0])}, expected one per "
@@ -262,12 +262,12 @@ def _tensor_of(name: str, entry: Any, meshes: list[_Mesh]) -> TensorRecord:
 def _file_of(name: str, entry: Any) -> FileRecord:
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
         raise ValueError(f"{reprlib.repr(name)} is no name of a file in the checkpoint's folder")
-    record = _of(dict, entry, name)
+    record = _exactly(dict, entry, name)
     nbytes, block = _count(record["nbytes"], f"{name}'s nbytes"), _count(record["block"], f"{name}'s block", 1)
-    checksums = _of(list, record["crc32"], f"{name}'s crc32")
+    checksums = _exactly(list, record["crc32"], f"{name}'s crc32")
     if len(checksums) != -(-nbytes // block):  # Too few checksums would leave bytes unverified.
         raise ValueError(f"{name} has {len(checksums)} checksums, expected {-(-nbytes // block)} for {nbytes} bytes")
-    return FileRecord(nbytes, tuple(int(crc, 16) for crc in _texts(checksums, f"{name}'s crc32")), block)
+    return FileRecord(nbytes, tuple(int(crc, 16) for crc in _texts_of(checksums, f"{name}'s crc32")), block)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -279,15 +279,15 @@ def describe(tensor: torch.Tensor) -> TensorRecord:
     """The record of a tensor. No communication."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if not isinstance(tensor, DTensor):
-        layout = layout_of(tensor)
+        layout = global_layout_of(tensor)
         return TensorRecord(shape if layout is None else layout.global_shape, dtype)
-    return TensorRecord(shape, dtype, tuple(map(_placement_text, tensor.placements)), *_mesh(tensor.device_mesh))
+    return TensorRecord(shape, dtype, tuple(map(_placement_text, tensor.placements)), *_mesh_fields(tensor.device_mesh))
 
 
 _meshes: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()  # Cached: a mesh's list of ranks is slow to read.
 
 
-def _mesh(mesh: DeviceMesh) -> _Mesh:
+def _mesh_fields(mesh: DeviceMesh) -> _Mesh:
     """Shape, names of mesh dimensions, and ranks of ``mesh``."""
     if mesh not in _meshes:
         _meshes[mesh] = tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.flatten().tolist())

@@ -26,7 +26,7 @@ __all__ = ["CheckingPlanner", "differences"]
 # At most so many renamed parameters are guessed, each among so many names: comparing all names of a large model takes minutes.
 _GUESSES, _CANDIDATES = 5, 1000
 _OPTIMIZER = "optimizer."  # How the names of states and options of optimizers begin.
-_STATES = f"{_OPTIMIZER}state."
+_STATE_PREFIX = f"{_OPTIMIZER}state."
 
 
 class CheckingPlanner(ObjectPlanner):
@@ -56,7 +56,7 @@ class CheckingPlanner(ObjectPlanner):
         # DCP would raise later, with a traceback of each rank.
         missing = [] if metadata is None else [name for name in self.state_dict if name not in metadata.state_dict_metadata]
         problems += [f"{name} is not in the checkpoint" for name in missing if name not in self.wanted]
-        has_none = self.has_optimizer and not any(name.startswith(_STATES) for name in self.state_dict)
+        has_none = self.has_optimizer and not any(name.startswith(_STATE_PREFIX) for name in self.state_dict)
         if has_none or any(problem.startswith(_OPTIMIZER) for problem in problems):
             problems = _of_another_optimizer(self.state_dict, self.manifest.tensors) + problems
         if problems:
@@ -71,7 +71,7 @@ class CheckingPlanner(ObjectPlanner):
 
 def _of_another_optimizer(wanted: Iterable[str], saved: Iterable[str]) -> list[str]:
     """One line if the optimizers have other states, and not only states of other parameters."""
-    here, there = (sorted({n.rpartition(".")[2] for n in names if n.startswith(_STATES)}) for names in (wanted, saved))
+    here, there = (sorted({n.rpartition(".")[2] for n in names if n.startswith(_STATE_PREFIX)}) for names in (wanted, saved))
     if here == there:
         return []
     return [

@@ -40,7 +40,7 @@ _KNOWN = {
     *((_METADATA, "_MEM_FORMAT_ENCODING"), (_FILES, "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath", "Path")),
 }
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DTYPE_OF_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class _DataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]  # 
     pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
+        if module == "torch" and name in _DTYPE_OF_NAME:
+            return _DTYPE_OF_NAME[name]
         if (module, name) not in _KNOWN:
             raise ValueError(f"it holds {module}.{name}, which is no part of DCP's metadata")
         return _Class(name)
@@ -213,7 +213,7 @@ def _entry(name: str, entry: Any, stored: dict[MetadataIndex, Any]) -> TensorSto
     if not isinstance(state, tuple) or len(state) not in (5, 6) or not isinstance(state[0], torch.dtype):
         raise ValueError(f"{name} has no dtype")
     size, dtype = _size(fields.get("size"), f"size of {name}"), state[0]
-    chunks = [_chunk(name, chunk, size, dtype, stored) for chunk in _typed(fields.get("chunks"), list, f"chunks of {name}")]
+    chunks = [_chunk_at(name, chunk, size, dtype, stored) for chunk in _typed(fields.get("chunks"), list, f"chunks of {name}")]
     if len({tuple(chunk.offsets) for chunk in chunks if chunk.sizes.numel()}) != sum(bool(c.sizes.numel()) for c in chunks):
         raise ValueError(f"{name} has two chunks at the same offset")
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
@@ -227,7 +227,7 @@ def _entry(name: str, entry: Any, stored: dict[MetadataIndex, Any]) -> TensorSto
     return TensorStorageMetadata(found, size, chunks)
 
 
-def _chunk(
+def _chunk_at(
     name: str, chunk: Any, size: torch.Size, dtype: torch.dtype, stored: dict[MetadataIndex, Any]
 ) -> ChunkStorageMetadata:
     """A chunk that lies in its tensor, and whose elements fit into the bytes that are stored for it."""

@@ -26,7 +26,7 @@ from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._data import load_object
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._files import check_blocks, check_size
-from torch_ragged.checkpoint._folder import resolve
+from torch_ragged.checkpoint._folder import checkpoint_at
 from torch_ragged.checkpoint._manifest import MOST_BYTES, Manifest, read_manifest
 from torch_ragged.checkpoint._metadata import parse_metadata
 
@@ -47,7 +47,7 @@ def damage(folder: Path, manifest: Manifest, metadata: Metadata | None, rank: in
         mine.setdefault(name, []).append(block)
     for name, numbers in mine.items():
         record = manifest.files[name]
-        for first, last in _runs(check_blocks(folder / name, record, numbers)):
+        for first, last in _runs_of_blocks(check_blocks(folder / name, record, numbers)):
             start, stop = first * record.block, min((last + 1) * record.block, record.nbytes)
             inside = ", ".join(_stored_in(metadata, name, start, stop))
             problems.append(
@@ -60,7 +60,7 @@ def _told(problems: list[str]) -> str:
     return problems[0] if len(problems) == 1 else f"damaged files:{listed(problems)}"
 
 
-def _runs(blocks: list[int]) -> list[tuple[int, int]]:
+def _runs_of_blocks(blocks: list[int]) -> list[tuple[int, int]]:
     """The first and the last number of each run of consecutive numbers in an ascending list."""
     firsts = [block for i, block in enumerate(blocks) if i == 0 or blocks[i - 1] != block - 1]
     lasts = [block for i, block in enumerate(blocks) if i + 1 == len(blocks) or blocks[i + 1] != block + 1]
@@ -95,7 +95,7 @@ class CheckpointReader(FileSystemReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
-        self.folder = resolve(Path(path))
+        self.folder = checkpoint_at(Path(path))
         super().__init__(self.folder)
         self.manifest = read_manifest(self.folder)
         self.verify = verify
@@ -187,11 +187,11 @@ class CheckpointReader(FileSystemReader):
         assert isinstance(stored, TensorStorageMetadata)
         target = planner.resolve_tensor(item).detach()
         ranges = tuple(zip(item.storage_offsets, item.lengths))
-        chunks.copy(item.storage_index, _sizes(stored, item.storage_index), stored.properties.dtype, ranges, target)
+        chunks.copy(item.storage_index, _stored_sizes(stored, item.storage_index), stored.properties.dtype, ranges, target)
         planner.commit_tensor(item, target)
 
 
-def _sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
+def _stored_sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
     if index.index is not None and stored.chunks[index.index].offsets == index.offset:
         return tuple(stored.chunks[index.index].sizes)
     return next(tuple(chunk.sizes) for chunk in stored.chunks if chunk.offsets == index.offset)
@@ -245,7 +245,7 @@ class _Chunks:
         return self._starts[index]
 
     def _find(self, offset: int, length: int, nbytes: int) -> int | None:
-        with zipfile.ZipFile(_Window(self._mapped, offset, length)) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(_FileWindow(self._mapped, offset, length)) as archive:  # type: ignore[arg-type]
             records = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         if len(records) != 1 or records[0].file_size != nbytes or records[0].compress_type != zipfile.ZIP_STORED:
             return None
@@ -261,7 +261,7 @@ def _narrow(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Te
     return tensor
 
 
-class _Window:
+class _FileWindow:
     """A part of a mapped file, with the methods of a file that ``zipfile`` calls."""
 
     def __init__(self, mapped: mmap.mmap, offset: int, length: int) -> None:

@@ -43,7 +43,7 @@ class ReplicaShares:
         if spread:
             # The largest first, for even shares. The order is equal on all ranks, because global sizes and names are.
             for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
-                self._assign(name, tensor, _holders(tensor))
+                self._assign(name, tensor, _shard_holders(tensor))
 
     def _assign(self, name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
         if len(ranks) < 2:
@@ -84,7 +84,7 @@ class ReplicaShares:
                     local.copy_(buffer)
 
 
-def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
+def _shard_holders(tensor: torch.Tensor) -> tuple[int, ...]:
     """The ranks that hold the same shard of ``tensor``, in ascending order; () if the mesh cannot broadcast the shard."""
     if not isinstance(tensor, DTensor) or tensor.to_local().device.type != tensor.device_mesh.device_type:
         return ()

@@ -26,12 +26,12 @@ DEFAULT = ("torch", "accelerator", "python", "numpy")  # The generators that eve
 
 def rng_states(generators: Mapping[str, torch.Generator]) -> dict[str, torch.Tensor]:
     """The state of each generator, including the default ones, as uint8 tensors on the CPU."""
-    states = {"torch": torch.get_rng_state(), "python": _pack(random.getstate())}
+    states = {"torch": torch.get_rng_state(), "python": _pack_state(random.getstate())}
     if torch.accelerator.is_available():
         states["accelerator"] = torch.get_device_module().get_rng_state()
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = _pack([kind, keys.tolist(), *rest])
+        states["numpy"] = _pack_state([kind, keys.tolist(), *rest])
     return {**states, **{name: generator.get_state() for name, generator in generators.items()}}
 
 
@@ -108,7 +108,7 @@ def _seed(name: str, generators: Mapping[str, torch.Generator], seed: int) -> No
         sys.modules["numpy"].random.seed(seed)
 
 
-def _pack(value: Any) -> torch.Tensor:
+def _pack_state(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

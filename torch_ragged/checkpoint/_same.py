@@ -19,8 +19,8 @@ from torch_ragged.checkpoint._errors import CheckpointError, gather
 
 __all__ = ["bytes_of", "refuse_different"]
 
-_BLOCK = 1 << 25  # Bytes of a tensor that are copied to the CPU at a time.
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)  # Equal reprs mean equal values.
+_COPIED_BYTES = 1 << 25  # Bytes of a tensor that are copied to the CPU at a time.
+_PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes)  # Equal reprs mean equal values.
 _shown = reprlib.Repr()
 _shown.maxdict = _shown.maxlist = _shown.maxtuple = 8
 _shown.maxstring = _shown.maxother = 80
@@ -45,7 +45,7 @@ def refuse_different(values: Mapping[str, Any], what: str, group: dist.ProcessGr
     names = sorted(name for name in set().union(*digests) if len({rank[name] for rank in digests if name in rank}) > 1)
     if not names:
         return
-    gathered = gather(lambda: {n: (_value_digest(values[n]), _text(values[n])) for n in names if n in values}, what, group)
+    gathered = gather(lambda: {n: (_value_digest(values[n]), _brief(values[n])) for n in names if n in values}, what, group)
     problems = {}
     for name in names:
         first_of: dict[str, tuple[str, int]] = {}
@@ -72,7 +72,7 @@ def _pickle_digest(value: Any) -> str:
     return _value_digest(value) if isinstance(value, torch.Tensor) else hashlib.sha256(pickle.dumps(value)).hexdigest()
 
 
-def _text(value: Any) -> str:
+def _brief(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _shown.repr(value)
 
 
@@ -95,9 +95,9 @@ def _feed(value: Any, add: Callable[[bytes], None], above: tuple[int, ...]) -> N
     elif isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
         add(f"{value.dtype} {tuple(value.shape)}".encode())
         flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        for part in flat.split(_BLOCK):
+        for part in flat.split(_COPIED_BYTES):
             add(bytes_of(part.cpu()))
-    elif kind in _CONSTANTS:
+    elif kind in _PLAIN_VALUES:
         add(repr(value).encode())
     elif kind in (dict, set, frozenset):
         pairs = value.items() if kind is dict else ((item, None) for item in value)

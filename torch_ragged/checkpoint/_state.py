@@ -34,7 +34,7 @@ from torch_ragged.checkpoint._layouts import (
     layouts_of_model,
     name_in_checkpoint,
     optimizer_with_layouts,
-    plain,
+    plain_state,
     tensors_with_layouts,
 )
 from torch_ragged.checkpoint._manifest import Manifest
@@ -47,7 +47,7 @@ __all__ = ["GROUPS", "Contents", "Redistribute", "Request", "TrainState", "has_l
 GROUPS = "optimizer.param_groups."
 """The names of the options of parameter groups begin so."""
 
-_NAMES = ("params", "param_names")
+_GROUP_KEYS = ("params", "param_names")
 
 Redistribute = Mapping[str, Callable[[list[Any]], Any] | None]  # See :func:`load`.
 
@@ -180,7 +180,7 @@ class Contents:
             **objects,
             **{
                 f"extra.{name}": value
-                for name, value in _tensors_of(state).items()
+                for name, value in _state_tensors(state).items()
                 if not isinstance(value, (DTensor, BoxTensor))
             },
             "the list of objects": self.names,
@@ -188,7 +188,7 @@ class Contents:
         }
         self.state_dict: dict[str, Any] = {
             "model": _model_state(state),
-            "extra": _tensors_of(state),
+            "extra": _state_tensors(state),
             "objects": _pickled(objects, ", ".join(objects)),
             "per_rank": {str(rank): own},
             "rng": {str(rank): self.rng},
@@ -211,17 +211,17 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 def _object_names(state: TrainState) -> list[str]:
     """The names of the values that are not tensors: ``scheduler``, ``extra.<name>``, ``per_rank.<name>``."""
-    names = [f"extra.{name}" for name in state.extra if name not in _tensors_of(state)]
+    names = [f"extra.{name}" for name in state.extra if name not in _state_tensors(state)]
     names += [f"per_rank.{name}" for name in state.per_rank]
     return sorted(names + (["scheduler"] if state.scheduler is not None else []))
 
 
 def _value_of(value: Any, name: str) -> Any:
-    with _named(f"{name}.state_dict"):
+    with _names_user_code(f"{name}.state_dict"):
         return value.state_dict() if isinstance(value, Stateful) else value
 
 
-def _tensors_of(state: TrainState) -> dict[str, torch.Tensor]:
+def _state_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     return tensors_with_layouts({name: value for name, value in state.extra.items() if isinstance(value, torch.Tensor)}, {})
 
 
@@ -233,7 +233,7 @@ def _model_state(state: TrainState) -> dict[str, Any]:
 def _pickled(value: Any, name: str) -> torch.Tensor:
     """The pickle of a value as a uint8 tensor."""
     pickled = io.BytesIO()
-    with _named(f"pickling {name}"):
+    with _names_user_code(f"pickling {name}"):
         torch.save(value, pickled)
     return torch.frombuffer(bytearray(pickled.getvalue()), dtype=torch.uint8)
 
@@ -372,7 +372,7 @@ class Request:
         if state.optimizers:  # The options of all saved parameter groups: they are checked before tensors are filled.
             names = [name for name in metadata.state_dict_metadata if name.startswith(GROUPS)]
             self.objects.update({name: _placeholder(metadata, name) for name in names})
-        self.tensors: dict[str, Any] = {"model": _model_state(state), "extra": _tensors_of(state)}
+        self.tensors: dict[str, Any] = {"model": _model_state(state), "extra": _state_tensors(state)}
         for optimizer in self._lost:  # It has no states to fill. Now it is loaded as if it had never stepped.
             optimizer.state.clear()
         if state.optimizers:
@@ -437,23 +437,23 @@ class Request:
             if self.manifest.world_size == self.ranks:
                 self._own[name] = states[0]
             elif function is not None:
-                with _named(f"the function that redistributes per_rank.{name}"):
+                with _names_user_code(f"the function that redistributes per_rank.{name}"):
                     self._own[name] = function(states)
 
     def apply(self) -> None:
         """Set the model, the optimizers, the scheduler, ``extra``, ``per_rank`` and the generators to the loaded values."""
         state, manifest = self.state, self.manifest
-        set_model_state_dict(state.model, plain(self.tensors["model"]))
+        set_model_state_dict(state.model, plain_state(self.tensors["model"]))
         if state.optimizers:
-            self._load_optimizers(plain(self.tensors["optimizer"]["state"]))
+            self._load_optimizers(plain_state(self.tensors["optimizer"]["state"]))
         if state.scheduler is not None:
-            with _named("scheduler.load_state_dict"):
+            with _names_user_code("scheduler.load_state_dict"):
                 state.scheduler.load_state_dict(self._values["scheduler"])
         for name, value in self._values.items():
             if name.startswith("extra."):
-                _put(state.extra, name.removeprefix("extra."), value, name)
+                _put_value(state.extra, name.removeprefix("extra."), value, name)
         for name, value in self._own.items():
-            _put(state.per_rank, name, value, f"per_rank.{name}")
+            _put_value(state.per_rank, name, value, f"per_rank.{name}")
         state.step, state.consumed_tokens, state.data_position = manifest.step, manifest.consumed_tokens, manifest.data_position
         (states,) = self.objects["rng"].values()
         set_rng(state.rng, states, manifest, self.rank)
@@ -513,7 +513,7 @@ def _with_saved_options(groups: Sequence[Mapping[str, Any]], saved: Sequence[Map
             sources = list(dict.fromkeys(of_param[name] for name in group["params"] if name in of_param))
         else:
             sources = list(itertools.islice(empty, 1))
-        options = [{key: saved[each][key] for key in saved[each] if key not in _NAMES} for each in sources]
+        options = [{key: saved[each][key] for key in saved[each] if key not in _GROUP_KEYS} for each in sources]
         for source, other in zip(sources[1:], options[1:]):
             if different := [key for key in {**options[0], **other} if not _is_equal(options[0].get(key), other.get(key))]:
                 raise CheckpointError(
@@ -538,17 +538,17 @@ def _placeholder(metadata: Metadata, name: str) -> Any:
     return _empty_like(metadata, name) if isinstance(metadata.state_dict_metadata[name], TensorStorageMetadata) else None
 
 
-def _put(held: dict[str, Any], name: str, value: Any, what: str) -> None:
+def _put_value(held: dict[str, Any], name: str, value: Any, what: str) -> None:
     """Load ``value`` into ``held[name]`` if that has ``load_state_dict``; otherwise replace ``held[name]``."""
     if isinstance(held.get(name), Stateful):
-        with _named(f"{what}.load_state_dict"):
+        with _names_user_code(f"{what}.load_state_dict"):
             held[name].load_state_dict(value)
     else:
         held[name] = value
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _names_user_code(what: str) -> Iterator[None]:
     """Turn an error of the user's code into a CheckpointError that names this code as ``what``."""
     try:
         yield

@@ -23,7 +23,7 @@ from torch.utils.serialization import config as serialization_config
 
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError, listed
-from torch_ragged.checkpoint._files import BLOCK, FileRecord, HashingFileSystem, check_blocks, check_size
+from torch_ragged.checkpoint._files import CHECKSUM_BLOCK, FileRecord, HashingFileSystem, check_blocks, check_size
 from torch_ragged.checkpoint._folder import incomplete_of, publish, remove, remove_leftovers
 from torch_ragged.checkpoint._lease import Lease, acquire, held_tokens, owner_of_this_process
 from torch_ragged.checkpoint._manifest import MANIFEST, Manifest, TensorRecord, describe, fingerprint
@@ -93,7 +93,7 @@ class CheckpointWriter(FileSystemWriter):
         *,
         tied: Mapping[str, str] | None = None,
         read_back: bool = False,
-        block: int = BLOCK,
+        block: int = CHECKSUM_BLOCK,
     ) -> None:
         self.folder = Path(folder)
         self.token = secrets.token_hex(8)  # The coordinator's counts.
@@ -153,7 +153,7 @@ class CheckpointWriter(FileSystemWriter):
         share = plan.storage_data
         self.path = share.path
         plan = replace(plan, storage_data=share.storage_data)
-        self.fs.planned = sum(map(_nbytes, plan.items))
+        self.fs.planned = sum(map(_item_nbytes, plan.items))
         # The records of the files have checksums.
         with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             results: list[Any] = super().write_data(plan, planner).value()
@@ -218,7 +218,7 @@ class CheckpointWriter(FileSystemWriter):
             stream.write(manifest.to_json().encode())
 
 
-def _nbytes(item: WriteItem) -> int:
+def _item_nbytes(item: WriteItem) -> int:
     """The approximate bytes of an item in a file: its elements, if it is a tensor, and its archive."""
     data = item.tensor_data
     return _ARCHIVE + (data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0)

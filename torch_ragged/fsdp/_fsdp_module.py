@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of, is_nccl
 from torch_ragged._register._torch import register_composable
-from torch_ragged.fsdp.comm._choice import IMPLEMENTATIONS, Traffic, choose
+from torch_ragged.fsdp.comm._choice import IMPLEMENTATIONS, Traffic, choose_implementation
 from torch_ragged.fsdp.core._dbuffer import MemoryPool
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle, state_of
@@ -65,11 +65,11 @@ def _checks_bools(cls: type[Any]) -> Any:
         if inspect.isfunction(method) and not name.startswith("_"):
             params = enumerate(inspect.signature(method).parameters.values())
             if bools := {each.name: index for index, each in params if each.annotation in (bool, "bool")}:
-                setattr(cls, name, _checked(method, bools))
+                setattr(cls, name, _checked_method(method, bools))
     return cls
 
 
-def _checked(method: Callable[..., Any], positions: dict[str, int]) -> Callable[..., Any]:
+def _checked_method(method: Callable[..., Any], positions: dict[str, int]) -> Callable[..., Any]:
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name, index in positions.items():
@@ -489,7 +489,7 @@ class FSDPModule(TorchFSDPModule):
             reduced = max(group.layout.numel * group.reduce_dtype.itemsize for group in mine)
             traffic = Traffic(mine[0].device, [group.process_groups for group in mine], gathered, reduced)
             has_weights = any(Need.EQUAL_SHARDS in part.terms.breaks for group in mine for part in group.plan.parts)
-            chosen.append(choose("nccl" if has_weights else name, shards, traffic))
+            chosen.append(choose_implementation("nccl" if has_weights else name, shards, traffic))
         allocators = {}
         for mine, implementation in zip(members.values(), chosen):
             for group in mine:

@@ -175,7 +175,7 @@ def fully_shard(
     agree_on_groups(mesh)
     forget_equal_meshes(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
-        modules, ignored = _root_modules(module), set() if ignored_params is None else _ignored(ignored_params)
+        modules, ignored = _root_modules(module), set() if ignored_params is None else _ignored_set(ignored_params)
         _check_types(offload_policy, optional, check_replicas, mp_policy, placements)
         if orig_param_policy is not None:
             _check_function("orig_param_policy", orig_param_policy, "fqn, parameter", "rows(32)")
@@ -213,7 +213,7 @@ def fully_shard(
             dp = part.shards_over(dp)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored)
         plans = plan_groups(found, dp, parts, mp_policy, orig_param_policy, shard_placement_fn)
-        claim += written + _claim(plans, list(found))
+        claim += written + _claim_of_plans(plans, list(found))
     _move(modules, found if dp.is_member else {}, device)
     kits, groups, may_fail = list[Kit](), list[FSDPParamGroup](), False
     with torch.inference_mode(False):  # Later steps train these parameters.
@@ -322,7 +322,7 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(each for each in modules if each not in inside)
 
 
-def _ignored(params: Any) -> set[nn.Parameter]:
+def _ignored_set(params: Any) -> set[nn.Parameter]:
     """``ignored_params`` as a set."""
     found = list(params) if isinstance(params, Iterable) and not isinstance(params, (str, torch.Tensor)) else [params]
     for param in found:
@@ -449,7 +449,7 @@ def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, Reg
             tensor.data = tensor.data.to(device)
 
 
-def _claim(plans: Sequence[GroupPlan], names: Sequence[str]) -> list[str]:
+def _claim_of_plans(plans: Sequence[GroupPlan], names: Sequence[str]) -> list[str]:
     """The plans as lines of text, which must be equal on all ranks, also on those of model parallelism.
 
     Devices may differ: programs load the weights on rank 0, keep the other ranks on the meta device, and broadcast afterwards.

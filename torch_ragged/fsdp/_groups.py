@@ -20,7 +20,7 @@ def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
 def named_groups(module: nn.Module) -> dict[str, FSDPParamGroup]:
     """The groups under ``module``, by the name of their module: ``name``, ``name[1]``, ``name[2]``, ..."""
     groups: dict[str, FSDPParamGroup] = {}
-    for name, state in _states(module).items():
+    for name, state in _states_by_name(module).items():
         groups.update({f"{name}[{i}]" if i else name: group for i, group in enumerate(state.groups)})
     return groups
 
@@ -33,7 +33,7 @@ def module_states(module: nn.Module) -> dict[str, FSDPState]:
     Raises:
         ValueError: ``fully_shard`` was called on no module of ``module``.
     """
-    states = _states(module) if isinstance(module, nn.Module) else {}
+    states = _states_by_name(module) if isinstance(module, nn.Module) else {}
     if not states:
         raise ValueError(
             f"expected a module that torch_ragged.fsdp.fully_shard was called on, or one that holds such modules, got "
@@ -48,11 +48,11 @@ def check_replicas_of(model: nn.Module) -> None:
     Raises:
         ValueError: they do; see ``check_replicas`` of :func:`fully_shard`.
     """
-    checked = [group for state in _states(model).values() if state.checks_replicas for group in state.groups]
+    checked = [group for state in _states_by_name(model).values() if state.checks_replicas for group in state.groups]
     refuse_other_replicas([model], checked)
 
 
-def _states(module: nn.Module) -> dict[str, FSDPState]:
+def _states_by_name(module: nn.Module) -> dict[str, FSDPState]:
     states: dict[FSDPState, str] = {}
     for name, child in module.named_modules():
         if state := state_of(child):

@@ -22,7 +22,7 @@ from torch_ragged.integrations._substitutes import SUBSTITUTES
 __all__ = ["Installation", "install", "installed"]
 
 _torch_fully_shard = torch_fsdp.fully_shard
-_OPTIONS = tuple(name for name in inspect.signature(fully_shard).parameters if name not in ("module", "mesh"))
+_KEYWORDS = tuple(name for name in inspect.signature(fully_shard).parameters if name not in ("module", "mesh"))
 _active: list[Installation] = []
 """The installations in force; the last one holds."""
 _substituted: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -42,7 +42,7 @@ class Installation:
         self.options = options
         self.calls = 0
         self.function = self._make()
-        self.names = _replace([_torch_fully_shard, *(each.function for each in _active)], self.function)
+        self.names = _replace_functions([_torch_fully_shard, *(each.function for each in _active)], self.function)
         _active.append(self)
         self.names += _substitute()
 
@@ -81,10 +81,10 @@ class Installation:
         """
         if self in _active:
             _active.remove(self)
-            _replace([self.function], _active[-1].function if _active else _torch_fully_shard)
+            _replace_functions([self.function], _active[-1].function if _active else _torch_fully_shard)
         if not _active:
             for original, substitute in _substituted.values():
-                _replace([substitute], original)
+                _replace_functions([substitute], original)
             _substituted.clear()
 
 
@@ -110,7 +110,7 @@ class _MergedPlacements:
         return None if mesh_info is None else types.SimpleNamespace(placement=None, mesh_info=mesh_info)
 
 
-def _replace(functions: list[Any], function: Any) -> list[str]:
+def _replace_functions(functions: list[Any], function: Any) -> list[str]:
     """Give every name of one of ``functions`` in a loaded module to ``function``; returns these names."""
     names = []
     for module_name, module in list(sys.modules.items()):
@@ -132,7 +132,7 @@ def _substitute() -> list[str]:
         if key not in _substituted and hasattr(sys.modules.get(module), name):
             original = getattr(sys.modules[module], name)
             _substituted[key] = original, make(original)
-            names += _replace([original], _substituted[key][1])
+            names += _replace_functions([original], _substituted[key][1])
     return names
 
 
@@ -161,9 +161,9 @@ def install(**options: Any) -> Installation:
 
     No communication.
     """
-    unknown = [name for name in options if name not in _OPTIONS]
+    unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
-        raise TypeError(f"install() got {', '.join(unknown)}: expected options of fully_shard, of {', '.join(_OPTIONS)}")
+        raise TypeError(f"install() got {', '.join(unknown)}: expected options of fully_shard, of {', '.join(_KEYWORDS)}")
     return Installation(options)
 
 

@@ -124,10 +124,10 @@ def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, .
     dim %= tensor.ndim
     size = tensor.shape[dim]
     step = math.ceil(size / chunks)
-    return tuple(_narrow(tensor, dim, start, min(step, size - start)) for start in range(0, size, step))
+    return tuple(_narrow_lazy(tensor, dim, start, min(step, size - start)) for start in range(0, size, step))
 
 
-def _narrow(tensor: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
+def _narrow_lazy(tensor: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
     def read(box: Ranges) -> torch.Tensor:
         return tensor._read(_replaced(box, dim, range(box[dim].start + start, box[dim].stop + start)))
 

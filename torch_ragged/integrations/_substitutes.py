@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch_ragged import RaggedShard, StridedRaggedShard, owned_boxes
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.integrations._lazy_tensor import LazyTensor
-from torch_ragged.tensor._hf_storage import rounds_of, write_rounds
+from torch_ragged.tensor._hf_storage import item_rounds_of, write_rounds
 
 __all__ = ["SUBSTITUTES", "is_ragged"]
 
@@ -71,7 +71,7 @@ def _writer(original: Any) -> Any:
             return [dataclasses.replace(p, storage_data={**p.storage_data, "shards": len(plans)}) for p in prepared]
 
         def write_data(self, plan: Any, planner: Any) -> Any:
-            rounds = rounds_of(plan, planner)
+            rounds = item_rounds_of(plan, planner)
             return super().write_data(plan, planner) if len(rounds) < 2 else write_rounds(self, plan, planner, rounds)
 
         def __reduce__(self) -> Any:  # An asynchronous save sends the writer to another process.

@@ -45,14 +45,14 @@ class CheckpointCallback(TrainerCallback, ExportableState):  # type: ignore[misc
                 f"checkpoint_callback is for models of torch_ragged.integrations.transformers.from_pretrained, got "
                 f"{type(model).__name__}: if accelerate shards the model, leave the callback out, because Trainer saves then"
             )
-        model.register_load_state_dict_pre_hook(_distribute)  # type: ignore[attr-defined]
+        model.register_load_state_dict_pre_hook(_distribute_state)  # type: ignore[attr-defined]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         resumed = _run_of(state)
         self.run = _same_on_all_ranks(uuid.uuid4().hex)
         if state.global_step:
             folder = Path(self.folder or Path(args.output_dir) / f"checkpoint-{state.global_step}") / _FOLDER
-            _check(folder, resumed, state.global_step)
+            _check_saved(folder, resumed, state.global_step)
             checkpoint.load(folder, _train_state(objects))
             if state.epoch != int(state.epoch) and not args.ignore_data_skip:
                 self._set_rng = _rng_setter()
@@ -87,7 +87,7 @@ def _run_of(state: Any) -> str | None:
     return saved.get("attributes", {}).get("run") if isinstance(saved, dict) else None
 
 
-def _check(folder: Path, run: str | None, step: int) -> None:
+def _check_saved(folder: Path, run: str | None, step: int) -> None:
     """Check that ``folder`` is what the callback has saved in the checkpoint that Trainer resumes.
 
     Raises:
@@ -113,7 +113,7 @@ def _same_on_all_ranks(value: str) -> str:
     return values[0]
 
 
-def _distribute(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _distribute_state(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before ``model.load_state_dict``: plain tensors, which each rank has whole, become shards. No communication."""
     for name, param in model.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
         value = state_dict.get(name)

@@ -23,7 +23,7 @@ __all__ = ["use"]
 _AT_LEAST = (1, 15)
 
 # What accelerate passes to fully_shard comes from these fields of its plugin, and from its mesh.
-_FIELDS = {
+_PLUGIN_FIELDS = {
     "reshard_after_forward": "the plugin's reshard_after_forward",
     "mp_policy": "the plugin's mixed_precision_policy",
     "offload_policy": "the plugin's cpu_offload",
@@ -82,7 +82,7 @@ def use(
     The block itself does not communicate; ``prepare`` does what ``fully_shard`` does.
     """
     for name in others:
-        where = f"set {_FIELDS[name]}" if name in _FIELDS else f"legal are {', '.join(_OPTIONS)}"
+        where = f"set {_PLUGIN_FIELDS[name]}" if name in _PLUGIN_FIELDS else f"legal are {', '.join(_OPTIONS)}"
         raise TypeError(f"use() got {name}, which is no option of it: {where}")
     version = require("accelerate", _AT_LEAST, "whose FSDP2 this module knows")
     from accelerate import Accelerator
@@ -99,7 +99,7 @@ def use(
                 return prepare(self, *objects, **keywords)
             _check_plugin(self.state)
             for model in models:
-                _check_model(model)
+                _check_unsharded(model)
             prepared = prepare(self, *objects, **keywords)
             if not any(isinstance(module, FSDPModule) for model in models for module in model.modules()):
                 raise RuntimeError(
@@ -139,7 +139,7 @@ def _check_plugin(state: Any) -> None:
             )
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_unsharded(model: nn.Module) -> None:
     """Refuse a model of which something is sharded.
 
     accelerate leaves sharded modules alone, but it maps the optimizer's parameters by the addresses of their local tensors.

@@ -32,7 +32,7 @@ _LOADING, _SHARDING, _PLAN = (
     "transformers.distributed.mixin",
     "transformers.distributed.fsdp",
 )
-_NAMES = (  # What from_pretrained replaces while it runs.
+_REPLACED_NAMES = (  # What from_pretrained replaces while it runs.
     (_LOADING, "DtensorShardOperation"),
     (_LOADING, "set_param_for_module"),
     (_SHARDING, "apply_fully_sharded_data_parallelism"),
@@ -85,7 +85,7 @@ def from_pretrained(
     Collectives: those of ``fully_shard``. Reading needs none.
     """
     require("transformers", _AT_LEAST, "whose loading this module knows")
-    config = _check(folder, shard, distributed_config, orig_param_policy, placements, arguments)
+    config = _settings(folder, shard, distributed_config, orig_param_policy, placements, arguments)
     given = {"orig_param_policy": orig_param_policy, "placements": placements}
     options = {name: value for name, value in given.items() if value is not None}
     with installed(**options) as installation, _Loading(shard, installation.function) as loading:
@@ -127,7 +127,7 @@ def checkpoint_callback(folder: str | Path | None = None) -> Any:
 # -- checks --------------------------------------------------------------------------------------------------------------
 
 
-def _check(folder: str | Path, shard: Any, config: Any, policy: Any, placements: Any, arguments: dict[str, Any]) -> Any:
+def _settings(folder: str | Path, shard: Any, config: Any, policy: Any, placements: Any, arguments: dict[str, Any]) -> Any:
     """Check the arguments of :func:`from_pretrained`; returns the DistributedConfig."""
     from transformers.distributed import DistributedConfig
 
@@ -168,7 +168,7 @@ class _Loading:
         self._filled: dict[int, str] = {}
 
     def __enter__(self) -> _Loading:
-        self._found = [(importlib.import_module(module), name) for module, name in _NAMES]
+        self._found = [(importlib.import_module(module), name) for module, name in _REPLACED_NAMES]
         for module, name in self._found:
             if not hasattr(module, name):
                 raise ImportError(
@@ -203,16 +203,16 @@ class _Loading:
         value = value if isinstance(value, LazyTensor) else LazyTensor.of(value, None)
         first = self._filled.setdefault(id(param), name)
         if first == name:
-            _fill(name, param, value)
+            _fill_shard(name, param, value)
             param._is_hf_initialized = True  # Or transformers initializes it anew.
         else:
-            self.differing[f"{first} and {name}"] = not _fill(name, param, value, compare=True)
+            self.differing[f"{first} and {name}"] = not _fill_shard(name, param, value, compare=True)
 
     def _apply(self, model: Any, meshes: Any, *plans: Any) -> Any:
         """In place of ``apply_fully_sharded_data_parallelism``: shard the model on the meta device, and allocate its shards."""
         if getattr(model.config, "quantization_config", None) is not None:
             raise ValueError("the checkpoint is quantized, which from_pretrained does not support: load a dequantized one")
-        self.model, mesh = model, _mesh_of(model, meshes)
+        self.model, mesh = model, _mesh_of_model(model, meshes)
         model.tie_weights()  # transformers ties after loading, which is too late for one group.
         if self.shard is None:
             self._originals[2](model, meshes, *plans)
@@ -262,13 +262,13 @@ class _LazyOperation:
         return LazyTensor.of(source, dtype)
 
 
-def _mesh_of(model: Any, meshes: Any) -> DeviceMesh:
+def _mesh_of_model(model: Any, meshes: Any) -> DeviceMesh:
     """The mesh that transformers passes to fully_shard."""
     replicas = model.config.distributed_config.dp_replicate_size > 1
     return meshes.get_mesh(("dp_replicate", "fsdp") if replicas else "fsdp")
 
 
-def _fill(name: str, param: Any, value: LazyTensor, compare: bool = False) -> bool:
+def _fill_shard(name: str, param: Any, value: LazyTensor, compare: bool = False) -> bool:
     """Read this rank's boxes of ``value`` into the shard of ``param``; or only compare: returns whether they are equal."""
     equal = True
     with torch.no_grad():

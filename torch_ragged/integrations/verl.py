@@ -20,7 +20,7 @@ from torch_ragged.transfer import stream
 __all__ = ["register"]
 
 _AT_LEAST = (0, 9, 1)
-_registered: dict[str, type] = {}
+_engines: dict[str, type] = {}
 
 
 def register(
@@ -68,12 +68,12 @@ def register(
     require("verl", _AT_LEAST, "whose engines this module knows")
     from verl.workers.engine import EngineRegistry
 
-    if backend not in _registered:
+    if backend not in _engines:
         if backend in EngineRegistry._engines.get("language_model", {}):
             raise ValueError(f"register(backend={backend!r}): verl has an engine of this name, choose another one")
         made = _make_engine()
-        _registered[backend] = EngineRegistry.register(model_type="language_model", backend=backend, device=list(device))(made)
-    engine: Any = _registered[backend]
+        _engines[backend] = EngineRegistry.register(model_type="language_model", backend=backend, device=list(device))(made)
+    engine: Any = _engines[backend]
     engine.orig_param_policy, engine.max_stream_bytes = staticmethod(orig_param_policy or _no_policy), max_stream_bytes
     return engine
 

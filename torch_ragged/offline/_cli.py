@@ -60,10 +60,10 @@ Fused = dict[str, list[tuple[int, Optional[Granularity]]]]
 @ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool with the arguments ``argv`` (default: the command line's). Returns the exit status, 2 for bad input."""
-    parser = _parser()
+    parser = _plan_parser()
     try:
         options = parser.parse_args(argv)
-        granularity, fused, precision, model = _check(options)
+        granularity, fused, precision, model = _check_options(options)
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -102,7 +102,7 @@ def _explain(plan: ModelPlan, group: str, report: Report, svg: str | None) -> st
     return "\n".join([*lines, *(["", *advice] if advice else [])])
 
 
-def _parser() -> argparse.ArgumentParser:
+def _plan_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog=command_name("torch_ragged.offline"),
         description=_DESCRIPTION,
@@ -114,12 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=_sizes, help="FSDP sizes, separated by commas (default: 8 to 1024, powers of two)")
     add(
         "--weights",
-        type=_weights,
+        type=_weights_option,
         metavar="W,W,...",
         help="an integer per rank, at least 0: shards in proportion to them, as by fully_shard(weights=...). The FSDP size is "
         "their number; FSDP2 and LCM are shown with equal shards",
     )
-    add("--replicas", type=_positive, default=1, help="HSDP replicas: the world is FSDP size * replicas (default: 1)")
+    add("--replicas", type=_positive_option, default=1, help="HSDP replicas: the world is FSDP size * replicas (default: 1)")
     add(
         "--granularity",
         default="elements",
@@ -144,9 +144,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="REGEX",
         help="pattern of the names of expert matrices (default: the family's names; for module:callable, 'experts')",
     )
-    add("--param-dtype", type=_dtype, default="bfloat16", help="dtype in all-gathers (default: bfloat16)")
-    add("--reduce-dtype", type=_dtype, default="float32", help="dtype in reduce-scatters (default: float32)")
-    add("--optimizer-dtype", type=_dtype, default="float32", help="dtype of the optimizer's values (default: float32)")
+    add("--param-dtype", type=_dtype_option, default="bfloat16", help="dtype in all-gathers (default: bfloat16)")
+    add("--reduce-dtype", type=_dtype_option, default="float32", help="dtype in reduce-scatters (default: float32)")
+    add("--optimizer-dtype", type=_dtype_option, default="float32", help="dtype of the optimizer's values (default: float32)")
     add(
         "--states",
         type=_natural,
@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
 # --- checks, before any work ---------------------------------------------------------------------------------------
 
 
-def _check(options: argparse.Namespace) -> tuple[Granularity, Fused, Precision, Model]:
+def _check_options(options: argparse.Namespace) -> tuple[Granularity, Fused, Precision, Model]:
     """Check the options together, load the model, and fill in defaults.
 
     Raises:
@@ -203,7 +203,7 @@ def _check(options: argparse.Namespace) -> tuple[Granularity, Fused, Precision, 
     if options.explain and options.explain not in model.groups:
         close = difflib.get_close_matches(options.explain, model.groups, 3, 0.5) or [*model.groups][:3]
         raise ValueError(f"{model.name} has no group {options.explain!r}; close names: {', '.join(close)}")
-    return granularity, _fused(options.segments, model), precision, model
+    return granularity, _fused_options(options.segments, model), precision, model
 
 
 def _check_weights(options: argparse.Namespace) -> None:
@@ -218,7 +218,7 @@ def _check_weights(options: argparse.Namespace) -> None:
     options.ranks = [len(options.weights)]
 
 
-def _fused(texts: Sequence[str], model: Model) -> Fused:
+def _fused_options(texts: Sequence[str], model: Model) -> Fused:
     """The segments of each parameter that an option ``--segments`` names."""
     found: Fused = {}
     parameters = [one for group in model.groups.values() for one in group]
@@ -244,7 +244,7 @@ def _fused(texts: Sequence[str], model: Model) -> Fused:
 
 def _segment(text: str) -> tuple[int, Optional[Granularity]]:
     size, colon, own = text.partition(":")
-    return _positive(size), _granularity("granularity", own) if colon else None
+    return _positive_option(size), _granularity("granularity", own) if colon else None
 
 
 def _granularity(option: str, text: str) -> Granularity:
@@ -256,14 +256,14 @@ def _granularity(option: str, text: str) -> Granularity:
 
 
 def _sizes(text: str) -> list[int]:
-    return sorted({_positive(part) for part in text.split(",")})
+    return sorted({_positive_option(part) for part in text.split(",")})
 
 
-def _weights(text: str) -> list[int]:
+def _weights_option(text: str) -> list[int]:
     return [_natural(part) for part in text.split(",")]
 
 
-def _positive(text: str) -> int:
+def _positive_option(text: str) -> int:
     return _integer(text, 1)
 
 
@@ -292,7 +292,7 @@ def _percent(text: str) -> float:
     return float(text)
 
 
-def _dtype(text: str) -> torch.dtype:
+def _dtype_option(text: str) -> torch.dtype:
     dtype = getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise argparse.ArgumentTypeError(f"expected a floating-point type of torch, such as bfloat16, got {text!r}")

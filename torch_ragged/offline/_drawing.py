@@ -27,7 +27,7 @@ Pieces = tuple[tuple[int, int, int], ...]
 
 
 @dataclass
-class _Kind:
+class _TensorKind:
     """Tensors with one symbol: one tensor or, if there are too many, all tensors whose names differ in numbers only."""
 
     symbol: str
@@ -38,7 +38,7 @@ class _Kind:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _RankRow:
     """Neighbouring ranks with equal contents, from ``first`` to ``last``, both included."""
 
     first: int
@@ -76,19 +76,19 @@ def draw_text(layout: BufferLayout, width: int = 100, height: int = 24) -> str:
     return "\n".join([*lines, "", *_legend(layout, kinds, height)])
 
 
-def _picture(layout: BufferLayout) -> tuple[list[_Kind], list[_Row]]:
-    kinds, kind_of = _kinds(layout)
-    return kinds, _rows(layout, kind_of)
+def _picture(layout: BufferLayout) -> tuple[list[_TensorKind], list[_RankRow]]:
+    kinds, kind_of = _tensor_kinds(layout)
+    return kinds, _rank_rows(layout, kind_of)
 
 
-def _kinds(layout: BufferLayout) -> tuple[list[_Kind], list[int]]:
+def _tensor_kinds(layout: BufferLayout) -> tuple[list[_TensorKind], list[int]]:
     """All kinds in the order of their offsets, and the kind of each tensor."""
     by_offset = sorted((index for index, tensor in enumerate(layout.tensors) if tensor.numel), key=layout.offsets.__getitem__)
     keys: dict[int, object] = {index: index for index in by_offset}
     if len(by_offset) > len(_SYMBOLS) // 2:
         keys = {i: (re.sub(r"\d+", "*", layout.tensors[i].name), layout.tensors[i].shape) for i in by_offset}
     named: dict[object, int] = {}
-    kinds: list[_Kind] = []
+    kinds: list[_TensorKind] = []
     kind_of = [_PADDING_KIND] * len(layout.tensors)
     for index in by_offset:
         tensor, offset = layout.tensors[index], layout.offsets[index]
@@ -96,7 +96,7 @@ def _kinds(layout: BufferLayout) -> tuple[list[_Kind], list[int]]:
         last = (offset + tensor.numel - 1) // layout.shard_numel
         if number == len(kinds):
             symbol = _SYMBOLS[number] if number < len(_SYMBOLS) else _OTHERS
-            kinds.append(_Kind(symbol, tensor.name, [], offset // layout.shard_numel, last))
+            kinds.append(_TensorKind(symbol, tensor.name, [], offset // layout.shard_numel, last))
         kinds[number].members.append(tensor)
         kinds[number].last_rank = last
         kind_of[index] = number
@@ -108,16 +108,16 @@ def _kinds(layout: BufferLayout) -> tuple[list[_Kind], list[int]]:
     return kinds, kind_of
 
 
-def _rows(layout: BufferLayout, kind_of: list[int]) -> list[_Row]:
-    rows: list[_Row] = []
+def _rank_rows(layout: BufferLayout, kind_of: list[int]) -> list[_RankRow]:
+    rows: list[_RankRow] = []
     for row in _single_rows(layout, kind_of):
         if rows and rows[-1].pieces == row.pieces:
-            row = _Row(rows.pop().first, row.last, row.pieces)
+            row = _RankRow(rows.pop().first, row.last, row.pieces)
         rows.append(row)
     return rows
 
 
-def _single_rows(layout: BufferLayout, kind_of: list[int]) -> Iterator[_Row]:
+def _single_rows(layout: BufferLayout, kind_of: list[int]) -> Iterator[_RankRow]:
     """The rows in the order of ranks. All ranks whose shards are wholly inside one tensor or one gap are one row."""
     shard = layout.shard_numel
     segments = [(start, stop, _PADDING_KIND) for start, stop in layout.gaps]
@@ -130,7 +130,7 @@ def _single_rows(layout: BufferLayout, kind_of: list[int]) -> Iterator[_Row]:
             rank, inside = divmod(start, shard)
             whole = (stop - start) // shard
             if not inside and whole:
-                yield _Row(rank, rank + whole - 1, ((kind, 0, shard),))
+                yield _RankRow(rank, rank + whole - 1, ((kind, 0, shard),))
                 start += whole * shard
                 continue
             end = min(stop - rank * shard, shard)
@@ -139,7 +139,7 @@ def _single_rows(layout: BufferLayout, kind_of: list[int]) -> Iterator[_Row]:
             pieces.append((kind, inside, end))
             start = rank * shard + end
             if end == shard:
-                yield _Row(rank, rank, tuple(pieces))
+                yield _RankRow(rank, rank, tuple(pieces))
                 pieces = []
 
 
@@ -155,13 +155,13 @@ def _cells(pieces: Pieces, symbols: list[str], shard: int, room: int) -> str:
     return "".join(symbols[kind] for kind in kinds)
 
 
-def _legend(layout: BufferLayout, kinds: list[_Kind], height: int) -> list[str]:
+def _legend(layout: BufferLayout, kinds: list[_TensorKind], height: int) -> list[str]:
     table = [("", "tensor", "shape", "block", "elements", "ranks")]
     head, hidden, tail = ends(kinds, height)
     for kind in (*head, *tail):
         numel = sum(tensor.numel for tensor in kind.members)
         ranks = f"{kind.first_rank}-{kind.last_rank}" if kind.first_rank < kind.last_rank else str(kind.first_rank)
-        table.append((kind.symbol, _name(kind), _shape(kind), _block(kind), f"{numel:,}", ranks))
+        table.append((kind.symbol, _kind_name(kind), _kind_shape(kind), _block(kind), f"{numel:,}", ranks))
     gaps = layout.gaps
     if gaps:
         ranks = f"{gaps[0][0] // layout.shard_numel}-{(gaps[-1][1] - 1) // layout.shard_numel}"
@@ -177,15 +177,15 @@ def _legend(layout: BufferLayout, kinds: list[_Kind], height: int) -> list[str]:
     return lines
 
 
-def _name(kind: _Kind) -> str:
+def _kind_name(kind: _TensorKind) -> str:
     return kind.name if len(kind.members) == 1 else f"{kind.name} ({len(kind.members):,} tensors)"
 
 
-def _shape(kind: _Kind) -> str:
+def _kind_shape(kind: _TensorKind) -> str:
     return "various" if kind.symbol == _OTHERS else str(kind.members[0].shape)
 
 
-def _block(kind: _Kind) -> str:
+def _block(kind: _TensorKind) -> str:
     if kind.symbol == _OTHERS:
         return ""
     first = kind.members[0]
@@ -194,7 +194,7 @@ def _block(kind: _Kind) -> str:
 
 # --- SVG -----------------------------------------------------------------------------------------------------------
 
-_LEFT, _WIDTH, _HEIGHT = 120, 960, 20  # Pixels: left edge of the shards, width of a shard, height of a row.
+_SHARDS_LEFT, _SHARD_WIDTH, _HEIGHT = 120, 960, 20  # Pixels: left edge of the shards, width of a shard, height of a row.
 _DEFINITIONS = """<defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="6" height="6" fill="#ffffff"/><rect width="2" height="6" fill="#000000"/></pattern></defs>"""
 
@@ -217,24 +217,24 @@ def draw_svg(layout: BufferLayout, title: str, height: int = 64) -> str:
         top += _HEIGHT
     top += _HEIGHT
     head_kinds, hidden_kinds, tail_kinds = ends(list(enumerate(kinds)), height)
-    entries = [(number, f"{_name(kind)} {_shape(kind)}") for number, kind in (*head_kinds, *tail_kinds)]
+    entries = [(number, f"{_kind_name(kind)} {_kind_shape(kind)}") for number, kind in (*head_kinds, *tail_kinds)]
     if hidden_kinds:
         entries.insert(len(head_kinds), (_PADDING_KIND - 1, f"... {hidden_kinds:,} more kinds of tensors"))
     for number, text in [*entries, (_PADDING_KIND, f"padding, {layout.padding_numel:,} elements")]:
         if number >= _PADDING_KIND:
-            body.append(f'<rect x="{_LEFT}" y="{top}" width="24" height="16" fill="{_fill(number)}" stroke="#000000"/>')
-        body.append(_label(_LEFT + 32, top + 13, text))
+            body.append(f'<rect x="{_SHARDS_LEFT}" y="{top}" width="24" height="16" fill="{_fill(number)}" stroke="#000000"/>')
+        body.append(_label(_SHARDS_LEFT + 32, top + 13, text))
         top += _HEIGHT
-    size = f'width="{_LEFT + _WIDTH + 16}" height="{top + 8}"'
+    size = f'width="{_SHARDS_LEFT + _SHARD_WIDTH + 16}" height="{top + 8}"'
     paper = f'<rect {size} fill="#ffffff"/>'
     font = 'font-family="sans-serif" font-size="12"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>', _DEFINITIONS, paper, *body, "</svg>", ""])
 
 
-def _piece(piece: tuple[int, int, int], kinds: list[_Kind], shard: int, top: int) -> str:
+def _piece(piece: tuple[int, int, int], kinds: list[_TensorKind], shard: int, top: int) -> str:
     kind, start, stop = piece
     name = "padding" if kind == _PADDING_KIND else kinds[kind].name
-    x, width = _LEFT + _WIDTH * start / shard, max(_WIDTH * (stop - start) / shard, 0.5)
+    x, width = _SHARDS_LEFT + _SHARD_WIDTH * start / shard, max(_SHARD_WIDTH * (stop - start) / shard, 0.5)
     return (
         f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_HEIGHT - 3}" fill="{_fill(kind)}" stroke="#000000" '
         f'stroke-width="0.3"><title>{escape(name)}: elements {start:,} to {stop:,} of the shard</title></rect>'

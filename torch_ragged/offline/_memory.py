@@ -13,13 +13,13 @@ import torch
 from torch_ragged.fsdp.files._mapped_file import MAPPED_IN_MEMORY
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, WINDOWS
 from torch_ragged.fsdp.offload._tiers import WINDOW_NUMEL
-from torch_ragged.offline._model_plan import Sharding
+from torch_ragged.offline._model_plan import Sizes
 
 __all__ = [
     "Budget",
-    "Collective",
+    "CollectiveBytes",
     "Fit",
-    "Memory",
+    "RankMemory",
     "Precision",
     "collectives",
     "offload_fits",
@@ -53,7 +53,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveBytes:
     """Bytes of one kind of collective.
 
     Attributes:
@@ -66,7 +66,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes per rank, padding included. Activations, and buffers that exist during one layer only, are not counted."""
 
     parameters: int
@@ -78,7 +78,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def collectives(sharding: Sharding, precision: Precision, replicas: int = 1) -> dict[str, Collective]:
+def collectives(sharding: Sizes, precision: Precision, replicas: int = 1) -> dict[str, CollectiveBytes]:
     """Bytes of the buffers of collectives, padding included.
 
     An all-gather fills the whole buffer of a group, all shards of it. A reduce-scatter reads the whole buffer. If there are
@@ -87,15 +87,15 @@ def collectives(sharding: Sharding, precision: Precision, replicas: int = 1) -> 
     largest, total = sharding.largest_shard_numel, sharding.shard_numel
     param, reduce = precision.param.itemsize, precision.reduce.itemsize
     moved = {
-        "all_gather": Collective(sharding.whole(largest) * param, sharding.whole(total) * param),
-        "reduce_scatter": Collective(sharding.whole(largest) * reduce, sharding.whole(total) * reduce),
+        "all_gather": CollectiveBytes(sharding.whole(largest) * param, sharding.whole(total) * param),
+        "reduce_scatter": CollectiveBytes(sharding.whole(largest) * reduce, sharding.whole(total) * reduce),
     }
     if replicas > 1:
-        moved["all_reduce"] = Collective(largest * reduce, total * reduce)
+        moved["all_reduce"] = CollectiveBytes(largest * reduce, total * reduce)
     return moved
 
 
-def zero_memory(sharding: Sharding, precision: Precision) -> dict[int, Memory]:
+def zero_memory(sharding: Sizes, precision: Precision) -> dict[int, RankMemory]:
     """Memory per rank by ZeRO stage.
 
     Stage 1 shards the optimizer's values, stage 2 also the gradients, stage 3 also the parameters. Unsharded values count as
@@ -107,17 +107,17 @@ def zero_memory(sharding: Sharding, precision: Precision) -> dict[int, Memory]:
     optimizer = shard * precision.states * precision.optimizer.itemsize
     param, reduce = precision.param.itemsize, precision.reduce.itemsize
     return {
-        1: Memory(whole * param, whole * reduce, optimizer),
-        2: Memory(whole * param, shard * reduce, optimizer),
-        3: Memory(shard * param, shard * reduce, optimizer),
+        1: RankMemory(whole * param, whole * reduce, optimizer),
+        2: RankMemory(whole * param, shard * reduce, optimizer),
+        3: RankMemory(shard * param, shard * reduce, optimizer),
     }
 
 
-def weighted_memory(sharding: Sharding, precision: Precision) -> dict[int, Memory]:
+def weighted_memory(sharding: Sizes, precision: Precision) -> dict[int, RankMemory]:
     """Memory under ZeRO-3 of a rank of each weight, the largest one first."""
     largest, own = max(sharding.weights), zero_memory(sharding, precision)[3]
     return {
-        weight: Memory(*(part * weight // largest for part in (own.parameters, own.gradients, own.optimizer)))
+        weight: RankMemory(*(part * weight // largest for part in (own.parameters, own.gradients, own.optimizer)))
         for weight in sorted(set(sharding.weights), reverse=True)
     }
 
@@ -148,7 +148,7 @@ class Fit:
     used: Budget | None
 
 
-def offload_fits(sharding: Sharding, precision: Precision, budget: Budget) -> dict[str, Fit]:
+def offload_fits(sharding: Sizes, precision: Precision, budget: Budget) -> dict[str, Fit]:
     """What fits on an accelerator: without offload, and by each kind of ``Offload``, that of the least traffic first.
 
     If the optimizer's dtype is wider than the parameters', one of the optimizer's values is the master copy. It is the sharded

@@ -15,7 +15,7 @@ from torch_ragged.offline._models import Model
 from torch_ragged.offline._peers import RowBuffer, fsdp2_shard
 from torch_ragged.offline._shapes import Parameter
 
-__all__ = ["GroupKind", "ModelPlan", "ModelPlanner", "Policy", "Sharding", "granularity_policy", "tensor_specs"]
+__all__ = ["GroupKind", "ModelPlan", "ModelPlanner", "Policy", "Sizes", "granularity_policy", "tensor_specs"]
 
 Policy = Callable[[Parameter], Granularity]
 
@@ -58,7 +58,7 @@ class GroupKind:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class Sizes:
     """The shard sizes of a model in one scheme.
 
     Attributes:
@@ -108,17 +108,17 @@ class ModelPlan:
 
     kinds: tuple[GroupKind, ...]
     layouts: tuple[BufferLayout, ...]
-    ragged: Sharding
-    bound: Sharding
-    fsdp2: Sharding
-    lcm: Sharding
+    ragged: Sizes
+    bound: Sizes
+    fsdp2: Sizes
+    lcm: Sizes
 
     @property
     def ranks(self) -> int:
         return self.ragged.ranks
 
     @property
-    def schemes(self) -> dict[str, Sharding]:
+    def schemes(self) -> dict[str, Sizes]:
         return {"torch_ragged": self.ragged, "FSDP2": self.fsdp2, "LCM": self.lcm}
 
     def group_layouts(self) -> dict[str, BufferLayout]:
@@ -158,8 +158,8 @@ class ModelPlanner:
             lcm=self._sharding(ranks, [buffer.shard(ranks) for buffer in self._row_buffers]),
         )
 
-    def _sharding(self, ranks: int, shards: Sequence[int], weights: tuple[int, ...] = ()) -> Sharding:
-        return Sharding(ranks, self._numel, tuple((len(kind.names), shard) for kind, shard in zip(self.kinds, shards)), weights)
+    def _sharding(self, ranks: int, shards: Sequence[int], weights: tuple[int, ...] = ()) -> Sizes:
+        return Sizes(ranks, self._numel, tuple((len(kind.names), shard) for kind, shard in zip(self.kinds, shards)), weights)
 
 
 def _group_kinds(model: Model, policy: Policy) -> tuple[GroupKind, ...]:

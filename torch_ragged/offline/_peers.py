@@ -22,7 +22,7 @@ def fsdp2_shard(tensors: Sequence[TensorSpec], ranks: int) -> int:
     ceil(shape[0] / ranks) slices. FSDP2 has no blocks, so the blocks of ``tensors`` have no effect. FSDP2 refuses a 0-D tensor;
     here, it counts as a tensor of shape (1,).
     """
-    return sum(-(-_slices(tensor) // ranks) * _slice_numel(tensor) for tensor in tensors)
+    return sum(-(-_slice_count(tensor) // ranks) * _slice_numel(tensor) for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _pack_large(tensors: Sequence[TensorSpec], cell: int) -> tuple[dict[int, int
     return offsets, rooms, cells
 
 
-def _slices(tensor: TensorSpec) -> int:
+def _slice_count(tensor: TensorSpec) -> int:
     return tensor.shape[0] if tensor.shape else 1
 
 

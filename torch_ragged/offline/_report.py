@@ -67,20 +67,20 @@ class Report:
         if replicas > 1:
             title.append(f"{replicas:,} replicas: the world is {replicas:,} times the FSDP size")
         tables = [
-            _table("Padding, % of the parameters", self._padding_rows()),
-            _table("Bytes per collective: of the largest group, and of all groups together", self._collective_rows()),
-            _table("Memory per rank: torch_ragged's, and the totals of the others", self._memory_rows()),
+            _grid("Padding, % of the parameters", self._padding_rows()),
+            _grid("Bytes per collective: of the largest group, and of all groups together", self._collective_rows()),
+            _grid("Memory per rank: torch_ragged's, and the totals of the others", self._memory_rows()),
         ]
         for plan in self.plans:
             if plan.ragged.weights:
-                tables.append(_table("Memory of each rank, ZeRO-3, in proportion to weights", self._weight_rows(plan)))
+                tables.append(_grid("Memory of each rank, ZeRO-3, in proportion to weights", self._weight_rows(plan)))
         if self.budget is not None:
             given = ", ".join(f"{bytes_text(value)} {where}" for where, value in self._tiers(self.budget).items())
             title_of_offload = f"Offload, ZeRO-3, {given} per rank: parameters of the largest model, and what this one needs"
-            tables.append(_table(title_of_offload, self._offload_rows(self.budget)))
+            tables.append(_grid(title_of_offload, self._offload_rows(self.budget)))
         if self.muon is not None:
             title_of_muon = "Muon's matrices under muon_policy, blocks only, modelled: ms per step, work relative to the mean"
-            tables.append(_table(title_of_muon, self._muon_rows(self.muon)))
+            tables.append(_grid(title_of_muon, self._muon_rows(self.muon)))
         last = "\n".join([*self._recommendation(), *self.advice])
         return "\n\n".join(["\n".join(title), *tables, *([last] if last else [])])
 
@@ -261,7 +261,7 @@ def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _table(title: str, rows: Sequence[dict[str, str]]) -> str:
+def _grid(title: str, rows: Sequence[dict[str, str]]) -> str:
     columns = dict.fromkeys(name for row in rows for name in row)
     lines = [list(columns), *([row.get(name, "") for name in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]

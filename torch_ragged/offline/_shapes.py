@@ -64,7 +64,7 @@ class Config:
         return set(value)
 
 
-def _linear(name: str, out: int, into: int, bias: bool = False, expert: bool = False) -> list[Parameter]:
+def _linear_params(name: str, out: int, into: int, bias: bool = False, expert: bool = False) -> list[Parameter]:
     weight = Parameter(f"{name}.weight", (out, into), expert)
     return [weight, Parameter(f"{name}.bias", (out,))] if bias else [weight]
 
@@ -75,9 +75,9 @@ def _norm(name: str, size: int) -> list[Parameter]:
 
 def _gated_mlp(name: str, hidden: int, inner: int, bias: bool = False, expert: bool = False) -> list[Parameter]:
     return [
-        *_linear(f"{name}.gate_proj", inner, hidden, bias, expert),
-        *_linear(f"{name}.up_proj", inner, hidden, bias, expert),
-        *_linear(f"{name}.down_proj", hidden, inner, bias, expert),
+        *_linear_params(f"{name}.gate_proj", inner, hidden, bias, expert),
+        *_linear_params(f"{name}.up_proj", inner, hidden, bias, expert),
+        *_linear_params(f"{name}.down_proj", hidden, inner, bias, expert),
     ]
 
 
@@ -87,10 +87,10 @@ def _attention(config: Config, qkv_bias: bool, out_bias: bool, qk_norm: bool = F
     groups = config.count("num_key_value_heads", heads)
     head = config.count("head_dim", head_dim or hidden // heads)
     return [
-        *_linear("self_attn.q_proj", heads * head, hidden, qkv_bias),
-        *_linear("self_attn.k_proj", groups * head, hidden, qkv_bias),
-        *_linear("self_attn.v_proj", groups * head, hidden, qkv_bias),
-        *_linear("self_attn.o_proj", hidden, heads * head, out_bias),
+        *_linear_params("self_attn.q_proj", heads * head, hidden, qkv_bias),
+        *_linear_params("self_attn.k_proj", groups * head, hidden, qkv_bias),
+        *_linear_params("self_attn.v_proj", groups * head, hidden, qkv_bias),
+        *_linear_params("self_attn.o_proj", hidden, heads * head, out_bias),
         *(_norm("self_attn.q_norm", head) + _norm("self_attn.k_norm", head) if qk_norm else []),
     ]
 
@@ -100,49 +100,49 @@ def _latent_attention(config: Config) -> list[Parameter]:
     hidden, heads, bias = config.count("hidden_size"), config.count("num_attention_heads"), config.flag("attention_bias")
     nope, rope = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
     value, kv_rank, q_rank = config.count("v_head_dim"), config.count("kv_lora_rank"), config.count("q_lora_rank", 0, 0)
-    queries = _linear("self_attn.q_proj", heads * (nope + rope), hidden)
+    queries = _linear_params("self_attn.q_proj", heads * (nope + rope), hidden)
     if q_rank:
         queries = [
-            *_linear("self_attn.q_a_proj", q_rank, hidden, bias),
+            *_linear_params("self_attn.q_a_proj", q_rank, hidden, bias),
             *_norm("self_attn.q_a_layernorm", q_rank),
-            *_linear("self_attn.q_b_proj", heads * (nope + rope), q_rank),
+            *_linear_params("self_attn.q_b_proj", heads * (nope + rope), q_rank),
         ]
     return [
         *queries,
-        *_linear("self_attn.kv_a_proj_with_mqa", kv_rank + rope, hidden, bias),
+        *_linear_params("self_attn.kv_a_proj_with_mqa", kv_rank + rope, hidden, bias),
         *_norm("self_attn.kv_a_layernorm", kv_rank),
-        *_linear("self_attn.kv_b_proj", heads * (nope + value), kv_rank),
-        *_linear("self_attn.o_proj", hidden, heads * value, bias),
+        *_linear_params("self_attn.kv_b_proj", heads * (nope + value), kv_rank),
+        *_linear_params("self_attn.o_proj", hidden, heads * value, bias),
     ]
 
 
-def _decoder(config: Config, block: Callable[[int], list[Parameter]]) -> Groups:
+def _decoder_groups(config: Config, block: Callable[[int], list[Parameter]]) -> Groups:
     """An embedding, one block of ``block(layer)`` and two norms per layer, a last norm, and a head unless it is tied."""
     hidden, vocabulary = config.count("hidden_size"), config.count("vocab_size")
     groups = {}
     for layer in range(config.count("num_hidden_layers")):
         own = block(layer) + _norm("input_layernorm", hidden) + _norm("post_attention_layernorm", hidden)
         groups[f"model.layers.{layer}"] = [one._replace(name=f"model.layers.{layer}.{one.name}") for one in own]
-    head = [] if config.flag("tie_word_embeddings") else _linear("lm_head", vocabulary, hidden)
-    groups["rest"] = [*_linear("model.embed_tokens", vocabulary, hidden), *_norm("model.norm", hidden), *head]
+    head = [] if config.flag("tie_word_embeddings") else _linear_params("lm_head", vocabulary, hidden)
+    groups["rest"] = [*_linear_params("model.embed_tokens", vocabulary, hidden), *_norm("model.norm", hidden), *head]
     return groups
 
 
 def _llama(config: Config) -> Groups:
     bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
     sizes = config.count("hidden_size"), config.count("intermediate_size")
-    return _decoder(config, lambda _: _attention(config, bias, bias) + _gated_mlp("mlp", *sizes, mlp_bias))
+    return _decoder_groups(config, lambda _: _attention(config, bias, bias) + _gated_mlp("mlp", *sizes, mlp_bias))
 
 
 def _qwen2(config: Config) -> Groups:
     sizes = config.count("hidden_size"), config.count("intermediate_size")
-    return _decoder(config, lambda _: _attention(config, True, False) + _gated_mlp("mlp", *sizes))
+    return _decoder_groups(config, lambda _: _attention(config, True, False) + _gated_mlp("mlp", *sizes))
 
 
 def _qwen3(config: Config) -> Groups:
     bias = config.flag("attention_bias")
     sizes = config.count("hidden_size"), config.count("intermediate_size")
-    return _decoder(config, lambda _: _attention(config, bias, bias, True, 128) + _gated_mlp("mlp", *sizes))
+    return _decoder_groups(config, lambda _: _attention(config, bias, bias, True, 128) + _gated_mlp("mlp", *sizes))
 
 
 def _qwen3_moe(config: Config) -> Groups:
@@ -154,18 +154,18 @@ def _qwen3_moe(config: Config) -> Groups:
         if layer in dense_layers or (layer + 1) % config.count("decoder_sparse_step", 1):
             return attention + _gated_mlp("mlp", hidden, config.count("intermediate_size"))
         routed = [one for i in range(experts) for one in _gated_mlp(f"mlp.experts.{i}", hidden, inner, expert=True)]
-        return attention + _linear("mlp.gate", experts, hidden) + routed
+        return attention + _linear_params("mlp.gate", experts, hidden) + routed
 
-    return _decoder(config, block)
+    return _decoder_groups(config, block)
 
 
 def _mixtral(config: Config) -> Groups:
     hidden, inner, experts = (config.count(name) for name in ("hidden_size", "intermediate_size", "num_local_experts"))
-    moe = _linear("block_sparse_moe.gate", experts, hidden)
+    moe = _linear_params("block_sparse_moe.gate", experts, hidden)
     for i in range(experts):
         for name, out, into in (("w1", inner, hidden), ("w2", hidden, inner), ("w3", inner, hidden)):
-            moe += _linear(f"block_sparse_moe.experts.{i}.{name}", out, into, expert=True)
-    return _decoder(config, lambda _: _attention(config, False, False) + moe)
+            moe += _linear_params(f"block_sparse_moe.experts.{i}.{name}", out, into, expert=True)
+    return _decoder_groups(config, lambda _: _attention(config, False, False) + moe)
 
 
 def _deepseek_v3(config: Config) -> Groups:
@@ -180,7 +180,7 @@ def _deepseek_v3(config: Config) -> Groups:
         both = _gated_mlp("mlp.shared_experts", hidden, shared * inner, expert=True) if shared else []
         return _latent_attention(config) + routed + gate + both
 
-    return _decoder(config, block)
+    return _decoder_groups(config, block)
 
 
 def _gpt_oss(config: Config) -> Groups:
@@ -188,14 +188,14 @@ def _gpt_oss(config: Config) -> Groups:
     hidden, inner, experts = (config.count(name) for name in ("hidden_size", "intermediate_size", "num_local_experts"))
     bias = config.flag("attention_bias", True)
     moe = [
-        *_linear("mlp.router", experts, hidden, bias=True),
+        *_linear_params("mlp.router", experts, hidden, bias=True),
         Parameter("mlp.experts.gate_up_proj", (experts, hidden, 2 * inner), expert=True),
         Parameter("mlp.experts.gate_up_proj_bias", (experts, 2 * inner)),
         Parameter("mlp.experts.down_proj", (experts, inner, hidden), expert=True),
         Parameter("mlp.experts.down_proj_bias", (experts, hidden)),
     ]
     sinks = [Parameter("self_attn.sinks", (config.count("num_attention_heads"),))]
-    return _decoder(config, lambda _: sinks + _attention(config, bias, bias, head_dim=64) + moe)
+    return _decoder_groups(config, lambda _: sinks + _attention(config, bias, bias, head_dim=64) + moe)
 
 
 def gpt_oss_original(config: Config) -> Groups:
@@ -206,14 +206,14 @@ def gpt_oss_original(config: Config) -> Groups:
     block = [
         Parameter("attn.sinks", (heads,)),
         Parameter("attn.norm.scale", (hidden,)),
-        *_linear("attn.qkv", qkv, hidden, bias=True),
-        *_linear("attn.out", hidden, heads * head, bias=True),
+        *_linear_params("attn.qkv", qkv, hidden, bias=True),
+        *_linear_params("attn.out", hidden, heads * head, bias=True),
         Parameter("mlp.mlp1_weight", (experts, 2 * inner, hidden), expert=True),
         Parameter("mlp.mlp1_bias", (experts, 2 * inner)),
         Parameter("mlp.mlp2_weight", (experts, hidden, inner), expert=True),
         Parameter("mlp.mlp2_bias", (experts, hidden)),
         Parameter("mlp.norm.scale", (hidden,)),
-        *_linear("mlp.gate", experts, hidden, bias=True),
+        *_linear_params("mlp.gate", experts, hidden, bias=True),
     ]
     groups = {
         f"block.{layer}": [one._replace(name=f"block.{layer}.{one.name}") for one in block]
@@ -221,9 +221,9 @@ def gpt_oss_original(config: Config) -> Groups:
     }
     vocabulary = config.count("vocab_size")
     groups["rest"] = [
-        *_linear("embedding", vocabulary, hidden),
+        *_linear_params("embedding", vocabulary, hidden),
         Parameter("norm.scale", (hidden,)),
-        *_linear("unembedding", vocabulary, hidden),
+        *_linear_params("unembedding", vocabulary, hidden),
     ]
     return groups
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._kernels._choice import device_of, runs_triton
+from torch_ragged._kernels._choice import on_device_of, runs_triton
 from torch_ragged._register._torch import dtensor_of
 from torch_ragged.optim._base import (
     STEP_NBYTES,
@@ -43,8 +43,8 @@ from torch_ragged.optim._blocks import (
     BlockPolicy,
     Region,
     block_edges,
+    block_layout_of,
     flat_indices,
-    layout_of,
     regions_within,
 )
 from torch_ragged.optim._quantize import BOOKS, code_book, hash32, round_to_bfloat16
@@ -98,7 +98,7 @@ class AdamStep:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _MomentLayout:
     """How a parameter's moments are stored.
 
     Attributes:
@@ -192,7 +192,7 @@ class Adam8bit(RaggedOptimizer):
             raise ValueError(f"{name} code must be one of {BOOKS}, got {code!r}")
         self.policy = policy if policy is not None else type(self).policy
         self.code, self.stochastic_rounding, self.seed = code, stochastic_rounding, seed
-        self._layouts: dict[torch.Tensor, _Layout] = {}
+        self._layouts: dict[torch.Tensor, _MomentLayout] = {}
         self._indices: dict[torch.Tensor, int] = {}  # Of tensors that stand for parameters of another optimizer.
         self._cuts: dict[torch.Tensor, list[tuple[int, int]]] = {}
         self._has_warned, self._graphs = False, _GraphMemory()
@@ -260,7 +260,7 @@ class Adam8bit(RaggedOptimizer):
         param: torch.Tensor,
         gradient: torch.Tensor,
         group: dict[str, Any],
-        layout: _Layout,
+        layout: _MomentLayout,
         updates: BlockUpdates,
         numbers: Optional[AdamStep],
     ) -> None:
@@ -295,7 +295,7 @@ class Adam8bit(RaggedOptimizer):
         gradient: torch.Tensor,
         state: dict[str, Any],
         numbers: AdamStep,
-        layout: _Layout,
+        layout: _MomentLayout,
         updates: BlockUpdates,
     ) -> None:
         """Add one step of this rank's flat parameter and its 8-bit moments to ``updates``. It is done after their ``run()``."""
@@ -304,7 +304,7 @@ class Adam8bit(RaggedOptimizer):
         moments = Moments(*(local(state[name]).view(-1) for name in names))
         updates.add(layout.regions, numbers, param, gradient, moments)
 
-    def _count_step(self, param: torch.Tensor, group: dict[str, Any], layout: _Layout) -> None:
+    def _count_step(self, param: torch.Tensor, group: dict[str, Any], layout: _MomentLayout) -> None:
         if "step" not in self.state[param]:
             self._init_state(param, group, layout)
         self.state[param]["step"] += 1
@@ -354,7 +354,7 @@ class Adam8bit(RaggedOptimizer):
                 found[number] = replace(all_of_them, step_size=step_size, correction=correction, rounding_key=key)
         return found
 
-    def _init_state(self, param: torch.Tensor, group: dict[str, Any], layout: _Layout) -> None:
+    def _init_state(self, param: torch.Tensor, group: dict[str, Any], layout: _MomentLayout) -> None:
         state = self.state[param]
         state["step"] = new_step(param, group)
         if layout.run is not None:
@@ -476,7 +476,7 @@ class Adam8bit(RaggedOptimizer):
                 if layout.is_blocked:
                     block, _ = self.piece_run(param, "scales", start, stop)
                     regions = regions_within(layout.regions, self.policy, start, stop, block)
-                result._layouts[leaf] = _Layout(layout.is_blocked, regions=tuple(regions), run=(param, start, stop))
+                result._layouts[leaf] = _MomentLayout(layout.is_blocked, regions=tuple(regions), run=(param, start, stop))
         return result
 
     def _edges(self, param: torch.Tensor) -> list[tuple[int, int]] | None:
@@ -493,15 +493,15 @@ class Adam8bit(RaggedOptimizer):
             self._cuts[param] = block_edges(layout.regions, self.policy)
         return self._cuts[param]
 
-    def _layout(self, param: torch.Tensor) -> _Layout:
+    def _layout(self, param: torch.Tensor) -> _MomentLayout:
         if param not in self._layouts:
             self._layouts[param] = self._make_layout(param)
         return self._layouts[param]
 
-    def _make_layout(self, param: torch.Tensor) -> _Layout:
+    def _make_layout(self, param: torch.Tensor) -> _MomentLayout:
         # A kernel needs no limit; on the CPU, temporary tensors should stay in the cache.
-        found = layout_of(param, self.policy, 1 << 48 if param.is_cuda else 1 << 16)
-        return _Layout(False) if found is None else _Layout(True, found.aligned, found.grid, found.regions)
+        found = block_layout_of(param, self.policy, 1 << 48 if param.is_cuda else 1 << 16)
+        return _MomentLayout(False) if found is None else _MomentLayout(True, found.aligned, found.grid, found.regions)
 
     def _warn(self, params: list[torch.Tensor]) -> None:
         self._has_warned = True
@@ -564,11 +564,11 @@ class BlockUpdates:
             books = code_book(self._code, True, device), code_book(self._code, False, device)
             integers = [_integers(region, numbers, tensors) for region, numbers, tensors in updates]
             scalars = [numbers for _, numbers, _ in updates]
-            floats: Any = _columns(scalars, device) if is_on_device else [_floats(numbers) for numbers in scalars]
+            floats: Any = _scalar_columns(scalars, device) if is_on_device else [_floats(numbers) for numbers in scalars]
             keys = [numbers.rounding_key for numbers in scalars]
             of_rounding = _column(keys, device) if is_on_device and is_stochastic else None
             pinned = self._graphs.pinned(len(updates), device) if is_on_device else None
-            with device_of(books[0]):
+            with on_device_of(books[0]):
                 types, is_dynamic = (dtype, gradient_dtype), self._code == "dynamic"
                 read = kernel.step_regions(
                     integers, floats, books, types, self._block, is_dynamic, is_stochastic, of_rounding, pinned
@@ -618,7 +618,7 @@ class _GraphMemory:
         if self._launches:
             from torch_ragged._kernels import _triton_adam8bit as kernel
 
-            width, before, self._spare = len(kernel.INTEGERS), self._spare, {}
+            width, before, self._spare = len(kernel.INTEGER_FIELDS), self._spare, {}
             for key, count in self._launches.items():
                 tables = before.get(key, [])[:count]
                 missing = count - len(tables)
@@ -638,8 +638,8 @@ class _GraphMemory:
             self._kept.append(tensors)
 
 
-def _columns(scalars: Sequence[AdamStep], device: torch.device) -> torch.Tensor:
-    """The floats of the kernel's ``FLOATS``, a row for each region, made on the device."""
+def _scalar_columns(scalars: Sequence[AdamStep], device: torch.device) -> torch.Tensor:
+    """The floats of the kernel's ``FLOAT_FIELDS``, a row for each region, made on the device."""
     return torch.stack([_column(values, device) for values in zip(*map(_floats, scalars))], 1).float()
 
 
@@ -655,7 +655,7 @@ def _column(values: Sequence[Any], device: torch.device) -> torch.Tensor:
 
 
 def _integers(region: Region, numbers: AdamStep, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
-    """The integers of a region for the kernel: its ``INTEGERS`` without the first, ``program``."""
+    """The integers of a region for the kernel: its ``INTEGER_FIELDS`` without the first, ``program``."""
     firsts = (region.start, region.start, region.start, region.first_block, region.start, region.first_block)
     addresses = (tensor.data_ptr() + first * tensor.element_size() for tensor, first in zip(tensors, firsts))
     rows, columns = region.sizes[1:]

@@ -106,7 +106,7 @@ def decoded(
     region: Region, block: tuple[int, int], codes: torch.Tensor, scales: torch.Tensor, code: str, signed: bool
 ) -> torch.Tensor:
     """The float32 moment of a region, as :func:`blocks_of` has it, of flat local ``codes`` and ``scales``."""
-    moment = dequantize(blocks_of(region, codes, block), _scales_of(region, scales), code_book(code, signed, codes.device))
+    moment = dequantize(blocks_of(region, codes, block), _region_scales(region, scales), code_book(code, signed, codes.device))
     count, bands, height, across, width = moment.shape
     matrices = moment.view(count, bands * height, across * width)
     matrices[:, region.sizes[1] :] = 0.0  # Padding has code 0, which does not stand for 0.0.
@@ -121,5 +121,5 @@ def encode_to(codes: torch.Tensor, scales: torch.Tensor, region: Region, moment:
     region.scales(scales).copy_(maxima.view(region.grid))
 
 
-def _scales_of(region: Region, scales: torch.Tensor) -> torch.Tensor:
+def _region_scales(region: Region, scales: torch.Tensor) -> torch.Tensor:
     return region.scales(scales).view(-1, region.grid[1], 1, region.grid[2], 1)

@@ -32,7 +32,7 @@ __all__ = [
     "block_edges",
     "flat_indices",
     "grid_placements",
-    "layout_of",
+    "block_layout_of",
     "regions_of",
     "regions_within",
 ]
@@ -238,7 +238,7 @@ class BlockLayout:
     regions: tuple[Region, ...] = ()
 
 
-def layout_of(param: torch.Tensor, policy: BlockPolicy, most: int) -> BlockLayout | None:
+def block_layout_of(param: torch.Tensor, policy: BlockPolicy, most: int) -> BlockLayout | None:
     """The layout of the blocks of ``param``, in regions of about ``most`` elements at most; None if it has no blocks.
 
     The elements of a block beyond the edge of a matrix count, too. No communication.
@@ -284,14 +284,14 @@ def regions_of(placed: Placed, coordinate: tuple[int, ...], policy: BlockPolicy,
 
     Call it only for placements that :func:`grid_placements` accepts: they cut no block.
     """
-    return [part for region in _whole_regions(placed, coordinate, policy) for part in _split(region, policy, most)]
+    return [part for region in _whole_regions(placed, coordinate, policy) for part in _split_region(region, policy, most)]
 
 
 def block_edges(regions: Sequence[Region], policy: BlockPolicy) -> list[tuple[int, int]]:
     """Where a local tensor can be cut between bands of blocks: the element and the block that begin there, and both ends."""
     edges = [(0, 0)]
     for region in regions:
-        for band in _split(region, policy, 1):
+        for band in _split_region(region, policy, 1):
             edges.append((band.start + band.numel, band.first_block + math.prod(band.grid)))
     return edges
 
@@ -306,7 +306,7 @@ def regions_within(regions: Sequence[Region], policy: BlockPolicy, start: int, s
     found = []
     for region in regions:
         is_inside = start <= region.start and region.start + region.numel <= stop
-        for part in [region] if is_inside else _split(region, policy, 1):
+        for part in [region] if is_inside else _split_region(region, policy, 1):
             if start <= part.start and part.start + part.numel <= stop:
                 found.append(replace(part, start=part.start - start, first_block=part.first_block - block))
     return found
@@ -328,7 +328,7 @@ def _whole_regions(placed: Placed, coordinate: tuple[int, ...], policy: BlockPol
         block += math.prod(grid)
 
 
-def _split(region: Region, policy: BlockPolicy, most: int) -> Iterator[Region]:
+def _split_region(region: Region, policy: BlockPolicy, most: int) -> Iterator[Region]:
     """Split a region with more than ``most`` elements: between matrices, or a single matrix between bands of blocks."""
     (count, rows, columns), (_, bands, across) = region.sizes, region.grid
     if region.numel <= most:
@@ -345,7 +345,7 @@ def _split(region: Region, policy: BlockPolicy, most: int) -> Iterator[Region]:
                 region.first_block + first * bands * across,
                 (some, bands, across),
             )
-            yield from _split(part, policy, most)
+            yield from _split_region(part, policy, most)
     else:
         height = policy.block[0]
         per = max(1, most // (height * columns))

@@ -68,7 +68,7 @@ class Placed:
         ``rows`` are the first one and the one behind the last, along the smaller size of the matrix.
         """
         shape = (*(1 for _ in self.shape[:-2]), *self.matrices[-2:])
-        sizes, offsets, strides, start = list(shape), [*_coordinate(position, self.shape[:-2]), 0, 0], row_major(shape), 0
+        sizes, offsets, strides, start = list(shape), [*_coordinate_of(position, self.shape[:-2]), 0, 0], row_major(shape), 0
         if self.segment is not None:
             offsets[self.segment[0]] = self.segment[1]
         if rows is not None:
@@ -89,9 +89,9 @@ class Placed:
         result = []
         for index, held in near:
             peer = list(coordinate)
-            for dim, value in zip(cut_dims, _coordinate(index, sizes)):
+            for dim, value in zip(cut_dims, _coordinate_of(index, sizes)):
                 peer[dim] = value
-            result.append((_rank(peer, self.mesh_shape), held))
+            result.append((_rank_at(peer, self.mesh_shape), held))
         return result
 
     @property
@@ -100,7 +100,7 @@ class Placed:
         return any(isinstance(cut, Whole) and size > 1 for cut, size in zip(self.cuts, self.mesh_shape))
 
 
-def _coordinate(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+def _coordinate_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     """The coordinate of row-major ``index`` in ``shape``."""
     result = []
     for size in reversed(shape):
@@ -109,7 +109,7 @@ def _coordinate(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(result))
 
 
-def _rank(coordinate: Sequence[int], mesh_shape: Sequence[int]) -> int:
+def _rank_at(coordinate: Sequence[int], mesh_shape: Sequence[int]) -> int:
     rank = 0
     for value, size in zip(coordinate, mesh_shape):
         rank = rank * size + value
@@ -120,7 +120,7 @@ def mesh_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
     """This rank's row-major index in the mesh, and the number of ranks; (0, 1) without a mesh."""
     if mesh is None:
         return 0, 1
-    return _rank(mesh.get_coordinate() or (), tuple(mesh.shape)), mesh.size()
+    return _rank_at(mesh.get_coordinate() or (), tuple(mesh.shape)), mesh.size()
 
 
 def shares_of(placed: Sequence[Placed]) -> tuple[float, ...] | None:
@@ -159,12 +159,12 @@ def owners_of(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
     result = []
     for replica in range(replicas):
         start = [0] * len(placed.mesh_shape)
-        for dim, value in zip(whole_dims, _coordinate(replica, [placed.mesh_shape[i] for i in whole_dims])):
+        for dim, value in zip(whole_dims, _coordinate_of(replica, [placed.mesh_shape[i] for i in whole_dims])):
             start[dim] = value
         if along is None or run is None:
             owners = [_owner(placed, position, tuple(start)) for position in range(count)]
         else:
-            owners = [None if o is None else _rank([*start[:run], o, *start[run + 1 :]], placed.mesh_shape) for o in along]
+            owners = [None if o is None else _rank_at([*start[:run], o, *start[run + 1 :]], placed.mesh_shape) for o in along]
         if None in owners or owners != sorted(owners):  # type: ignore[type-var]
             return None
         result.append(tuple(owners))
@@ -306,7 +306,7 @@ class GatherToRoot:
                             flight.scatter.sends[peer] += [(number, there) for _, there in common_parts(held, piece)]
                 continue
             # Each of these ranks receives from one replica only. Every replica that holds a part receives the result.
-            at_rank = _coordinate(rank, placed.mesh_shape)
+            at_rank = _coordinate_of(rank, placed.mesh_shape)
             same_replica = all(a == b for a, b, cut in zip(at_rank, self._coordinate, placed.cuts) if isinstance(cut, Whole))
             if pairs and same_replica:
                 flight.gather.sends[rank] += [(tensor, here) for here, _ in pairs]
@@ -420,7 +420,7 @@ def _add_to_batch(batches: list[Batch], stack: Stack, spot: Spot, rows: tuple[in
     return len(batches) - 1, 0
 
 
-def _view(tensors: Sequence[torch.Tensor], indexed: tuple[int, Part]) -> torch.Tensor:
+def _view_of_part(tensors: Sequence[torch.Tensor], indexed: tuple[int, Part]) -> torch.Tensor:
     index, part = indexed
     flat = tensors[index]
     return flat.as_strided(part.sizes, part.strides, flat.storage_offset() + part.offset)
@@ -440,8 +440,8 @@ def _start(
     Returns the receive buffer, which is filled after a wait, or None if no collective was issued.
     """
     if lane.copies:
-        views = [_view(targets, there) for _, there in lane.copies]
-        values = [_view(sources, here).reshape(view.shape) for (here, _), view in zip(lane.copies, views)]
+        views = [_view_of_part(targets, there) for _, there in lane.copies]
+        values = [_view_of_part(sources, here).reshape(view.shape) for (here, _), view in zip(lane.copies, views)]
         torch._foreach_copy_(views, values)
     if not lane.moves or group is None:
         return None
@@ -449,12 +449,12 @@ def _start(
     packed = torch.empty(sum(part.numel for _, part in outgoing), dtype=dtype, device=device)
     if outgoing:
         slices = packed.split([part.numel for _, part in outgoing])
-        values = [_view(sources, part) for part in outgoing]
+        values = [_view_of_part(sources, part) for part in outgoing]
         torch._foreach_copy_([part.view(value.shape) for part, value in zip(slices, values)], values)
-    return all_to_all(packed, _splits(lane.receives, ranks), _splits(lane.sends, ranks), group)
+    return all_to_all(packed, _splits_of_parts(lane.receives, ranks), _splits_of_parts(lane.sends, ranks), group)
 
 
-def _splits(parts: dict[int, list[tuple[int, Part]]], ranks: int) -> list[int]:
+def _splits_of_parts(parts: dict[int, list[tuple[int, Part]]], ranks: int) -> list[int]:
     return [sum(part.numel for _, part in parts.get(peer, ())) for peer in range(ranks)]
 
 
@@ -465,6 +465,6 @@ def _finish(lane: _Lane, received: torch.Tensor | None, targets: Sequence[torch.
     received = torch.ops._c10d_functional.wait_tensor(received)
     incoming = [part for peer in sorted(lane.receives) for part in lane.receives[peer]]
     if incoming:
-        views = [_view(targets, part) for part in incoming]
+        views = [_view_of_part(targets, part) for part in incoming]
         slices = received.split([part.numel for _, part in incoming])
         torch._foreach_copy_(views, [part.view(view.shape) for part, view in zip(slices, views)])

@@ -215,7 +215,7 @@ class MatrixOptimizer(RaggedOptimizer):
 
     def _plan(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> GatherToRoot:
         stack_groups = [(entries[i][0], entries[i][1]) for i in indices]
-        key = (mesh, tuple(present), tuple((self._kind(group), _segments_of(group)) for _, group in stack_groups))
+        key = (mesh, tuple(present), tuple((self._kind(group), _segments_option(group)) for _, group in stack_groups))
         if key in self._plans:
             return self._plans[key]
         self._assign(indices, present, entries, mesh)
@@ -249,7 +249,7 @@ class MatrixOptimizer(RaggedOptimizer):
 
     def _parts(self, param: torch.Tensor, group: dict[str, Any]) -> list[Placed]:
         """The parameter, or each of its segments."""
-        placed, segments = placed_of(param), _segments_of(group)
+        placed, segments = placed_of(param), _segments_option(group)
         if segments is None:
             return [placed]
         sizes, dim = segments
@@ -261,7 +261,7 @@ class MatrixOptimizer(RaggedOptimizer):
         return Stack(placed.matrices, self._cost(rows, columns, group), owners_of(placed), self._kind(group))
 
 
-def _segments_of(group: dict[str, Any]) -> tuple[tuple[int, ...], int] | None:
+def _segments_option(group: dict[str, Any]) -> tuple[tuple[int, ...], int] | None:
     """The segments of a group. One of a checkpoint may have lists, or no segments at all."""
     segments = group.get("segments")
     return None if segments is None else (tuple(segments[0]), segments[1])

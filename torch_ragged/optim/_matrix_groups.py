@@ -119,7 +119,7 @@ def matrix_groups(
             f"matrix_groups expects the model, an nn.Module, got {type(model).__name__}: pass model, not model.parameters()"
         )
     named = dict(model.named_parameters(remove_duplicate=False))
-    fused = _fused(model, segments or {}, named)
+    fused = _fused_weights(model, segments or {}, named)
     given = {param: "given in segments" for param in fused}
     given.update(dict.fromkeys(_chosen(model, "matrices", matrices, named), "given in matrices"))
     apart = _chosen(model, "adamw", adamw, named)
@@ -218,7 +218,7 @@ def _chosen(model: nn.Module, argument: str, given: Any, named: Mapping[str, nn.
     return chosen
 
 
-def _fused(model: nn.Module, segments: Any, named: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, tuple[Any, int]]:
+def _fused_weights(model: nn.Module, segments: Any, named: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, tuple[Any, int]]:
     """The sizes and the dimension of the segments of fused weights."""
     if not isinstance(segments, Mapping):
         raise TypeError(f'matrix_groups segments must be a dict as {{"qkv.weight": ((64, 16, 16), 0)}}, got {segments!r}')

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged.optim._base import add_scaled, check_numbers, local, scalar, zeros_placed
 from torch_ragged.optim._block_moment import moment_nbytes, moment_shapes, update_moment, zero_moment
-from torch_ragged.optim._blocks import BlockLayout, BlockPolicy, layout_of
+from torch_ragged.optim._blocks import BlockLayout, BlockPolicy, block_layout_of
 from torch_ragged.optim._gather import Batch, Placed
 from torch_ragged.optim._matrix import MatrixOptimizer
 from torch_ragged.optim._newton_schulz import (
@@ -81,7 +81,7 @@ def _scaled(values: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     return (values.to(wide) * factor.to(wide)).to(values.dtype)
 
 
-def _normalized(update: torch.Tensor, moment: torch.Tensor, beta: float) -> torch.Tensor:
+def _normalized_rows(update: torch.Tensor, moment: torch.Tensor, beta: float) -> torch.Tensor:
     """NorMuon's step: each row divided by the root of its averaged mean square; the norm of the matrix stays.
 
     ``update`` must have new, row-major memory.
@@ -293,7 +293,7 @@ class Muon(RootStateOptimizer):
         key = param, tuple(param.placements) if isinstance(param, DTensor) else (), block
         if key not in self._layouts:
             policy = BlockPolicy(block)
-            layout = layout_of(param, policy, _MOST["cuda" if param.is_cuda else "cpu"])
+            layout = block_layout_of(param, policy, _MOST["cuda" if param.is_cuda else "cpu"])
             if layout is not None and layout.aligned is not None:
                 raise ValueError(
                     f"{type(self).__name__} momentum_block {block}: blocks of a parameter of shape {tuple(param.shape)} are "
@@ -368,7 +368,7 @@ class Muon(RootStateOptimizer):
                 (moment,) = self._at_root(params, spot, groups[params[spot.stack]]).values()
                 # New row-major memory: the bits of sums depend on strides, which are those of the batch.
                 rows = update.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-                update.copy_(_normalized(rows, moment, beta))
+                update.copy_(_normalized_rows(rows, moment, beta))
         return updates
 
     def _share(self, batch: Batch, matrices: torch.Tensor) -> Generator[torch.Tensor, None, torch.Tensor]:

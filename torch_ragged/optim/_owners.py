@@ -96,7 +96,7 @@ class MuonPolicy(GroupPolicy):
         best: tuple[float, Any, Owners, _Loads] | None = None
         for limit in (0, *sizes):
             whole = [flag and math.prod(shape[-2:]) <= limit for shape, flag in zip(shapes, mine)]
-            units = [_whole(shape) if w else unit for shape, w, unit in zip(shapes, whole, uncut)]
+            units = [_whole_granularity(shape) if w else unit for shape, w, unit in zip(shapes, whole, uncut)]
             layout = without if not any(whole) else plan(units)
             padding = ranks * (layout.shard_numel - without.shard_numel)
             padding_time = padding / ranks * (ranks - 1) * self.sent_bytes / self.bandwidth
@@ -184,7 +184,7 @@ class _Loads:
         return max(self.owned.max().item(), self.total / len(self.owned), self.largest)
 
 
-def _whole(shape: tuple[int, ...]) -> Granularity:
+def _whole_granularity(shape: tuple[int, ...]) -> Granularity:
     return tensor() if len(shape) == 2 else rows(shape[-2])
 
 

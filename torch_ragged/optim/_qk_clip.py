@@ -253,7 +253,7 @@ class QKClip:
         self._watched, self._modules = [None] * len(modules), [type(module).__name__ for module in modules]
         handles = []
         for index, (module, first) in enumerate(zip(modules, firsts)):
-            mode = _Watch(functools.partial(self._note, index, first), self.layers[index].heads, first is None)
+            mode = _AttentionWatch(functools.partial(self._note, index, first), self.layers[index].heads, first is None)
             handles.append(module.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None))
             handles.append(
                 module.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), always_call=True)
@@ -441,7 +441,7 @@ def _maxima_of(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(is_shifted, -torch.inf, logits.amax((0, 2, 3)).float())
 
 
-class _Watch(TorchDispatchMode):
+class _AttentionWatch(TorchDispatchMode):
     """While a module computes: notes the maxima of its attention.
 
     It sees ATen operations. A function mode would not see what functions such as ``F.multi_head_attention_forward`` call: it is

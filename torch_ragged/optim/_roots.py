@@ -38,7 +38,7 @@ FLIGHT_BYTES = 2**28
 """With more matrices, a step has up to ``MOST_FLIGHTS`` of at least so many bytes, whose transfer still takes much longer than
 the latency of a collective. Only the first gather and the last scatter have no computation to overlap with."""
 
-_CLOSE = 1.02
+_CLOSE_TIMES = 1.02
 """Two times whose ratio is smaller are taken for equal: the model is not more exact."""
 
 
@@ -148,20 +148,20 @@ def assign_roots(stacks: Sequence[Stack], ranks: int, shares: Optional[Sequence[
 
     mean = sum(stack.cost * stack.count for stack in stacks) / ranks
     best = tuple(1 for _ in kinds)
-    if time_of(best) > _CLOSE * mean:  # One change may make it worse, and several better: so there are several starts.
+    if time_of(best) > _CLOSE_TIMES * mean:  # One change may make it worse, and several better: so there are several starts.
         limits = [mean / 2**halvings for halvings in range(4)]
         starts = [
             tuple(next((n for n in splits if cost / n <= limit), splits[-1]) for (cost, _), splits in zip(kinds, legal))
             for limit in limits
         ]
         best = min([best, *starts], key=time_of)
-    while time_of(best) > _CLOSE * mean:
+    while time_of(best) > _CLOSE_TIMES * mean:
         changed = [(*best[:index], split, *best[index + 1 :]) for index, splits in enumerate(legal) for split in splits]
         shortest = min([best, *changed], key=time_of)
         if shortest == best:
             break
         best = shortest
-    about = _CLOSE * time_of(best)
+    about = _CLOSE_TIMES * time_of(best)
     return min((roots for roots in found.values() if roots.time <= about), key=lambda roots: (roots.exchange, roots.time))
 
 
@@ -216,7 +216,7 @@ def _assign(stacks: Sequence[Stack], shares: Sequence[float]) -> Roots:
 def _time(stacks: Sequence[Stack], of: Sequence[Sequence[int]], ranks: int) -> float:
     """When the last rank ends: while one of two flights exchanges rows, the other one is computed."""
     work, exchange = ([[0.0] * FLIGHTS for _ in range(ranks)] for _ in range(2))
-    in_flights = _fill_flights(stacks, _in_order(stacks, of), FLIGHTS, 0, None)
+    in_flights = _fill_flights(stacks, _matrices_in_order(stacks, of), FLIGHTS, 0, None)
     assert in_flights is not None  # There is no limit.
     for stack, roots, flights in zip(stacks, of, in_flights):
         for root, flight in zip(roots, flights):
@@ -248,7 +248,7 @@ def split_flights(
                 f"a matrix of {stack.matrix[0]} x {stack.matrix[1]} elements takes {size:,} bytes at its root, more than "
                 f"max_root_bytes={max_root_bytes:,}: raise the limit, or keep this parameter out of the matrix groups"
             )
-    matrices = _in_order(stacks, of)
+    matrices = _matrices_in_order(stacks, of)
     counts: Counter[int] = Counter()
     nbytes: Counter[int] = Counter()
     for index, _, team in matrices:
@@ -267,7 +267,7 @@ def split_flights(
     raise AssertionError("unreachable: with enough flights, every matrix has one of its own")
 
 
-def _in_order(stacks: Sequence[Stack], of: Sequence[Sequence[int]]) -> list[tuple[int, int, range]]:
+def _matrices_in_order(stacks: Sequence[Stack], of: Sequence[Sequence[int]]) -> list[tuple[int, int, range]]:
     """All matrices, with the ranks that compute each, in the order in which they are assigned to flights.
 
     Matrices that several ranks share come first: these ranks must agree on their flight.

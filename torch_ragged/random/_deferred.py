@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged.random._recording import ORIGIN, DeferredTensor, Origin, Recorder, check_draws, ends, has_fakes
+from torch_ragged.random._recording import ORIGIN, DeferredTensor, Origin, Recorder, check_draws, has_fakes, known_ends
 from torch_ragged.random._replay import Target, replay, state_at, whole_box
-from torch_ragged.random._tape import Entry, Part, Tape, read_state, write_state
+from torch_ragged.random._tape import Entry, StoragePart, Tape, read_state, write_state
 from torch_ragged.tensor._from_meta import FromMeta
 from torch_ragged.tensor._random import Holding
 
@@ -27,7 +27,7 @@ __all__ = ["deferred_init", "is_deferred", "materialize"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_whole: WeakKeyDictionary[nn.Module, dict[str, DeferredTensor]] = WeakKeyDictionary()
+_wholes: WeakKeyDictionary[nn.Module, dict[str, DeferredTensor]] = WeakKeyDictionary()
 """For each module that deferred_init made: its parameters and buffers by name, as they were before it was sharded."""
 _MADE = "_materialized_as"  # The attribute of a parameter that another module may be tied to.
 
@@ -130,7 +130,7 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
     """
     tensors = dict(_meta_tensors(module))
     origins, problem = _find_origins(tensors)
-    tapes = {whole.recorder.tape for each in module.modules() for whole in _whole.get(each, {}).values()}
+    tapes = {whole.recorder.tape for each in module.modules() for whole in _wholes.get(each, {}).values()}
     _agree_on_starts(tensors, origins, problem)
     if problem is not None:  # No tensor is a DTensor.
         raise problem
@@ -139,12 +139,12 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
     for tensor, origin in made:
         targets.setdefault(origin.tape, []).append(_target(tensor, origin.part))
     for each in module.modules():
-        _whole.pop(each, None)
+        _wholes.pop(each, None)
     for tape, wanted in targets.items():
         with torch.no_grad():
             replay(tape, wanted, until=max(tape.entries, default=-1))
         for device_type, stream in tape.streams.items():
-            end = ends.get((device_type, stream.marker))
+            end = known_ends.get((device_type, stream.marker))
             is_last = end is not None and end.tape is tape  # Not another recording after the same seed.
             if is_last and bytes(read_state(device_type).numpy()) == stream.marker:
                 write_state(device_type, state_at(tape, device_type, stream.end))
@@ -160,7 +160,7 @@ def keep_origins(module: nn.Module) -> None:
     """Note the tensors that wait for :func:`materialize` as they are now: they are about to be sharded."""
     for _, (owner, key, tensor) in _meta_tensors(module):
         if isinstance(tensor, DeferredTensor):
-            _whole.setdefault(owner, {})[key] = tensor
+            _wholes.setdefault(owner, {})[key] = tensor
 
 
 def _registered(recorder: Recorder, fake: torch.Tensor, ordinary: set[str]) -> torch.Tensor:
@@ -192,11 +192,11 @@ def _origin_of(owner: nn.Module, key: str, tensor: torch.Tensor, makers: _Makers
     if origin is not None or not isinstance(tensor, DTensor):
         return origin
     # A parameter that was distributed by hand has no attributes. But ops that distribute have made its local tensor.
-    own, local = _whole.get(owner, {}).get(key), tensor._local_tensor
+    own, local = _wholes.get(owner, {}).get(key), tensor._local_tensor
     if not isinstance(local, DeferredTensor):  # This rank holds nothing.
         return None if own is None else vars(own)[ORIGIN]
     sources = _sources(local, makers)
-    wholes = [own] if own is not None and own.number in sources else [each for all in _whole.values() for each in all.values()]
+    wholes = [own] if own is not None and own.number in sources else [each for all in _wholes.values() for each in all.values()]
     found = {id(vars(each)[ORIGIN]): vars(each)[ORIGIN] for each in wholes if each.recorder is local.recorder}
     fitting = [each for each in found.values() if each.part.storage in sources and each.part.shape == tuple(tensor.shape)]
     return fitting[0] if len(fitting) == 1 else None
@@ -315,7 +315,7 @@ def _allocate(
     return list(made.values())
 
 
-def _target(tensor: torch.Tensor, part: Part) -> Target:
+def _target(tensor: torch.Tensor, part: StoragePart) -> Target:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return Target(part, tensor._local_tensor, Holding(tensor._spec).boxes)

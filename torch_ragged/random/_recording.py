@@ -25,11 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torch_ragged._register._random import check_before_init, forget_tensors
 from torch_ragged.random._replay import prune, values_of
-from torch_ragged.random._tape import End, Entry, Part, Stream, Tape, is_random, read_state, write_state
+from torch_ragged.random._tape import End, Entry, StoragePart, Stream, Tape, read_state, write_state
+from torch_ragged.tensor._ops._rules import is_random
 
-__all__ = ["ORIGIN", "DeferredTensor", "Origin", "Recorder", "check_draws", "ends", "has_fakes"]
+__all__ = ["ORIGIN", "DeferredTensor", "Origin", "Recorder", "check_draws", "known_ends", "has_fakes"]
 
-ends: WeakValueDictionary[tuple[str, bytes], End] = WeakValueDictionary()
+known_ends: WeakValueDictionary[tuple[str, bytes], End] = WeakValueDictionary()
 """Where recordings have left the default generators, by device type and state: as long as anything needs their tapes."""
 _last: dict[str, End] = {}
 """The last of them on each device type: the generator may be there, when no tensor of the tape is left."""
@@ -92,7 +93,7 @@ class Recorder(TorchDispatchMode):
 
     # --- tensors ----------------------------------------------------------------------------------------------------------
 
-    def part(self, tensor: torch.Tensor) -> Part:
+    def part(self, tensor: torch.Tensor) -> StoragePart:
         """The part of the tape that a tensor shows, which is a fake one or on the meta device."""
         storage = tensor.untyped_storage()
         if not isinstance(tensor, FakeTensor):
@@ -104,7 +105,7 @@ class Recorder(TorchDispatchMode):
                 self.tape.devices.append(tensor.device)
             number = self._numbers[storage._cdata]
         shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-        return Part(number, shape, stride, int(tensor.storage_offset()), tensor.dtype)
+        return StoragePart(number, shape, stride, int(tensor.storage_offset()), tensor.dtype)
 
     def deferred(self, fake: torch.Tensor) -> DeferredTensor:
         """The tensor on the meta device that stands for a fake one."""
@@ -116,14 +117,14 @@ class Recorder(TorchDispatchMode):
                 self._metas[part.storage], self._numbers_of_metas[storage._cdata] = storage, part.storage
             return self.shown(self.plain(part), part)
 
-    def shown(self, plain: torch.Tensor, part: Part) -> DeferredTensor:
+    def shown(self, plain: torch.Tensor, part: StoragePart) -> DeferredTensor:
         """The deferred tensor of a plain one, which :meth:`plain` or a view of it has made."""
         found = torch.Tensor._make_subclass(DeferredTensor, plain)
         vars(found)[ORIGIN] = Origin(self, part)
         found.since = len(self.tape.entries)
         return found
 
-    def plain(self, part: Part) -> torch.Tensor:
+    def plain(self, part: StoragePart) -> torch.Tensor:
         """A plain tensor on the meta device, with the storage of deferred ones."""
         empty = torch.empty(0, dtype=part.dtype, device="meta")
         return empty.set_(self._metas[part.storage], part.offset, part.shape, part.stride)
@@ -195,7 +196,7 @@ class Recorder(TorchDispatchMode):
         for device_type, stream in self.tape.streams.items():
             stream.marker = bytes(read_state(device_type).numpy())
             stream.end = self._point(device_type, stream.marker)
-            end = ends[device_type, stream.marker] = _last[device_type] = End(self.tape, stream.end)
+            end = known_ends[device_type, stream.marker] = _last[device_type] = End(self.tape, stream.end)
             stream.ends.append(end)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -212,7 +213,7 @@ class Recorder(TorchDispatchMode):
     def _written(self, func: Any, args: Any, kwargs: Any) -> frozenset[int]:
         """The storages that the op writes to."""
         found = set()
-        for leaf in written_by(func, args, kwargs):
+        for leaf in written_tensors(func, args, kwargs):
             if isinstance(leaf, FakeTensor):
                 found.add(self.part(leaf).storage)
             else:
@@ -262,7 +263,7 @@ class Recorder(TorchDispatchMode):
 
     def _point(self, device_type: str, marker: bytes) -> Any:
         """The point that the default generator is at, in the state ``marker``."""
-        point = self._points[device_type].get(marker, ends.get((device_type, marker)))
+        point = self._points[device_type].get(marker, known_ends.get((device_type, marker)))
         if point is None and _is_marked(seed_of(device_type)):
             raise RuntimeError(
                 f"deferred_init: the generator on {device_type} was set to a state that an earlier deferred_init had left, "
@@ -347,7 +348,7 @@ class DeferredTensor(torch.Tensor):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         recorders = {id(leaf.recorder): leaf.recorder for leaf in tensors if isinstance(leaf, DeferredTensor)}
         others = [leaf for leaf in tensors if not isinstance(leaf, DeferredTensor)]
-        written = written_by(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         writes = any(isinstance(leaf, DeferredTensor) for leaf in written)
         has_metas = any(leaf.is_meta for leaf in others)
         is_new = kwargs.get("device") is not None and func is not torch.ops.aten._to_copy.default
@@ -389,7 +390,7 @@ class Origin:
     """Where the values of a tensor come from: a part of the tape of a recorder."""
 
     recorder: Recorder
-    part: Part
+    part: StoragePart
 
     @property
     def tape(self) -> Tape:
@@ -482,7 +483,7 @@ def copied(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
     return memo[id(tensor)]
 
 
-def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an op writes to."""
     arguments = {arg.name: value for arg, value in zip(func._schema.arguments, args)} | kwargs
     trains = arguments.get("training", arguments.get("train", True))

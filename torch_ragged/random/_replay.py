@@ -17,17 +17,18 @@ from typing import Any, Optional, Union
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_ragged.random._tape import START, End, Entry, Part, Point, Tape, is_random, read_state, write_state
+from torch_ragged.random._tape import START, End, Entry, Point, StoragePart, Tape, read_state, write_state
 from torch_ragged.tensor._draw import draw_owned
+from torch_ragged.tensor._ops._rules import is_random
 from torch_ragged.tensor._ownership import Box, row_major
 from torch_ragged.tensor._sampler import Sampler, views_of
 
 __all__ = ["Target", "prune", "replay", "state_at", "values_of", "whole_box"]
 
 _aten = torch.ops.aten
-_SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
-_CONSTANTS = "empty zeros ones full empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
-_CONSTANTS += ["empty_strided", "new_empty_strided", "empty_permuted"]
+_SAMPLER_OPS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
+_CONSTANT_OPS = "empty zeros ones full empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
+_CONSTANT_OPS += ["empty_strided", "new_empty_strided", "empty_permuted"]
 # Ops on elements whose bits do not depend on an element's place: processors compute them equally in vectors and one by one. Of
 # exp, log, tanh and others this is not true.
 _EXACT = """abs add bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min clone copy detach div eq erfinv fill floor
@@ -36,7 +37,7 @@ _EXACT = """abs add bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clam
 
 
 @dataclass(frozen=True)
-class Layout:
+class NeededLayout:
     """Which elements of a tensor are needed: those that a rank holds."""
 
     shape: tuple[int, ...]
@@ -48,13 +49,13 @@ class Layout:
 class Target:
     """A tensor to fill: ``local`` gets the elements of ``part`` in ``boxes``, which count from a contiguous ``local``."""
 
-    part: Part
+    part: StoragePart
     local: torch.Tensor
     boxes: tuple[Box, ...]
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.part.shape, self.boxes, tuple(self.local.shape))
+    def layout(self) -> NeededLayout:
+        return NeededLayout(self.part.shape, self.boxes, tuple(self.local.shape))
 
 
 class _Whole:
@@ -63,7 +64,7 @@ class _Whole:
 
 
 _WHOLE = _Whole()
-_Need = Union[Layout, _Whole]
+_Need = Union[NeededLayout, _Whole]
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class _Draw:
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
-    part: Part
-    values: tuple[Part, ...] = ()
+    part: StoragePart
+    values: tuple[StoragePart, ...] = ()
 
 
 def whole_box(shape: Sequence[int]) -> tuple[Box, ...]:
@@ -138,11 +139,11 @@ def values_of(tape: Tape, tree: Any) -> Any:
 
     If random numbers are in them, every random op so far is drawn, once for all calls.
     """
-    parts = list(dict.fromkeys(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Part)))
+    parts = list(dict.fromkeys(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, StoragePart)))
     locals_ = [torch.empty(part.shape, dtype=part.dtype, device=tape.devices[part.storage]) for part in parts]
     replay(tape, [Target(part, local, whole_box(part.shape)) for part, local in zip(parts, locals_)])
     found = dict(zip(parts, locals_))
-    return pytree.tree_map(lambda leaf: found[leaf] if isinstance(leaf, Part) else leaf, tree)
+    return pytree.tree_map(lambda leaf: found[leaf] if isinstance(leaf, StoragePart) else leaf, tree)
 
 
 class _Run:
@@ -174,17 +175,17 @@ class _Run:
                 if not is_needed and not (is_random(entry.op) and _draw_of(entry) is None):
                     continue
                 layout = self.layout_of(entry)
-                reads = [] if layout and _is_constant(entry) else list(entry.parts)
+                reads = [] if layout and _is_constant_entry(entry) else list(entry.parts)
                 for part in (*reads, *(part for part in entry.made if part is not None)):
                     is_scalar = not part.shape and part.storage not in entry.changed
                     is_new |= self.need(part.storage, _WHOLE if layout is None or is_scalar else layout)
 
-    def layout_of(self, entry: Entry) -> Optional[Layout]:
+    def layout_of(self, entry: Entry) -> Optional[NeededLayout]:
         """The layout of the elements that the op can run on by themselves; None if it needs whole tensors."""
         layouts = {self.needs[storage] for storage in entry.changed if storage in self.needs}
-        if len(layouts) != 1 or not isinstance(layout := layouts.pop(), Layout):
+        if len(layouts) != 1 or not isinstance(layout := layouts.pop(), NeededLayout):
             return None
-        if _is_constant(entry):
+        if _is_constant_entry(entry):
             return layout if all(self.is_base(part) for part in entry.made if part is not None) else None
         draw = _draw_of(entry)
         if draw is None and not _is_exact(entry):
@@ -198,17 +199,17 @@ class _Run:
         alone = len(written) == 1 and all(part is written[0] or not part.shape for part in parts) and not others
         return layout if alone and not (draw and draw.values) and self.box_of(written[0]) is not None else None
 
-    def is_base(self, part: Part) -> bool:
+    def is_base(self, part: StoragePart) -> bool:
         """Whether a tensor shows its storage as the op that made it: each element of memory once, in the same order."""
         return part == self.bases.get(part.storage) and _is_dense(part)
 
-    def fits(self, part: Part, layout: Layout) -> bool:
+    def fits(self, part: StoragePart, layout: NeededLayout) -> bool:
         """Whether a tensor's elements are those of the layout, one by one, or it is one value for all."""
         if part.shape == layout.shape and self.is_base(part):
             return self.needs.get(part.storage, layout) == layout
         return not part.shape
 
-    def box_of(self, part: Part) -> Optional[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def box_of(self, part: StoragePart) -> Optional[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Offsets and sizes of the box of its storage's tensor that a view shows; None if it is none, or not in that order."""
         base = self.bases.get(part.storage)
         if base is None or base.dtype != part.dtype or base.offset or not math.prod(part.shape):
@@ -290,7 +291,7 @@ class _Run:
     def _run(self, entry: Entry, is_needed: bool, direct: dict[int, torch.Tensor]) -> None:
         draw = _draw_of(entry) if is_random(entry.op) else None
         if not is_needed and draw is not None:
-            self._draw(entry, draw, Layout(draw.part.shape, (), (0,)), None)
+            self._draw(entry, draw, NeededLayout(draw.part.shape, (), (0,)), None)
             return
         layout = self.layout_of(entry)
         if layout is None:
@@ -302,7 +303,7 @@ class _Run:
                 self.memory[draw.part.storage] = self._new(draw.part, layout, direct)
             self._draw(entry, draw, layout, self.memory[draw.part.storage])
             return
-        if _is_constant(entry):
+        if _is_constant_entry(entry):
             local = self.memory[made[0].storage] = self._new(made[0], layout, direct)
             name = entry.op._schema.name
             if "zeros" in name or "ones" in name:
@@ -321,11 +322,11 @@ class _Run:
             local = self._new(made[0], layout, direct)
             self.memory[made[0].storage] = local.copy_(result) if made[0].storage in direct else result
 
-    def _call(self, entry: Entry, locals_: dict[Part, torch.Tensor]) -> Any:
+    def _call(self, entry: Entry, locals_: dict[StoragePart, torch.Tensor]) -> Any:
         """The op on local tensors; all other parts are values."""
 
         def real(leaf: Any) -> Any:
-            if isinstance(leaf, Part):
+            if isinstance(leaf, StoragePart):
                 return locals_[leaf] if leaf in locals_ else self._tensor(leaf)
             return leaf
 
@@ -343,19 +344,19 @@ class _Run:
 
     def _call_whole(self, entry: Entry) -> Any:
         args, kwargs = pytree.tree_map(
-            lambda leaf: self._tensor(leaf) if isinstance(leaf, Part) else leaf, (entry.args, entry.kwargs)
+            lambda leaf: self._tensor(leaf) if isinstance(leaf, StoragePart) else leaf, (entry.args, entry.kwargs)
         )
         if (generator := kwargs.get("generator")) is not None:
             kwargs["generator"] = self._generator(generator)
         return entry.op(*args, **kwargs)
 
-    def _tensor(self, part: Part) -> torch.Tensor:
+    def _tensor(self, part: StoragePart) -> torch.Tensor:
         """A whole tensor."""
         storage = self.memory[part.storage]
         empty = torch.empty(0, dtype=part.dtype, device=self.tape.devices[part.storage])
         return empty.set_(storage, part.offset, part.shape, part.stride)
 
-    def _new(self, part: Part, layout: Layout, direct: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _new(self, part: StoragePart, layout: NeededLayout, direct: dict[int, torch.Tensor]) -> torch.Tensor:
         """Memory for the needed elements: the target's own, if it can be."""
         if part.storage in direct:
             return direct[part.storage]
@@ -365,7 +366,7 @@ class _Run:
         """The generator of a user, in the state that it had at its first draw."""
         return self.generators.setdefault(id(recorded), recorded.clone_state())
 
-    def _draw(self, entry: Entry, draw: _Draw, layout: Layout, local: Optional[torch.Tensor]) -> None:
+    def _draw(self, entry: Entry, draw: _Draw, layout: NeededLayout, local: Optional[torch.Tensor]) -> None:
         """Draw a whole tensor, or a box of it, and keep the needed elements in ``local``; None keeps none."""
         recorded = entry.kwargs.get("generator")
         generator = None if recorded is None else self._generator(recorded)
@@ -378,10 +379,10 @@ class _Run:
             if not self.is_base(draw.part):
                 found = self.box_of(draw.part)
                 assert found is not None
-                shape, stride, boxes = found[1], self.bases[draw.part.storage].stride, tuple(_within(boxes, *found))
+                shape, stride, boxes = found[1], self.bases[draw.part.storage].stride, tuple(_boxes_within(boxes, *found))
         draw_owned(Sampler(draw.op, draw.args, draw.part.dtype, generator), shape, stride, boxes, local, values)
 
-    def _views_in(self, part: Part, layout: Layout) -> Iterator[torch.Tensor]:
+    def _views_in(self, part: StoragePart, layout: NeededLayout) -> Iterator[torch.Tensor]:
         """What this rank holds of a box of a tensor, as views of its memory."""
         found = self.box_of(part)
         assert found is not None
@@ -403,7 +404,7 @@ class _Run:
             view.copy_(whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))])
 
 
-def _within(boxes: Iterable[Box], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
+def _boxes_within(boxes: Iterable[Box], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
     """The parts of ``boxes`` in another box, counted from its corner."""
     for box in boxes:
         first = [max(a, b) for a, b in zip(box.offsets, offsets)]
@@ -414,7 +415,7 @@ def _within(boxes: Iterable[Box], offsets: Sequence[int], sizes: Sequence[int]) 
             yield Box(starts, tuple(b - a for a, b in zip(first, last)), box.local_offset + shift, box.local_strides)
 
 
-def _is_dense(part: Part) -> bool:
+def _is_dense(part: StoragePart) -> bool:
     """Whether a tensor shows a dense piece of memory from the beginning of its storage, each element once."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(part.shape, part.stride) if size > 1):
@@ -424,8 +425,8 @@ def _is_dense(part: Part) -> bool:
     return part.offset == 0
 
 
-def _is_constant(entry: Entry) -> bool:
-    return entry.op._schema.name.removeprefix("aten::") in _CONSTANTS and any(entry.made)
+def _is_constant_entry(entry: Entry) -> bool:
+    return entry.op._schema.name.removeprefix("aten::") in _CONSTANT_OPS and any(entry.made)
 
 
 def _is_exact(entry: Entry) -> bool:
@@ -439,11 +440,13 @@ def _draw_of(entry: Entry) -> Optional[_Draw]:
     if not is_random(entry.op):
         return None
     name, args = entry.op._schema.name.removeprefix("aten::"), entry.args
-    if name in _SAMPLERS:
-        parts = tuple(argument for argument in args[1:] if isinstance(argument, Part))
+    if name in _SAMPLER_OPS:
+        parts = tuple(argument for argument in args[1:] if isinstance(argument, StoragePart))
         if any(part.shape != args[0].shape for part in parts):
             return None
-        return _Draw(entry.op, tuple(argument for argument in args[1:] if not isinstance(argument, Part)), args[0], parts)
+        return _Draw(
+            entry.op, tuple(argument for argument in args[1:] if not isinstance(argument, StoragePart)), args[0], parts
+        )
     made = entry.made[0] if len(entry.made) == 1 else None
     if made is None:
         return None

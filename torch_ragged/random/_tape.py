@@ -13,11 +13,11 @@ from typing import Any, Optional, Union
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["End", "Entry", "Part", "Point", "Tape", "is_random", "read_state", "write_state"]
+__all__ = ["End", "Entry", "StoragePart", "Point", "Tape", "read_state", "write_state"]
 
 
 @dataclass(frozen=True)
-class Part:
+class StoragePart:
     """A tensor: the part of a storage that it shows. Sizes, strides and the offset count elements of ``dtype``."""
 
     storage: int
@@ -46,7 +46,7 @@ class Entry:
     """One op.
 
     Attributes:
-        args, kwargs: of the op, with a :class:`Part` in place of each tensor that the tape made. Other tensors are constants.
+        args, kwargs: of the op, with a :class:`StoragePart` for each tensor that the tape made. Other tensors are constants.
         made: for each of the op's flattened results, its part if the op has made its storage; else None.
         written: the storages that the op writes to.
         device_type: of the tensors.
@@ -58,7 +58,7 @@ class Entry:
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: tuple[Optional[Part], ...]
+    made: tuple[Optional[StoragePart], ...]
     written: frozenset[int]
     device_type: str
     before: Optional[Point]
@@ -66,12 +66,12 @@ class Entry:
     default_dtype: torch.dtype
 
     @property
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[StoragePart]:
         """The tensors among the arguments."""
-        return (leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Part))
+        return (leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, StoragePart))
 
     @property
-    def all_parts(self) -> Iterator[Part]:
+    def all_parts(self) -> Iterator[StoragePart]:
         """The tensors among the arguments, and those that the op has made."""
         yield from self.parts
         yield from (part for part in self.made if part is not None)
@@ -115,11 +115,6 @@ class Tape:
     devices: list[torch.device] = field(default_factory=list)
     streams: dict[str, Stream] = field(default_factory=dict)
     is_pruned: bool = False
-
-
-def is_random(op: torch._ops.OpOverload) -> bool:
-    """Whether the op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def read_state(device_type: str) -> torch.Tensor:

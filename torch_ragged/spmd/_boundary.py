@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged.spmd._move import Move, Placed, clean, move_dtensor
+from torch_ragged.spmd._move import Carry, PerDim, clean, move_dtensor
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
 from torch_ragged.spmd._text import placement_text
 
 __all__ = [
     "Redistribution",
-    "Shared",
+    "SharedHook",
     "add_boundaries",
     "as_dtensor",
     "entries_of",
@@ -88,14 +88,14 @@ def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Optional[Spok
 # -- hooks ---------------------------------------------------------------------------------------------------------------
 
 
-class Shared:
+class SharedHook:
     """Of a hook without a state of its own: ``copy.deepcopy`` of a module gives the copy the same hook."""
 
     def __deepcopy__(self: _Hook, memo: Any) -> _Hook:
         return self
 
 
-class _InputHook(Shared):
+class _InputHook(SharedHook):
     """Before forward: changes arguments, passed by position or by keyword. Arguments that are not given stay so."""
 
     def __init__(self, module: nn.Module, changes: Sequence[tuple[Key, _Change]]) -> None:
@@ -108,13 +108,13 @@ class _InputHook(Shared):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for position, name, rest, change in self.changes:
             if name in kwargs:
-                kwargs = {**kwargs, name: replaced(kwargs[name], rest, change)}
+                kwargs = {**kwargs, name: replaced_at(kwargs[name], rest, change)}
             elif position is not None and position < len(args):
-                args = (*args[:position], replaced(args[position], rest, change), *args[position + 1 :])
+                args = (*args[:position], replaced_at(args[position], rest, change), *args[position + 1 :])
         return args, kwargs
 
 
-class _OutputHook(Shared):
+class _OutputHook(SharedHook):
     """After forward: changes the output, or tensors in it."""
 
     def __init__(self, changes: Sequence[tuple[Key, _Change]]) -> None:
@@ -122,7 +122,7 @@ class _OutputHook(Shared):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         for key, change in self.changes:
-            output = change(output) if isinstance(output, torch.Tensor) else replaced(output, key, change)
+            output = change(output) if isinstance(output, torch.Tensor) else replaced_at(output, key, change)
         return output
 
 
@@ -136,7 +136,7 @@ def _parameters_of(module: nn.Module) -> dict[Any, int]:
     return {each.name: index for index, each in enumerate(parameters) if each.kind in positional}
 
 
-def replaced(value: Any, key: Key, change: _Change) -> Any:
+def replaced_at(value: Any, key: Key, change: _Change) -> Any:
     """``value`` with the tensor at ``key`` changed: a copy of the containers on the way to it. Other values are shared.
 
     None stays None. If ``key`` leads to a container, the first tensor in it is changed.
@@ -149,10 +149,10 @@ def replaced(value: Any, key: Key, change: _Change) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if key:
-        return _with_entry(value, key[0], replaced(entry_of(value, key[0]), key[1:], change))
+        return _with_entry(value, key[0], replaced_at(entry_of(value, key[0]), key[1:], change))
     for each in entries_of(value):
         entry = entry_of(value, each)
-        found = replaced(entry, (), change)
+        found = replaced_at(entry, (), change)
         if found is not entry:
             return _with_entry(value, each, found)
     return value
@@ -205,7 +205,7 @@ def _with_entry(value: Any, key: Any, entry: Any) -> Any:
 class _LocalMoves:
     """While a static module runs: the moves of local tensors of the boundaries in it, as they are in forward or in backward."""
 
-    of: Optional[Callable[[Redistribution], Move]] = None
+    of: Optional[Callable[[Redistribution], Carry]] = None
 
 
 local_moves = _LocalMoves()
@@ -239,7 +239,7 @@ class _Annotate:
         return DTensor.from_local(tensor.to_local(), self._mesh, wanted, run_check=False)
 
 
-def _refuse_graph(path: str, placements: Placed, gradient: Any) -> None:
+def _refuse_graph(path: str, placements: PerDim, gradient: Any) -> None:
     """A gradient with a graph is to be used: a plain part of one would be taken for the same whole tensor on all ranks.
 
     Raises:
@@ -289,7 +289,7 @@ class Redistribution:
 
     def __init__(self, boundary: Boundary, mesh: DeviceMesh) -> None:
         self.boundary, self._of_ndim, self._mesh = boundary, _OfNdim(boundary), mesh
-        self.observe: Optional[Callable[[Placed, Placed, DTensor], None]] = None
+        self.observe: Optional[Callable[[PerDim, PerDim, DTensor], None]] = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if local_moves.of is not None and not isinstance(tensor, DTensor):
@@ -354,5 +354,5 @@ def from_front(placement: Any, ndim: int, where: str) -> Placement:
     return placement.normalize(ndim) if hasattr(placement, "normalize") else placement  # type: ignore[no-any-return]
 
 
-def _filled(spoken: Spoken, default: Sequence[Placement]) -> Placed:
+def _filled(spoken: Spoken, default: Sequence[Placement]) -> PerDim:
     return tuple([new or old for new, old in zip(spoken, default)])

@@ -25,13 +25,13 @@ from torch_ragged.spmd._resolved import MeshShape
 
 __all__ = ["main"]
 
-_DESCRIPTION = """\
+_SPMD_DESCRIPTION = """\
 Show what a plan does to a Hugging Face model on a mesh of any size, from one process and without weights.
 
 check: all errors of the plan at once, or the placement of every tensor.
 explain: also every collective of one forward and backward with its cause, the sums of a step, and the memory per rank.
 """
-_EPILOG = """\
+_SPMD_EXAMPLES = """\
 examples:
   %(prog)s check --model path/to/config.json --plan plan.json --mesh dp=64,tp=8
   %(prog)s explain --model path/to/config.json --plan plan.json --mesh dp=64,tp=8 --batch 128 --sequence 4096 --svg plan.svg
@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser.parse_args(argv)
         for name in ("json", "svg"):
             check_file(name, getattr(options, name))
-        mesh = _mesh(options.mesh)
+        mesh = _mesh_option(options.mesh)
         model = _model(options.model)
-        plan = _plan(options.plan, model, mesh)
+        plan = _plan_option(options.plan, model, mesh)
         records = check(plan, model, mesh)
         if options.command == "check":
             print(records)
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog=command_name("torch_ragged.spmd"),
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        description=_SPMD_DESCRIPTION,
+        epilog=_SPMD_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -87,20 +87,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="FILE", help="a Hugging Face config.json, or a folder with one")
     add("--plan", required=True, metavar="FILE", help="the JSON of a plan; or transformers, for the model's own plan")
     add("--mesh", required=True, metavar="NAME=SIZE,...", help="the mesh dimensions, such as dp=64,tp=8")
-    add("--batch", type=_positive, default=None, help="sequences in the whole batch (default: one per rank)")
-    add("--sequence", type=_positive, default=128, help="tokens of a sequence (default: 128)")
+    add("--batch", type=_positive_count, default=None, help="sequences in the whole batch (default: one per rank)")
+    add("--sequence", type=_positive_count, default=128, help="tokens of a sequence (default: 128)")
     add("--json", metavar="FILE", help="explain: also write all results to this file")
     add("--svg", metavar="FILE", help="explain: also draw the model to this file")
     return parser
 
 
-def _positive(text: str) -> int:
+def _positive_count(text: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
 
 
-def _mesh(text: str) -> MeshShape:
+def _mesh_option(text: str) -> MeshShape:
     """``dp=64,tp=8``
 
     Raises:
@@ -134,7 +134,7 @@ def _model(source: str) -> nn.Module:
         raise ValueError(f"--model {source}: expected the config.json of a Hugging Face model: {why}") from None
 
 
-def _plan(source: str, model: nn.Module, mesh: MeshShape) -> Plan:
+def _plan_option(source: str, model: nn.Module, mesh: MeshShape) -> Plan:
     if source == "transformers":
         dims = {option: name if name in mesh.names else None for option, name in (("tp", "tp"), ("fsdp", "dp"))}
         return Plan.from_transformers(model, **dims)

@@ -13,7 +13,7 @@ from html import escape
 from torch_ragged.spmd._explained import Collective, ExplainedTensor, pattern_of, size
 from torch_ragged.spmd._resolved import MeshShape
 
-__all__ = ["draw_svg"]
+__all__ = ["draw_model_svg"]
 
 _MODULE, _CALLS, _WIDTH = 24, 560, 1240  # Pixels: left edge of modules and of collectives, and the width of the picture.
 _SQUARE, _PITCH, _LINE = 44, 84, 18  # Pixels: the side of a weight, the height of a line of weights, and of a line of text.
@@ -61,7 +61,7 @@ class _Row:
         return max(_LINE + lines * _PITCH, _LINE * len(self.calls)) + 14
 
 
-def draw_svg(mesh: MeshShape, tensors: Sequence[ExplainedTensor], collectives: Sequence[Collective]) -> str:
+def draw_model_svg(mesh: MeshShape, tensors: Sequence[ExplainedTensor], collectives: Sequence[Collective]) -> str:
     """An SVG document, in the colours of the reader's light or dark mode.
 
     Each row is a module, with the modules in it that have parameters. A weight is a square with the cuts of the placements that
@@ -69,7 +69,7 @@ def draw_svg(mesh: MeshShape, tensors: Sequence[ExplainedTensor], collectives: S
     forward and to the left in backward. Green ones are those of the plan, and orange ones are implicit.
     """
     rows = _rows(tensors, collectives)
-    body, top = [_text(_MODULE, 28, f"{mesh}: weights as the model computes with them, and the collectives of a step")], 48
+    body, top = [_caption(_MODULE, 28, f"{mesh}: weights as the model computes with them, and the collectives of a step")], 48
     for row in rows:
         body += _drawn(row, mesh, top)
         top += row.height
@@ -119,7 +119,7 @@ def _call_text(call: Collective, name: str) -> str:
 
 
 def _drawn(row: _Row, mesh: MeshShape, top: int) -> list[str]:
-    parts = [_text(_MODULE, top + 12, row.label)]
+    parts = [_caption(_MODULE, top + 12, row.label)]
     for index, (name, weight) in enumerate(row.weights.items()):
         line, column = divmod(index, _SQUARES)
         parts += _square(name, weight, mesh, _MODULE + column * 128, top + _LINE + 4 + line * _PITCH)
@@ -146,7 +146,7 @@ def _square(name: str, weight: ExplainedTensor, mesh: MeshShape, left: int, top:
             parts.append(_line(*ends, "cut", _COLORS["edge"]))
     cuts = [f"{dim} {run}" for dim, run in zip(mesh.names, weight.run) if run != "Replicate()"]
     lines = [name, ", ".join(cuts) or "whole"]
-    return parts + [_text(left, top + _SQUARE + 14 * (1 + index), line) for index, line in enumerate(lines)]
+    return parts + [_caption(left, top + _SQUARE + 14 * (1 + index), line) for index, line in enumerate(lines)]
 
 
 def _arrow(phase: str, text: str, y: int) -> list[str]:
@@ -156,7 +156,7 @@ def _arrow(phase: str, text: str, y: int) -> list[str]:
     return [
         _line(left, y, right, y, kind, color),
         f'<polygon class="{kind}-head" points="{tip},{y} {back},{y - 4} {back},{y + 4}" fill="{color}"/>',
-        _text(right + 10, y + 4, text),
+        _caption(right + 10, y + 4, text),
     ]
 
 
@@ -164,5 +164,5 @@ def _line(x1: int, y1: int, x2: int, y2: int, kind: str, color: str) -> str:
     return f'<line class="{kind}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{color}"/>'
 
 
-def _text(x: int, y: int, text: str) -> str:
+def _caption(x: int, y: int, text: str) -> str:
     return f'<text class="text" x="{x}" y="{y}" fill="#1a1a1a">{escape(text)}</text>'

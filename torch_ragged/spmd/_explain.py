@@ -30,7 +30,7 @@ from torch_ragged.spmd._explained import ExplainedBoundary, ExplainedRule, Expla
 from torch_ragged.spmd._explanation import Explanation
 from torch_ragged.spmd._parallelize import parallelize, run_placements
 from torch_ragged.spmd._plan import Plan
-from torch_ragged.spmd._recorder import Recorder, UnitCollectives
+from torch_ragged.spmd._recorder import CollectiveRecorder, UnitCollectives
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import Boundary, MeshShape, Resolved
 from torch_ragged.spmd._text import placement_text
@@ -122,9 +122,9 @@ class _Step:
 
     def __init__(self, plan: Plan, model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
         self._plan, self._resolved, self._mesh = plan, resolved, mesh
-        self._recorder = Recorder(mesh)
+        self._recorder = CollectiveRecorder(mesh)
         self._model = _fake_copy(model, self._recorder)
-        self._dtypes = {name: value.dtype for name, value in _tensors(self._model).items()}
+        self._dtypes = {name: value.dtype for name, value in _tensors_by_name(self._model).items()}
 
     def explanation(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
         recorder, model = self._recorder, self._model
@@ -180,7 +180,7 @@ class _Step:
         return tuple([name for name, rules in records if index in rules])
 
     def _tensors(self) -> tuple[ExplainedTensor, ...]:
-        values, found = _tensors(self._model), []
+        values, found = _tensors_by_name(self._model), []
 
         @functools.cache
         def run_bytes(shape: tuple[int, ...], dtype: torch.dtype, placements: tuple[Placement, ...]) -> int:
@@ -216,14 +216,14 @@ class _Step:
         )
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
-def _fake_copy(model: nn.Module, recorder: Recorder) -> nn.Module:
+def _fake_copy(model: nn.Module, recorder: CollectiveRecorder) -> nn.Module:
     """A copy of ``model`` with fake parameters and buffers on the CPU. Integer buffers keep their values."""
     memo: dict[int, Any] = {}
-    for value in _tensors(model).values():
+    for value in _tensors_by_name(model).values():
         if not value.is_floating_point() and not value.is_complex() and not value.is_meta:
             memo[id(value)] = value.detach().to("cpu", copy=True)
             continue
@@ -235,7 +235,7 @@ def _fake_copy(model: nn.Module, recorder: Recorder) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _fake_input(value: Any, recorder: Recorder) -> Any:
+def _fake_input(value: Any, recorder: CollectiveRecorder) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_floating_point() or value.is_complex():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from torch_ragged.spmd._drawing import draw_svg
+from torch_ragged.spmd._drawing import draw_model_svg
 from torch_ragged.spmd._explained import (
     Collective,
     ExplainedBoundary,
@@ -83,11 +83,11 @@ class Explanation:
             if not isinstance(content, dict) or content.get("version") != _VERSION:
                 raise ValueError(f"it has no version {_VERSION}")
             return cls(
-                MeshShape(**_tuples(content["mesh"])),
-                tuple([ExplainedRule(**_tuples(each)) for each in content["rules"]]),
-                tuple([ExplainedTensor(**_tuples(each)) for each in content["tensors"]]),
-                tuple([ExplainedBoundary(**_tuples(each)) for each in content["boundaries"]]),
-                tuple([Collective(**_tuples(each)) for each in content["collectives"]]),
+                MeshShape(**_as_tuples(content["mesh"])),
+                tuple([ExplainedRule(**_as_tuples(each)) for each in content["rules"]]),
+                tuple([ExplainedTensor(**_as_tuples(each)) for each in content["tensors"]]),
+                tuple([ExplainedBoundary(**_as_tuples(each)) for each in content["boundaries"]]),
+                tuple([Collective(**_as_tuples(each)) for each in content["collectives"]]),
                 Memory(**content["memory"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -95,7 +95,7 @@ class Explanation:
 
     def svg(self, path: str | Path) -> None:
         """Draw the model to an SVG file: its blocks from top to bottom, cut weights as squares, and collectives as arrows."""
-        Path(path).write_text(draw_svg(self.mesh, self.tensors, self.collectives))
+        Path(path).write_text(draw_model_svg(self.mesh, self.tensors, self.collectives))
 
     def __str__(self) -> str:
         ranks = math.prod(self.mesh.sizes)
@@ -114,8 +114,8 @@ class Explanation:
             (
                 each.name,
                 "x".join(map(str, each.shape)) or "scalar",
-                _placed(self.mesh.names, each.kept),
-                _placed(self.mesh.names, each.run),
+                _placed_text(self.mesh.names, each.kept),
+                _placed_text(self.mesh.names, each.run),
                 size(each.kept_bytes),
                 size(each.run_bytes),
             )
@@ -132,7 +132,7 @@ class Explanation:
             (
                 each.path,
                 each.action,
-                _placed(self.mesh.names, each.placements),
+                _placed_text(self.mesh.names, each.placements),
                 *[_kinds(caused.get((each.path, phase), ())) for phase in ("forward", "backward")],
             )
             for each in self.boundaries
@@ -175,7 +175,7 @@ def _folded_rows(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(pattern_of(names), *others, f"x {len(names)}" if len(names) > 1 else "") for (_, *others), names in groups.items()]
 
 
-def _placed(names: Sequence[str], placements: Sequence[Optional[str]]) -> str:
+def _placed_text(names: Sequence[str], placements: Sequence[Optional[str]]) -> str:
     """``dp=Shard(0) tp=Replicate()``; ``Replicate()`` if all are."""
     told = [f"{name}={each}" for name, each in zip(names, placements) if each not in (None, "Replicate()")]
     return " ".join(told) or "Replicate()"
@@ -192,6 +192,6 @@ def _matches(names: Sequence[str]) -> str:
     return f"{len(names)}: {', '.join(patterns[:_MOST_MATCHES])}{rest}" if names else "nothing here"
 
 
-def _tuples(value: Any) -> Any:
+def _as_tuples(value: Any) -> Any:
     """The fields of a record, whose lists become tuples."""
     return {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
-from torch_ragged.spmd._boundary import Shared, as_dtensor, from_front
+from torch_ragged.spmd._boundary import SharedHook, as_dtensor, from_front
 from torch_ragged.spmd._resolved import FactoryRecord
 
 __all__ = ["add_factories"]
@@ -45,7 +45,7 @@ def add_factories(model: nn.Module, records: Sequence[FactoryRecord], mesh: Devi
         module.register_forward_hook(modes.leave, always_call=True)
 
 
-class _Modes(Shared):
+class _Modes(SharedHook):
     """Enters a mode before the forward of a module, and leaves it afterwards, also if forward raises or is nested."""
 
     def __init__(self, table: dict[Any, tuple[Placement, ...]], mesh: DeviceMesh) -> None:

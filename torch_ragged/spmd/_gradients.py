@@ -39,7 +39,7 @@ class Leaf:
         local: the leaf.
         order: that of the parameter among those that are reduced.
         spec: of its gradient, a DTensor's.
-        goal, pending: what :func:`_goal` and :func:`_pending` say of this gradient.
+        goal, pending: what :func:`_goal` and :func:`_sum_dims` say of this gradient.
     """
 
     param: torch.nn.Parameter
@@ -68,7 +68,7 @@ class LeavesOfCall:
 
 
 _Arrived = tuple[torch.nn.Parameter, torch.Tensor, Any, tuple[Placement, ...], Optional[tuple[int, ...]]]
-"""A gradient of one backward: the parameter, the local tensor, its spec, and what :func:`_goal` and :func:`_pending` say."""
+"""A gradient of one backward: the parameter, the local tensor, its spec, and what :func:`_goal` and :func:`_sum_dims` say."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ class PendingGradients:
         if known is None or known.local.data_ptr() != local.data_ptr():
             spec = spec_of(self._mesh, placements, param.shape, param.dtype)
             goal = _goal(placements, self._wanted[param])
-            known = Leaf(param, local.requires_grad_(), self._order[param], spec, goal, _pending(placements, goal))
+            known = Leaf(param, local.requires_grad_(), self._order[param], spec, goal, _sum_dims(placements, goal))
             leaves[placements] = known
         return known
 
@@ -262,7 +262,7 @@ class PendingGradients:
                 total = total + DTensor(more, other, requires_grad=False)  # type: ignore[call-arg]
             param = self._params[order]
             goal = _goal(total.placements, self._wanted[param])
-            arrived.append((param, total._local_tensor, total._spec, goal, _pending(total.placements, goal)))
+            arrived.append((param, total._local_tensor, total._spec, goal, _sum_dims(total.placements, goal)))
         for param, grad in self._reduced(arrived):
             if param.grad is None:
                 param.grad = grad
@@ -302,7 +302,7 @@ class PendingGradients:
             grad = dtensor_of(local, spec, requires_grad=local.requires_grad)
             results.append((param, grad if pending == () else grad.redistribute(placements=goal)))
         for (dims, _), alike in buckets.items():
-            for bucket in _split(alike):
+            for bucket in _buckets_of(alike):
                 reduced = self._all_reduced(dims, [each[1] for each in bucket])
                 for (param, _, spec, goal, _), local in zip(bucket, reduced):
                     results.append((param, make_dtensor(local, self._mesh, goal, spec.shape)))
@@ -348,7 +348,7 @@ def _goal(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[Plac
     return tuple([old if isinstance(new, Partial) else new for old, new in zip(given, wanted)])
 
 
-def _pending(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[int, ...] | None:
+def _sum_dims(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[int, ...] | None:
     """The mesh dimensions over which a gradient is only pending a sum; None if something else changes."""
     dims = []
     for dim, (old, new) in enumerate(zip(given, wanted)):
@@ -360,7 +360,7 @@ def _pending(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[i
     return tuple(dims)
 
 
-def _split(arrived: Sequence[_Arrived]) -> list[list[_Arrived]]:
+def _buckets_of(arrived: Sequence[_Arrived]) -> list[list[_Arrived]]:
     """Runs of gradients of at most ``_BUCKET`` bytes."""
     buckets: list[list[_Arrived]] = [[]]
     size = 0

@@ -27,7 +27,7 @@ from torch_ragged.tensor._redistribute import mesh_group
 
 __all__ = ["compare_inputs"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_PLAIN_INPUTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
 def compare_inputs(model: nn.Module, boundaries: Sequence[Boundary], mesh: DeviceMesh, every: int) -> None:
@@ -83,7 +83,7 @@ class _InputComparison(Comparison):
     def _note_argument(self, key: Key, value: Any, dims: int) -> None:
         name, advice = self._texts_of(key)
         if not isinstance(value, torch.Tensor):
-            text = repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__qualname__}"
+            text = repr(value) if isinstance(value, _PLAIN_INPUTS) else f"a {type(value).__qualname__}"
             self.note(name, text, "Pass equal values on all ranks")
             return
         text = f"of shape {tuple(value.shape)} and {value.dtype}{', with a gradient' if value.requires_grad else ''}"

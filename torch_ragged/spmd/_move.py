@@ -16,24 +16,32 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._ranks.peers import peers_named
 from torch_ragged.tensor._api import spec_of
-from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, AllReduce, in_order_of, plan, redistribute_local, run_steps
+from torch_ragged.tensor._redistribute import (
+    CARRIED,
+    REDUCTIONS,
+    AllReduce,
+    in_order_of,
+    plan_of,
+    redistribute_local,
+    run_steps,
+)
 from torch_ragged.tensor._route import Step
 from torch_ragged.tensor.placement_types import has_ragged, whole_shape
 
-__all__ = ["Move", "Placed", "can_move", "clean", "differentiable_once", "is_even", "make_dtensor", "move_dtensor", "on_trial"]
+__all__ = ["Carry", "PerDim", "can_move", "clean", "differentiable_once", "is_even", "make_dtensor", "move_dtensor", "on_trial"]
 
 _FLOATS = {dtype for dtype in CARRIED if dtype.is_floating_point}
-Placed = tuple[Placement, ...]
+PerDim = tuple[Placement, ...]
 """A placement per mesh dimension."""
 
 
-class Move:
+class Carry:
     """What a boundary does to a local tensor: from ``src`` to ``dst``, and its gradient from ``grad_src`` to ``grad_dst``.
 
     A move that changes nothing returns the tensor itself.
     """
 
-    def __init__(self, mesh: DeviceMesh, src: Placed, dst: Placed, grad_src: Placed, grad_dst: Placed) -> None:
+    def __init__(self, mesh: DeviceMesh, src: PerDim, dst: PerDim, grad_src: PerDim, grad_dst: PerDim) -> None:
         self.mesh, self.src, self.dst, self.grad_src, self.grad_dst = mesh, src, dst, grad_src, grad_dst
         self._sizes = tuple(mesh.shape)
         self._plans: dict[Any, Sequence[Step]] = {}
@@ -41,9 +49,9 @@ class Move:
         self._reductions = _only_reduction(mesh, src, dst), _only_reduction(mesh, grad_src, grad_dst)
         # Compared and made once: a static step has many moves, and most of a small one is Python.
         self._is_same = src == dst, grad_src == grad_dst
-        self._named = _named(mesh, src, dst), _named(mesh, grad_src, grad_dst)
+        self._named = _waiting_as(mesh, src, dst), _waiting_as(mesh, grad_src, grad_dst)
 
-    def __call__(self, local: torch.Tensor, in_backward: Callable[[], Move]) -> torch.Tensor:
+    def __call__(self, local: torch.Tensor, in_backward: Callable[[], Carry]) -> torch.Tensor:
         """Move a local tensor. ``in_backward`` returns the move of its gradient, when that has arrived."""
         return _MoveLocal.apply(local, self, in_backward) if self.is_needed else local
 
@@ -67,7 +75,7 @@ class Move:
         if steps is None:  # Once per shape: hashing placements takes longer than a small collective.
             shape = whole_shape(local.shape, src, self._sizes)
             if local.dtype in CARRIED:
-                self._plans[key] = plan(shape, self._sizes, src, dst, tuple(self.mesh.get_coordinate() or ()))
+                self._plans[key] = plan_of(shape, self._sizes, src, dst, tuple(self.mesh.get_coordinate() or ()))
             return redistribute_local(local, self.mesh, shape, src, dst).wait()
         return run_steps(steps, local, self.mesh).wait()
 
@@ -75,7 +83,7 @@ class Move:
 class _OnTrial:
     """While static modules are found: ``carry(local, src, dst, shape, mesh)`` stands for a move, and does not communicate."""
 
-    carry: Callable[[torch.Tensor, Placed, Placed, Sequence[int], DeviceMesh], torch.Tensor] | None = None
+    carry: Callable[[torch.Tensor, PerDim, PerDim, Sequence[int], DeviceMesh], torch.Tensor] | None = None
 
 
 on_trial = _OnTrial()
@@ -110,7 +118,7 @@ class _MoveLocal(torch.autograd.Function):
         return None if gradient is None else ctx.in_backward().run(gradient, is_gradient=True), None, None
 
 
-def _only_reduction(mesh: DeviceMesh, src: Placed, dst: Placed) -> AllReduce | None:
+def _only_reduction(mesh: DeviceMesh, src: PerDim, dst: PerDim) -> AllReduce | None:
     """What carries out a move from ``src`` to ``dst`` that is one all-reduce."""
     changes = [(dim, given, wanted) for dim, (given, wanted) in enumerate(zip(src, dst)) if given != wanted]
     if len(changes) != 1:
@@ -121,7 +129,7 @@ def _only_reduction(mesh: DeviceMesh, src: Placed, dst: Placed) -> AllReduce | N
     return AllReduce(given.reduce_op, mesh, dim)
 
 
-def _named(mesh: DeviceMesh, src: Placed, dst: Placed) -> peers_named:
+def _waiting_as(mesh: DeviceMesh, src: PerDim, dst: PerDim) -> peers_named:
     """While this rank waits in a redistribution, other ranks see it, and its errors name the ranks that wait elsewhere."""
 
     def ranks() -> list[int]:
@@ -149,29 +157,33 @@ def is_even(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: S
     return True
 
 
-def clean(placements: Sequence[Placement]) -> Placed:
+def clean(placements: Sequence[Placement]) -> PerDim:
     """The placements of a gradient that flows back to a tensor: whole where the tensor is pending a reduction."""
     return tuple([Replicate() if isinstance(p, Partial) else p for p in placements])
 
 
 def make_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Placed, shape: Sequence[int], stride: tuple[int, ...] | None = None
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: PerDim,
+    shape: Sequence[int],
+    stride: tuple[int, ...] | None = None,
 ) -> DTensor:
     """A DTensor on ``local``, without a check and without autograd. ``stride`` is that of the whole; None: row-major."""
     key = (id(mesh), placements, tuple(shape), stride, local.dtype)  # An equal mesh may have other process groups.
-    known, spec = _specs.get(key, (None, None))
+    known, spec = _known_specs.get(key, (None, None))
     if known is not mesh:
         spec = spec_of(mesh, placements, torch.Size(shape), local.dtype, stride)
-        if len(_specs) >= 4096:
-            _specs.clear()
-        _specs[key] = mesh, spec
+        if len(_known_specs) >= 4096:
+            _known_specs.clear()
+        _known_specs[key] = mesh, spec
     return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg, arg-type]
 
 
-_specs: dict[Any, tuple[DeviceMesh, Any]] = {}
+_known_specs: dict[Any, tuple[DeviceMesh, Any]] = {}
 
 
-def move_dtensor(tensor: DTensor, dst: Placed, before: Placed | None = None, after: Placed | None = None) -> DTensor:
+def move_dtensor(tensor: DTensor, dst: PerDim, before: PerDim | None = None, after: PerDim | None = None) -> DTensor:
     """Redistribute a DTensor, and its gradient to ``before``, if given, and then ``after``: None is the way back.
 
     It is DTensor's own ``redistribute``, by the package's plans, which are cached.
@@ -188,7 +200,7 @@ class _MoveDTensor(torch.autograd.Function):
         # A gradient that does not exist, as that of a reentrant checkpoint which has not used its input: zeros would be plain.
         ctx.set_materialize_grads(False)
         ctx.before, ctx.after = before, after
-        return _moved(tensor, dst)
+        return _moved_to(tensor, dst)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
@@ -200,11 +212,11 @@ class _MoveDTensor(torch.autograd.Function):
         return move_dtensor(gradient, ctx.after), None, None, None
 
 
-def _moved(tensor: Any, dst: Placed) -> DTensor:
+def _moved_to(tensor: Any, dst: PerDim) -> DTensor:
     src = tensor.placements
     if src == dst:
         return tensor.view_as(tensor)
-    with _named(tensor.device_mesh, src, dst):
+    with _waiting_as(tensor.device_mesh, src, dst):
         if not can_move((*src, *dst)):
             return tensor.redistribute(placements=dst)
         if on_trial.carry is not None:

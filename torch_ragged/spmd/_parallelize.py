@@ -31,7 +31,7 @@ from torch_ragged.spmd._inference import add_inference
 from torch_ragged.spmd._inputs import compare_inputs
 from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolve import resolve
-from torch_ragged.spmd._resolved import Resolved, TensorRecord, UnitRecord
+from torch_ragged.spmd._resolved import Resolved, ResolvedTensor, UnitRecord
 from torch_ragged.spmd._static import StaticModules
 from torch_ragged.tensor._read import compare_reads
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
@@ -271,35 +271,35 @@ def _distribute(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
     """Parameters and buffers become DTensors with the placements with which the model computes. Tied ones stay tied."""
     for record in resolved.tensors:
         placements = run_placements(record)
-        owner, name = _owner(model, record.name)
+        owner, name = _owner_module(model, record.name)
         value = getattr(owner, name)
         placed: Any = distribute_tensor(value.detach(), mesh, placements)
         if record.is_parameter:
             placed = nn.Parameter(placed, requires_grad=value.requires_grad)
             vars(placed).update(vars(value))
         for alias in (record.name, *record.aliases):
-            owner, name = _owner(model, alias)
+            owner, name = _owner_module(model, alias)
             (owner._parameters if record.is_parameter else owner._buffers)[name] = placed
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner_module(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     module, _, tensor = name.rpartition(".")
     return model.get_submodule(module), tensor
 
 
-def run_placements(record: TensorRecord) -> tuple[Placement, ...]:
+def run_placements(record: ResolvedTensor) -> tuple[Placement, ...]:
     """The placements on the whole mesh with which the model computes; a cut of fused segments cuts each of them."""
     return tuple([_of_segments(placement, record) for placement in record.run])
 
 
-def _of_segments(placement: Placement, record: TensorRecord) -> Placement:
+def _of_segments(placement: Placement, record: ResolvedTensor) -> Placement:
     segments = record.segments
     if segments is None or not placement.is_shard(segments.dim):
         return placement
     return InterleavedShard(segments.dim, segments.sizes)
 
 
-def _gradient_placements(record: TensorRecord) -> tuple[Placement, ...]:
+def _gradient_placements(record: ResolvedTensor) -> tuple[Placement, ...]:
     own = run_placements(record)
     return tuple([wanted or placement for wanted, placement in zip(record.grad or (None,) * len(own), own)])
 

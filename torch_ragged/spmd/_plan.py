@@ -37,6 +37,7 @@ from torch_ragged.spmd._text import (
 )
 from torch_ragged.spmd._torchtitan import layers_of, layouts_of
 from torch_ragged.spmd._transformers import batch_of, shards_of, units_of
+from torch_ragged.tensor.interleaved_placement_types import is_int
 
 __all__ = [
     "FACTORY_FUNCTIONS",
@@ -68,7 +69,7 @@ FACTORY_FUNCTIONS = (
     "randperm",
     "zeros",
 )
-_VERSION = 1
+_PLAN_VERSION = 1
 _UNIT_OPTIONS: dict[str, tuple[Any, str]] = {
     "reshard_after_forward": ((bool, int, type(None)), "a bool, an int or None"),
     "mp_policy": (MixedPrecisionPolicy, "a MixedPrecisionPolicy"),
@@ -248,9 +249,9 @@ class SegmentsRule(Rule):
         if activation_path(self.path):
             raise ValueError(f"segments: {path_text(self.path)} is an activation: name a parameter or a buffer")
         sizes = self.sizes if isinstance(self.sizes, tuple) else ()
-        if len(sizes) < 2 or not all(_is_int(size) and size > 0 for size in sizes):
+        if len(sizes) < 2 or not all(is_int(size) and size > 0 for size in sizes):
             raise ValueError(f"segments: sizes must be two or more positive integers, got {self.sizes!r}")
-        if not _is_int(self.dim):
+        if not is_int(self.dim):
             raise TypeError(f"segments: dim must be an integer, got {self.dim!r}")
 
 
@@ -388,7 +389,7 @@ class Plan:
             ValueError: the path is malformed, ``dims`` are empty or twice the same, the number of placements is not that of
                 ``dims``, or an activation has a phase.
         """
-        names = _names(dims)
+        names = _as_names(dims)
         return self._add(ShardRule(path, _each(placement, names), names, phase, _each_or_none(grad, names)))
 
     def redistribute(
@@ -416,7 +417,7 @@ class Plan:
         Raises:
             TypeError, ValueError: as :meth:`shard`; ``path`` names no activation.
         """
-        names = _names(dims)
+        names = _as_names(dims)
         others = [_each_or_none(placement, names) for placement in (src, grad_src, grad_dst)]
         return self._add(RedistributeRule(path, _each(dst, names), names, *others))
 
@@ -433,7 +434,7 @@ class Plan:
         Raises:
             TypeError, ValueError: as :meth:`shard`; ``path`` names a parameter or a buffer.
         """
-        names = _names(dims)
+        names = _as_names(dims)
         return self._add(AnnotateRule(path, _each(placement, names), names))
 
     def own_rows(self, path: str, dims: Dims) -> Plan:
@@ -471,7 +472,7 @@ class Plan:
         Raises:
             TypeError, ValueError: as :meth:`shard`; a function is unknown.
         """
-        names = _names(dims)
+        names = _as_names(dims)
         chosen = (functions,) if isinstance(functions, str) else tuple(sorted(set(functions)))
         return self._add(FactoryRule(path, _each(placement, names), names, chosen))
 
@@ -517,7 +518,7 @@ class Plan:
         """
         if isinstance(options.get("weights"), list):
             options["weights"] = tuple(options["weights"])
-        return self._add(UnitRule(path, _names(dims), tuple(sorted(options.items()))))
+        return self._add(UnitRule(path, _as_names(dims), tuple(sorted(options.items()))))
 
     def default(self, placement: Placement, *, under: str = "") -> Plan:
         """Say how parameters lie that no rule names, on all mesh dimensions. Without it, such a parameter is an error::
@@ -554,7 +555,7 @@ class Plan:
             TypeError: an option of a unit is a function or another value that JSON cannot hold.
         """
         rules = ",\n".join([f"  {json.dumps(_write_rule(rule))}" for rule in self._rules])
-        return f'{{"version": {_VERSION}, "rules": [\n{rules}\n]}}\n'
+        return f'{{"version": {_PLAN_VERSION}, "rules": [\n{rules}\n]}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -572,8 +573,10 @@ class Plan:
             raise ValueError(f"the text is no JSON: {error}. Pass what Plan.to_json() returned") from error
         if not isinstance(content, dict) or "version" not in content:
             raise ValueError("the JSON has no version: pass what Plan.to_json() returned")
-        if content["version"] != _VERSION:
-            raise ValueError(f"the JSON is a plan of version {content['version']!r}, and this package reads version {_VERSION}")
+        if content["version"] != _PLAN_VERSION:
+            raise ValueError(
+                f"the JSON is a plan of version {content['version']!r}, and this package reads version {_PLAN_VERSION}"
+            )
         if unknown := sorted(set(content) - {"version", "rules"}):
             raise ValueError(f"the JSON has unknown fields {', '.join(unknown)}: a plan has version and rules")
         rules = content.get("rules")
@@ -703,7 +706,7 @@ def _check_model(call: str, model: Any) -> None:
         raise TypeError(f"Plan.{call} reads a model, got a value of type {type(model).__name__}: pass the nn.Module")
 
 
-def _names(dims: Dims) -> tuple[str, ...]:
+def _as_names(dims: Dims) -> tuple[str, ...]:
     return (dims,) if isinstance(dims, str) else tuple(dims) if isinstance(dims, list) else dims
 
 
@@ -716,10 +719,6 @@ def _each(placement: Placements, names: tuple[str, ...]) -> tuple[Placement, ...
 
 def _each_or_none(placement: Optional[Placements], names: tuple[str, ...]) -> Optional[tuple[Placement, ...]]:
     return None if placement is None else _each(placement, names)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _field_text(name: str, value: Any) -> str:

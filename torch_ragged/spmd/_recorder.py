@@ -1,4 +1,4 @@
-"""``Recorder``: which collectives a step issues, and what causes each, while tensors have no memory.
+"""``CollectiveRecorder``: which collectives a step issues, and what causes each, while tensors have no memory.
 
 It must not know plans: boundaries and units tell it when they begin and end.
 """
@@ -24,9 +24,9 @@ from torch_ragged._register._torch import current_autograd_node, makes_fakes, ne
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, WrappedCollectives
 from torch_ragged.spmd._explained import Collective
 
-__all__ = ["Recorder", "UnitCollectives"]
+__all__ = ["CollectiveRecorder", "UnitCollectives"]
 
-_KINDS = {
+_KIND_OF_OP = {
     "allgather": "all-gather",
     "reducescatter": "reduce-scatter",
     "allreduce": "all-reduce",
@@ -39,10 +39,10 @@ _KINDS = {
 }
 """By the beginning of an operator's name, without underscores. Longer beginnings come first."""
 
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_ATTENTION_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-class Recorder(TorchDispatchMode):
+class CollectiveRecorder(TorchDispatchMode):
     """Records the collectives of the code inside of its ``with`` block.
 
     Floating-point tensors that the code makes are fake: they have a shape, and no memory. Integers and bools are real, so a
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(made, torch.Tensor) and (made.is_floating_point() or made.is_complex()):
                 return made
         result = func(*args, **kwargs)
-        if func is _CPU_ATTENTION and isinstance(result[0], FakeTensor):
+        if func is _CPU_ATTENTION_OP and isinstance(result[0], FakeTensor):
             batch, heads, length, size = result[0].shape  # The kernel's memory is in this order, the fake's in the query's.
             return result[0].new_empty(batch, length, heads, size).transpose(1, 2), *result[1:]
         return result
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = func._overloadpacket.__name__.replace("_", "")
-        kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
+        kind = next((kind for start, kind in _KIND_OF_OP.items() if name.startswith(start)), None)
         dims = self._dims(func, args, kwargs)
         if kind is None or not dims:  # No collective, or one of a single rank.
             return
@@ -231,7 +231,7 @@ class UnitCollectives(WrappedCollectives):
         name: the name of the unit's module; "" is the root.
     """
 
-    def __init__(self, inner: Collectives, recorder: Recorder, name: str) -> None:
+    def __init__(self, inner: Collectives, recorder: CollectiveRecorder, name: str) -> None:
         super().__init__(inner)
         self._recorder, self._name = recorder, name
 

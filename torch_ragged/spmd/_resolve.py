@@ -39,9 +39,9 @@ from torch_ragged.spmd._resolved import (
     FactoryRecord,
     MeshShape,
     Resolved,
+    ResolvedTensor,
     SegmentSizes,
     Spoken,
-    TensorRecord,
     UnitRecord,
     activation_text,
 )
@@ -131,8 +131,8 @@ class _Tensor:
         """The rules that say where its elements are."""
         return sorted(index for index in self.rules if isinstance(rules[index], (ShardRule, DefaultRule)))
 
-    def record(self) -> TensorRecord:
-        return TensorRecord(
+    def record(self) -> ResolvedTensor:
+        return ResolvedTensor(
             self.name,
             tuple(self.names[1:]),
             self.is_parameter,
@@ -587,7 +587,7 @@ def _lower_phases(
             text = "shard by phases what a unit shards already: "
             problems.add((*involved, *explicit[tensor.unit]), text, tensor.name, ". Keep one of the two")
         else:
-            tensor.unit = _block_of(tensor, names)
+            tensor.unit = _module_block_of(tensor, names)
             unit = found.get(tensor.unit) or UnitRecord(tensor.unit, moved, (), (), (), ())
             if unit.shard != moved:
                 text = f"make a second unit of {_module_text(tensor.unit)}, on other mesh dimensions: "
@@ -601,7 +601,7 @@ def _is_gathered(kept: Placement, used: Placement) -> bool:
     return (isinstance(kept, (Shard, InterleavedShard)) or has_ragged((kept,))) and isinstance(used, Replicate)
 
 
-def _block_of(tensor: _Tensor, names: _Names) -> str:
+def _module_block_of(tensor: _Tensor, names: _Names) -> str:
     """The outermost element of a ModuleList around all names of a tensor; the root if there is none."""
     blocks = set()
     for name in tensor.names:
@@ -635,7 +635,7 @@ def _add_root_unit(
         if kind not in [other for other, _ in kinds]:
             kinds.append((kind, indices[0]))
     dims, options = kinds[0][0]
-    rest = [each for each in tensors if each.is_parameter and each.unit is None and not _is_cut(each, dims, mesh)]
+    rest = [each for each in tensors if each.is_parameter and each.unit is None and not _is_placed_on(each, dims, mesh)]
     for tensor in rest if len(kinds) > 1 else ():
         text = "have different dims or options, and leave parameters to the root's unit: "
         problems.add([index for _, index in kinds], text, tensor.name, '. Add plan.unit("", ...)')
@@ -645,7 +645,7 @@ def _add_root_unit(
         found[""] = UnitRecord("", dims[-1:], dims[:-1], options, (), ())
 
 
-def _is_cut(tensor: _Tensor, dims: Sequence[str], mesh: MeshShape) -> bool:
+def _is_placed_on(tensor: _Tensor, dims: Sequence[str], mesh: MeshShape) -> bool:
     """Whether rules place a tensor on one of the mesh dimensions as something else than Replicate."""
     placed = zip(mesh.names, tensor.init, tensor.run)
     return any(dim in dims and (a, b) != (Replicate(), Replicate()) for dim, a, b in placed)
@@ -661,7 +661,7 @@ def _check_in_unit(
     if not tensor.is_sound or not set(unit.shard) <= set(mesh.names):
         return
     involved = {*tensor.layout_rules(rules), *unit.rules}
-    if not is_lowered and tensor.init == tensor.run and _is_cut(tensor, (*unit.shard, *unit.replicate), mesh):
+    if not is_lowered and tensor.init == tensor.run and _is_placed_on(tensor, (*unit.shard, *unit.replicate), mesh):
         end = ". Use another mesh dimension, or an inner unit on another one"
         problems.add(involved, "use a mesh dimension of the unit that shards ", tensor.name, end)
         return

@@ -24,7 +24,7 @@ __all__ = [
     "MeshShape",
     "Resolved",
     "SegmentSizes",
-    "TensorRecord",
+    "ResolvedTensor",
     "UnitRecord",
     "activation_text",
     "table",
@@ -93,7 +93,7 @@ class SegmentSizes:
 
 
 @dataclass(frozen=True)
-class TensorRecord:
+class ResolvedTensor:
     """A parameter or a buffer.
 
     Attributes:
@@ -211,7 +211,7 @@ class Resolved:
     """
 
     mesh: MeshShape
-    tensors: tuple[TensorRecord, ...]
+    tensors: tuple[ResolvedTensor, ...]
     boundaries: tuple[Boundary, ...]
     factories: tuple[FactoryRecord, ...]
     units: tuple[UnitRecord, ...]
@@ -237,12 +237,12 @@ class Resolved:
         tensors = [
             (
                 " = ".join((each.name, *each.aliases)),
-                _placed(names, each.init),
-                _placed(names, each.run) if each.run != each.init else "same",
-                _placed(names, each.grad),
+                _spoken_text(names, each.init),
+                _spoken_text(names, each.run) if each.run != each.init else "same",
+                _spoken_text(names, each.grad),
                 str(each.segments or ""),
                 "" if each.unit is None else _module(each.unit),
-                _numbers(each.rules),
+                _rule_numbers(each.rules),
             )
             for each in self.tensors
         ]
@@ -250,16 +250,16 @@ class Resolved:
             (
                 each.path,
                 each.action,
-                _placed(names, each.placements),
-                _placed(names, each.src),
-                _placed(names, each.grad_src),
-                _placed(names, each.grad_dst),
-                _numbers(each.rules),
+                _spoken_text(names, each.placements),
+                _spoken_text(names, each.src),
+                _spoken_text(names, each.grad_src),
+                _spoken_text(names, each.grad_dst),
+                _rule_numbers(each.rules),
             )
             for each in self.boundaries
         ]
         factories = [
-            (_module(each.module), ", ".join(each.functions), _placed(names, each.placements), _numbers(each.rules))
+            (_module(each.module), ", ".join(each.functions), _spoken_text(names, each.placements), _rule_numbers(each.rules))
             for each in self.factories
         ]
         units = [
@@ -269,7 +269,7 @@ class Resolved:
                 ", ".join(each.replicate),
                 str(len(each.params)),
                 ", ".join([f"{name}={value_text(value)}" for name, value in each.options]),
-                _numbers(each.rules),
+                _rule_numbers(each.rules),
             )
             for each in self.units
         ]
@@ -282,7 +282,7 @@ class Resolved:
         return "\n\n".join([f"mesh: {self.mesh}", *filter(None, tables)])
 
 
-def _placed(names: Sequence[str], placements: Optional[Spoken]) -> str:
+def _spoken_text(names: Sequence[str], placements: Optional[Spoken]) -> str:
     """``dp=S(0) tp=P(sum)``: mesh dimensions with Replicate are left out if another one is not."""
     if placements is None:
         return ""
@@ -297,7 +297,7 @@ def _module(name: str) -> str:
     return name or "(root)"
 
 
-def _numbers(rules: Sequence[int]) -> str:
+def _rule_numbers(rules: Sequence[int]) -> str:
     return ", ".join(map(str, rules))
 
 

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_ragged._register._torch import GradientUse, backward_id, functorch_is_active, gradient_use
 from torch_ragged.random._tape import read_state
-from torch_ragged.spmd._boundary import Redistribution, Shared, as_dtensor, is_own_hook, local_moves
+from torch_ragged.spmd._boundary import Redistribution, SharedHook, as_dtensor, is_own_hook, local_moves
 from torch_ragged.spmd._gradients import Leaf, LeavesOfCall, PendingGradients, has_hooks, witness
-from torch_ragged.spmd._move import Move, Placed, clean, differentiable_once, make_dtensor, move_dtensor
+from torch_ragged.spmd._move import Carry, PerDim, clean, differentiable_once, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
 from torch_ragged.spmd._static_check import check_step
 from torch_ragged.spmd._static_facts import Facts, NoFacts, Surroundings, modes
@@ -296,7 +296,7 @@ class _Kind:
     """
 
     state: _State
-    arrivals: dict[int, Placed] = field(default_factory=dict)
+    arrivals: dict[int, PerDim] = field(default_factory=dict)
     needing: int = 0
     uses: dict[int, int] = field(default_factory=dict)
     found: Optional[Found] = None
@@ -359,10 +359,10 @@ class _StaticCall(LeavesOfCall):
         self.nodes: dict[int, weakref.ref[Any]] = {}
         self.given: Optional[tuple[list[Any], Any, dict[str, torch.Tensor]]] = None
         self.repeated: Optional[dict[Any, Any]] = None
-        self._arrived: dict[int, Placed] = {}
+        self._arrived: dict[int, PerDim] = {}
         self._backward = -1
 
-    def move(self, change: Redistribution) -> Move:
+    def move(self, change: Redistribution) -> Carry:
         return self.found.moves[change]
 
     def waits(self) -> bool:
@@ -373,7 +373,7 @@ class _StaticCall(LeavesOfCall):
         """The spec of the gradient of an input, by its position, or of a parameter, by its name; None: it has none."""
         return self.found.param_grads.get(key) if isinstance(key, str) else self.found.input_grads.get(key)
 
-    def arrive(self, index: int, placements: Placed, repeat: Callable[[], Any]) -> Optional[Placed]:
+    def arrive(self, index: int, placements: PerDim, repeat: Callable[[], Any]) -> Optional[PerDim]:
         """A gradient of an output has arrived.
 
         Args:
@@ -413,7 +413,7 @@ def _will_run(node: Any) -> bool:
     return node is not None and gradient_use(node) is not GradientUse.NONE
 
 
-class _Region(Shared):
+class _Region(SharedHook):
     """One module of a model in static mode.
 
     At its entry, DTensors become local tensors; at its exit, local tensors become DTensors, if the call is of a kind that is
@@ -676,7 +676,7 @@ class _Region(Shared):
                 ]
         state.facts = Facts(self.module)  # Hooks of this object have changed, and nothing else.
 
-    def found_under(self, call: _StaticCall, arrived: dict[int, Placed]) -> Optional[Found]:
+    def found_under(self, call: _StaticCall, arrived: dict[int, PerDim]) -> Optional[Found]:
         """In backward: what holds for a call if gradients have arrived under these placements; None: they cannot be used.
 
         A trial finds it, once per placements, as the one before the call, but with zeros: its values do not count.
@@ -984,7 +984,7 @@ def _alike(metas: Sequence[Any], ids: Sequence[int], tree: Any) -> tuple[list[An
     return [made[key] for key in ids], tree
 
 
-def _with_its_strides(gradient: torch.Tensor, spec: Any, placements: Placed) -> DTensor:
+def _with_its_strides(gradient: torch.Tensor, spec: Any, placements: PerDim) -> DTensor:
     """A DTensor on a gradient. On trial it was row-major; copied to that order, later sums would have other roundings."""
     if gradient.is_contiguous():
         return make_dtensor(gradient, spec.mesh, placements, spec.shape)

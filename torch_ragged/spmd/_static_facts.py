@@ -230,7 +230,7 @@ class Facts:
     # -- values
 
     def _visit(self, value: Any, path: str) -> None:
-        if isinstance(value, _PLAIN) or id(value) in self._seen:
+        if isinstance(value, _FIXED) or id(value) in self._seen:
             return
         if self._alone and isinstance(value, nn.Module) and value is not self._module:
             return
@@ -436,7 +436,7 @@ class Surroundings:
         return facts
 
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.layout, torch.memory_format, range)
+_FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.layout, torch.memory_format, range)
 
 
 def _check_seen(module: Optional[str], path: str) -> None:
@@ -486,15 +486,15 @@ def _same(now: Any, values: list[Any], index: int) -> bool:
     if type(now) is not type(before):
         return False
     if isinstance(now, torch.Tensor):
-        same = _meta(now) == _meta(before)
+        same = _tensor_facts(now) == _tensor_facts(before)
     else:
-        same = isinstance(now, _PLAIN) and now == before
+        same = isinstance(now, _FIXED) and now == before
     if same:
         values[index] = now
     return same
 
 
-def _meta(tensor: torch.Tensor) -> Any:
+def _tensor_facts(tensor: torch.Tensor) -> Any:
     placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, placements
 

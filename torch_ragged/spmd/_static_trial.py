@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch_ragged._register._torch import current_autograd_node, next_sequence_number
 from torch_ragged.random._tape import read_state, write_state
 from torch_ragged.spmd._boundary import Redistribution
-from torch_ragged.spmd._move import Move, Placed, can_move, clean, is_even, make_dtensor, on_trial
+from torch_ragged.spmd._move import Carry, PerDim, can_move, clean, is_even, make_dtensor, on_trial
 from torch_ragged.tensor._api import ragged_extension
 from torch_ragged.tensor._random import scope
 from torch_ragged.tensor.placement_types import has_ragged
@@ -60,8 +60,8 @@ class Island:
 
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    input_grads: dict[int, Placed] = field(default_factory=dict)
-    output_grads: dict[int, Placed] = field(default_factory=dict)
+    input_grads: dict[int, PerDim] = field(default_factory=dict)
+    output_grads: dict[int, PerDim] = field(default_factory=dict)
 
 
 @dataclass
@@ -83,10 +83,10 @@ class Found:
     """
 
     outputs: list[Any]
-    output_grads: dict[int, Placed] = field(default_factory=dict)
+    output_grads: dict[int, PerDim] = field(default_factory=dict)
     input_grads: dict[int, Any] = field(default_factory=dict)
     param_grads: dict[str, Any] = field(default_factory=dict)
-    moves: dict[Redistribution, Move] = field(default_factory=dict)
+    moves: dict[Redistribution, Carry] = field(default_factory=dict)
     islands: dict[nn.Module, Island] = field(default_factory=dict)
     draws: dict[str, str] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def try_module(
     name: str,
     args: Sequence[Any],
     tree: Any,
-    arrivals: dict[int, Placed],
+    arrivals: dict[int, PerDim],
     changes: Sequence[Redistribution],
     mesh: DeviceMesh,
     run_local: Callable[[Found, Sequence[Any], dict[str, torch.Tensor]], Any],
@@ -440,7 +440,7 @@ def standing_in(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator
 def _carrying(ledger: Ledger) -> Iterator[None]:
     """A move makes zeros of the right shape here, whose expression is the move."""
 
-    def carry(local: torch.Tensor, src: Placed, dst: Placed, shape: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
+    def carry(local: torch.Tensor, src: PerDim, dst: PerDim, shape: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
         if src == dst:
             return local
         with _disable_current_modes():
@@ -465,7 +465,7 @@ def _run_reference(
     reference: _Reference,
     given: _Given,
     tree: Any,
-    arrivals: dict[int, Placed],
+    arrivals: dict[int, PerDim],
     mesh: DeviceMesh,
     only: bool,
 ) -> Found:
@@ -513,8 +513,8 @@ def _run_reference(
             if reference.refused is not None:  # DTensor's dispatch may have raised another error over it.
                 raise reference.refused from None
             if any(f.f_code.co_name == "stringify_transform_infos" for f, _ in traceback.walk_tb(error.__traceback__)):
-                raise Refused(reference.name, f"watching it raises {_first_line(error)}") from error
-            raise Refused(reference.name, f"on trial, it raises {_first_line(error)}") from error
+                raise Refused(reference.name, f"watching it raises {_type_and_line(error)}") from error
+            raise Refused(reference.name, f"on trial, it raises {_type_and_line(error)}") from error
         given.note_written(reference.name)
     reference.finish(found)
     return found
@@ -555,7 +555,7 @@ def _gradients(outputs: Sequence[Any], leaves: Sequence[Any], gradients: Sequenc
     return [of[id(tensor)] for _, tensor in leaves]
 
 
-def _zeros(tensor: Any, placements: Placed, mesh: DeviceMesh) -> torch.Tensor:
+def _zeros(tensor: Any, placements: PerDim, mesh: DeviceMesh) -> torch.Tensor:
     size, _ = ragged_extension.local_shape_and_global_offset(tensor.shape, mesh, placements, skip_offset=True)
     return torch.zeros(tuple(size), dtype=tensor.dtype, device=tensor.device)
 
@@ -575,7 +575,7 @@ def _check_outputs(name: str, outputs: Sequence[Any], given: _Given) -> None:
             raise Refused(name, f"a {kind} enters or leaves it: static modules see tensors in tuples, lists and dicts only")
 
 
-def _check_gradient(name: str, placements: Any, grads: Placed) -> None:
+def _check_gradient(name: str, placements: Any, grads: PerDim) -> None:
     """Whether local autograd can compute with a gradient of these placements."""
     for placement, grad in zip(placements, grads):
         fits = grad.is_replicate() if isinstance(placement, Partial) else grad == placement
@@ -646,7 +646,7 @@ class _Reference(DebugMode):
                 raise Refused(self._names[self._module], f"{change.boundary.path} has other placements from call to call")
             given, wanted, grad = records[0]
             back = clean(given) if change.boundary.grad_dst is None else _spoken(change.boundary.grad_dst, given)
-            found.moves[change] = Move(self._mesh, given, wanted, grad, back)
+            found.moves[change] = Carry(self._mesh, given, wanted, grad, back)
         found.shares, found.draws = self._shares, dict(self._draws)
 
     def _refuse(self, module: str, reason: str) -> None:
@@ -677,7 +677,7 @@ class _Reference(DebugMode):
         self._note_grads(leaves, island.output_grads)
 
     @staticmethod
-    def _note_grads(leaves: Sequence[Any], grads: dict[int, Placed]) -> None:
+    def _note_grads(leaves: Sequence[Any], grads: dict[int, PerDim]) -> None:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, DTensor) and leaf.requires_grad:
 
@@ -687,7 +687,7 @@ class _Reference(DebugMode):
                 leaf.register_hook(note)
 
     def _observer(self, change: Redistribution) -> Callable[..., None]:
-        def note(given: Placed, wanted: Placed, result: DTensor) -> None:
+        def note(given: PerDim, wanted: PerDim, result: DTensor) -> None:
             record: list[Any] = [given, wanted, wanted]
             self._moves.setdefault(change, []).append(record)
             if not is_even_dtensor(result):
@@ -788,11 +788,11 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0))
 
 
-def _spoken(told: Sequence[Any], default: Placed) -> Placed:
+def _spoken(told: Sequence[Any], default: PerDim) -> PerDim:
     return tuple([new or old for new, old in zip(told, clean(default))])
 
 
-def _first_line(error: BaseException) -> str:
+def _type_and_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)}".splitlines()[0].removesuffix(": ")
 
 
@@ -839,4 +839,4 @@ def _run_locally(
     except Refused:
         raise
     except Exception as error:
-        raise Refused(name, f"on local tensors, its {where} raises {_first_line(error)}") from error
+        raise Refused(name, f"on local tensors, its {where} raises {_type_and_line(error)}") from error

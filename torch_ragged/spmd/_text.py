@@ -43,7 +43,7 @@ def _named(*makers: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 
 PLACEMENTS = _named(Shard, Replicate, Partial, _StridedShard, InterleavedShard, RaggedShard, StridedRaggedShard)
 _GRANULARITIES = _named(granularity.elements, granularity.rows, granularity.blocks, granularity.tensor, granularity.segments)
-_MOST_RANKS = 10**7  # In text, so that a short one cannot fill the memory.
+_MOST_RANKS_IN_TEXT = 10**7  # In text, so that a short one cannot fill the memory.
 _POLICIES = _named(MixedPrecisionPolicy, Float4Policy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, Offload, BufferPlacements)
 
 
@@ -152,8 +152,8 @@ def _read_call(text: str, makers: Mapping[str, Callable[..., Any]]) -> Any:
             return (*read(node.left), *read(node.right))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # As in the repr of many units: (1,) * 64 + (0,) * 64
             values, count = read(node.left), read(node.right)
-            if count > _MOST_RANKS:
-                raise ValueError(f"{count} ranks are more than {_MOST_RANKS}")
+            if count > _MOST_RANKS_IN_TEXT:
+                raise ValueError(f"{count} ranks are more than {_MOST_RANKS_IN_TEXT}")
             return tuple(values) * count
         if isinstance(node, ast.List):
             return [read(element) for element in node.elts]

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = ["layouts_of", "layers_of"]
 
-_FIELDS = (
+_CONFIG_FIELDS = (
     "state_shardings",
     "in_src_shardings",
     "in_dst_shardings",
@@ -29,11 +29,11 @@ _KERNELS = {  # Attention that runs on local tensors only. The name is that of t
     "FlexAttention": "it compiles flex_attention",
     "VarlenAttention": "it calls varlen_attn",
 }
-_MOST_NAMES = 2  # Of one problem: the other ones are counted.
+_MOST_TITAN_NAMES = 2  # Of one problem: the other ones are counted.
 _PENDING = None
 """``spmd.P``: each rank has a summand. DTensor knows this of a result, and no rule can ask for it."""
 
-_Layout = dict[str, Optional[Placement]]
+_TitanLayout = dict[str, Optional[Placement]]
 _Said = tuple[tuple[Placement, ...], tuple[str, ...]]
 """Placements and mesh dimensions of a tensor."""
 
@@ -93,15 +93,15 @@ class _Reader:
     def raise_problems(self) -> None:
         texts = []
         for (field, text), names in self._problems.items():
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            texts.append(f"  {', '.join(names[:_MOST_NAMES])}{more}, {field}: {text}")
+            more = f" and {len(names) - _MOST_TITAN_NAMES} more" if len(names) > _MOST_TITAN_NAMES else ""
+            texts.append(f"  {', '.join(names[:_MOST_TITAN_NAMES])}{more}, {field}: {text}")
         if texts:
             kind = type(self._model).__name__
             raise ValueError(f"the sharding configs of {kind} cannot be read:\n" + "\n".join(texts))
 
     def read(self, name: str) -> None:
         config = self._configs[name]
-        missing = [field for field in _FIELDS if not hasattr(config, field)]
+        missing = [field for field in _CONFIG_FIELDS if not hasattr(config, field)]
         if missing:
             self._add_problem(name, "_sharding_config", f"a {type(config).__name__} has no {', '.join(missing)}")
             return
@@ -152,7 +152,7 @@ class _Reader:
         if before != after:
             self._move(name, "<out>", field, before, after)
 
-    def _move(self, name: str, tensor: str, field: str, source: _Layout, layout: _Layout) -> None:
+    def _move(self, name: str, tensor: str, field: str, source: _TitanLayout, layout: _TitanLayout) -> None:
         """A tensor that passes is brought to ``layout``. It stays pending where it is so."""
         made = [axis for axis, each in layout.items() if each is _PENDING and source.get(axis, Replicate()) is not _PENDING]
         if made:
@@ -191,14 +191,14 @@ class _Reader:
                 if getattr(owner, tensor, None) is not None and set(self._layout(module, "", layout).values()) - {Replicate()}:
                     yield f"{module}.{tensor}" if module else tensor
 
-    def _layout(self, name: str, field: str, layout: Any) -> _Layout:
+    def _layout(self, name: str, field: str, layout: Any) -> _TitanLayout:
         try:
             return {} if layout is None else _placements_of(layout, self._dims)
         except ValueError as problem:
             self._add_problem(name, field, str(problem))
             return {}
 
-    def _add(self, name: str, tensor: str, layout: _Layout) -> None:
+    def _add(self, name: str, tensor: str, layout: _TitanLayout) -> None:
         if layout:
             placements = tuple([each for each in layout.values() if each is not None])
             said = placements, tuple([str(self._dims[axis]) for axis in layout])
@@ -216,7 +216,7 @@ def _config_of(module: nn.Module) -> Any:
     return getattr(module, "_sharding_config", None)
 
 
-def _placements_of(layout: Any, dims: Mapping[str, Optional[str]]) -> _Layout:
+def _placements_of(layout: Any, dims: Mapping[str, Optional[str]]) -> _TitanLayout:
     """The placements of an ``SpmdLayout`` on the axes that have mesh dimensions, in the order in which they cut.
 
     Raises:
@@ -225,7 +225,7 @@ def _placements_of(layout: Any, dims: Mapping[str, Optional[str]]) -> _Layout:
     types: dict[str, Any] = {_axis(axis): each for axis, each in layout.axis_types.items()}
     spec = [entry if isinstance(entry, tuple) else (entry,) for entry in layout.partition_spec or ()]
     dim_of = {_axis(axis): dim for dim, entry in enumerate(spec) for axis in entry if axis is not None}
-    found: _Layout = {}
+    found: _TitanLayout = {}
     for axis in dict.fromkeys((*types, *dim_of)):
         placement = _placement_of(axis, types.get(axis), dim_of)
         if axis in dims:

@@ -24,15 +24,15 @@ _Cut = Callable[[int], Optional[Placement]]
 """The placement of a parameter with so many dimensions; None if the style leaves it as it is."""
 
 
-def _whole(ndim: int) -> Optional[Placement]:
+def _unsharded(ndim: int) -> Optional[Placement]:
     return None
 
 
-def _columns(ndim: int) -> Optional[Placement]:
+def _columnwise(ndim: int) -> Optional[Placement]:
     return Shard(max(ndim - 2, 0))  # Of (out, in), (experts, out, in), and of a bias.
 
 
-def _rows(ndim: int) -> Optional[Placement]:
+def _rowwise(ndim: int) -> Optional[Placement]:
     return Shard(ndim - 1) if ndim > 1 else None  # A bias is added once.
 
 
@@ -47,24 +47,24 @@ def _packed_rows(ndim: int) -> Optional[Placement]:
 # Each style: how parameters are cut, and the placements of what enters and leaves the module, if the style says so. Styles that
 # repair gradients or sums of local tensors say nothing here: DTensor knows which values are sums.
 _STYLES: dict[str, tuple[_Cut, Optional[Placement], Optional[Placement]]] = {
-    "colwise": (_columns, None, None),
-    "colwise_rep": (_columns, None, Replicate()),
-    "colwise_gather_output": (_columns, None, Replicate()),
-    "rowwise": (_rows, None, Replicate()),
-    "rowwise_rep": (_rows, None, Replicate()),
-    "rowwise_split_input": (_rows, None, Replicate()),
+    "colwise": (_columnwise, None, None),
+    "colwise_rep": (_columnwise, None, Replicate()),
+    "colwise_gather_output": (_columnwise, None, Replicate()),
+    "rowwise": (_rowwise, None, Replicate()),
+    "rowwise_rep": (_rowwise, None, Replicate()),
+    "rowwise_split_input": (_rowwise, None, Replicate()),
     "packed_colwise": (_packed_columns, None, None),
     "packed_rowwise": (_packed_rows, None, None),
     "embedding_rowwise": (lambda ndim: Shard(0), None, Replicate()),
     "embedding_colwise": (lambda ndim: Shard(1), None, Replicate()),
-    "sequence_parallel": (_whole, Shard(1), None),
-    "all_reduce": (_whole, None, Replicate()),
-    "moe_tp_experts": (_whole, None, Replicate()),
-    "moe_identity_expert": (_whole, None, None),
-    "replicate": (_whole, None, None),
-    "replicated_with_grad_allreduce": (_whole, None, None),
-    "mla_kv_a_proj": (_whole, None, None),
-    "local_params": (_whole, None, None),
+    "sequence_parallel": (_unsharded, Shard(1), None),
+    "all_reduce": (_unsharded, None, Replicate()),
+    "moe_tp_experts": (_unsharded, None, Replicate()),
+    "moe_identity_expert": (_unsharded, None, None),
+    "replicate": (_unsharded, None, None),
+    "replicated_with_grad_allreduce": (_unsharded, None, None),
+    "mla_kv_a_proj": (_unsharded, None, None),
+    "local_params": (_unsharded, None, None),
 }
 _NO_MEANING = {
     "grouped_gemm": "it gives each rank whole experts, and tokens must follow them",
@@ -101,7 +101,7 @@ def shards_of(model: nn.Module) -> list[tuple[str, Placement]]:
             problems.append(_problem(name, style, path))
             continue
         cut, before, after = _STYLES[style]
-        found += _cuts(path, own, cut)
+        found += _cuts_of_entry(path, own, cut)
         if named_modules:
             sides = (("in", before), ("out", after))
             found += [(rf"{path}\.<{side}>", placement) for side, placement in sides if placement is not None]
@@ -167,7 +167,7 @@ def _path(name: str) -> str:
     return r"\d+".join([re.escape(part) for part in name.split("*")])
 
 
-def _cuts(path: str, params: Mapping[str, torch.Tensor], cut: _Cut) -> list[tuple[str, Placement]]:
+def _cuts_of_entry(path: str, params: Mapping[str, torch.Tensor], cut: _Cut) -> list[tuple[str, Placement]]:
     """The cuts of the parameters of an entry: one path for those that are cut alike."""
     alike: dict[Placement, dict[str, None]] = {}
     for name, param in params.items():

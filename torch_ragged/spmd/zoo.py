@@ -228,7 +228,7 @@ def _on(plan: Plan, dp: _Data, tp: Optional[str], unit: Optional[str], cp: Optio
 
     Without units, each parameter needs a rule: the default is replicated.
     """
-    names = {"dp": _names(dp), "tp": _names(tp), "cp": _names(cp)}
+    names = {"dp": _dim_names(dp), "tp": _dim_names(tp), "cp": _dim_names(cp)}
     rules = []
     for rule in plan.rules:
         dims = names[rule.dims[0]]  # type: ignore[attr-defined]
@@ -239,5 +239,5 @@ def _on(plan: Plan, dp: _Data, tp: Optional[str], unit: Optional[str], cp: Optio
     return plan.default(Replicate()) if unit is None or not data else plan.unit(unit, data)
 
 
-def _names(dims: Union[str, tuple[str, ...], None]) -> tuple[str, ...]:
+def _dim_names(dims: Union[str, tuple[str, ...], None]) -> tuple[str, ...]:
     return () if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)

@@ -129,7 +129,7 @@ class RaggedExtension(PlacementExtension):
                 f"cannot redistribute a DTensor on a mesh of {given[0]} to a mesh of {given[1]}: use the tensor's own mesh"
             )
         normalized = normalize_placements(tuple(placements), tensor.shape, own.shape)
-        return _RaggedRedistribute.apply(tensor, normalized, *_options(**options))
+        return _RaggedRedistribute.apply(tensor, normalized, *_redistribute_options(**options))
 
     def redistribute_local_tensor(
         self, local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, *, async_op: bool, is_explicit: bool
@@ -230,7 +230,7 @@ def _on_every_rank(mesh: DeviceMesh, shape: torch.Size, check: Callable[[], tupl
     return found
 
 
-def _options(
+def _redistribute_options(
     *, async_op: bool = False, forward_dtype: torch.dtype | None = None, backward_dtype: torch.dtype | None = None
 ) -> tuple[Any, ...]:
     """The keyword arguments of ``DTensor.redistribute``."""

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from torch_ragged.tensor._checkpoint import chunks_of, shard_at, write_items_of
+from torch_ragged.tensor._checkpoint import dcp_chunks_of, shard_at, write_items_of
 from torch_ragged.tensor._global_layout import GlobalLayout
 from torch_ragged.tensor._ownership import Box, row_major
 
@@ -93,7 +93,7 @@ class BoxTensor(torch.Tensor):
         return self.global_layout.boxes(self.shape, self.stride())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return chunks_of(self._boxes())
+        return dcp_chunks_of(self._boxes())
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return write_items_of(fqn, self._boxes(), self.detach(), torch.Size(self.global_shape))

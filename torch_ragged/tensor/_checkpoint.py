@@ -21,7 +21,7 @@ from torch_ragged.tensor._ownership import Box, owned, row_major
 from torch_ragged.tensor._placement_extension import CheckpointExtension
 from torch_ragged.tensor.placement_types import cuts_of
 
-__all__ = ["RaggedCheckpoint", "chunk_boxes", "chunks_of", "own_storage", "shard_at", "write_items_of"]
+__all__ = ["RaggedCheckpoint", "chunk_boxes", "dcp_chunks_of", "own_storage", "shard_at", "write_items_of"]
 
 
 def chunk_boxes(tensor: DTensor) -> tuple[Box, ...]:
@@ -45,7 +45,7 @@ class RaggedCheckpoint(CheckpointExtension):
     """DCP's protocol for ragged DTensors: one chunk per box, each a view of the local tensor."""
 
     def create_chunk_list(self, tensor: DTensor) -> list[ChunkStorageMetadata]:
-        return chunks_of(chunk_boxes(tensor))
+        return dcp_chunks_of(chunk_boxes(tensor))
 
     def create_write_items(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
         return write_items_of(fqn, chunk_boxes(tensor), tensor.detach().to_local(), tensor.size())  # type: ignore[attr-defined]
@@ -64,11 +64,11 @@ class RaggedCheckpoint(CheckpointExtension):
         local = tensor.detach().to_local()  # type: ignore[attr-defined]
         for box in chunk_boxes(tensor):
             part = full[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
-            _view(local, box).copy_(part)
+            _view_of_box(local, box).copy_(part)
         return tensor
 
 
-def chunks_of(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
+def dcp_chunks_of(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
     """DCP's chunk of each box."""
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
 
@@ -84,7 +84,7 @@ def write_items_of(fqn: str, boxes: Sequence[Box], local: torch.Tensor, size: to
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
         )
-        for chunk in chunks_of(boxes)
+        for chunk in dcp_chunks_of(boxes)
     ]
 
 
@@ -96,11 +96,11 @@ def shard_at(index: MetadataIndex, boxes: Sequence[Box], local: torch.Tensor, sh
     """
     for box in boxes:
         if index.offset is None or tuple(index.offset) == box.offsets:
-            return own_storage(_view(local, box))
+            return own_storage(_view_of_box(local, box))
     raise ValueError(f"{index.fqn}: this rank holds no chunk at offset {index.offset} of {tuple(shape)}")
 
 
-def _view(local: torch.Tensor, box: Box) -> torch.Tensor:
+def _view_of_box(local: torch.Tensor, box: Box) -> torch.Tensor:
     if local.dim() != 1 or box.local_strides != row_major(box.sizes):  # Not flat: all cuts are chunks.
         return local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
     # Tensor types, such as quantized optimizer states, have view(), but not as_strided(), and may slice along blocks only.

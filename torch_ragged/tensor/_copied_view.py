@@ -76,8 +76,8 @@ class CopiedView(DTensor):
 
     def _write(self, values: DTensor) -> None:
         """Write ``values``, which have the view's shape, to the tensor. Gathers both."""
-        source, whole = self._source, _whole(self._source)
-        self._viewed(whole).copy_(_whole(values))
+        source, whole = self._source, _whole_copy(self._source)
+        self._viewed(whole).copy_(_whole_copy(values))
         everywhere = (Replicate(),) * source.device_mesh.ndim
         moved = redistribute_local(whole, source.device_mesh, source.shape, everywhere, source.placements).wait()
         source._local_tensor.copy_(moved)
@@ -141,7 +141,7 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
             f"{op} on a DTensor that is placed as {args[0].placements}, pending a reduction: all ranks' values would be "
             "reduced. Use zero_(), or redistribute first, as in t = t.redistribute(placements=[Replicate()])"
         )
-    moved = _moved(op_info, answer)
+    moved = _moved_arguments(op_info, answer)
     if (outs := _outs_of_others(op, kwargs, answer)) is not None:
         if any(placement.is_partial() for out in outs for placement in out.placements):
             raise NotImplementedError(
@@ -173,7 +173,7 @@ def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     return result
 
 
-def _moved(op_info: Any, sharding: OutputSharding) -> dict[int, DTensorSpec]:
+def _moved_arguments(op_info: Any, sharding: OutputSharding) -> dict[int, DTensorSpec]:
     """The positional arguments that a sharding redistributes, and where to."""
     if not sharding.needs_redistribute or sharding.redistribute_schema is None:
         return {}
@@ -226,7 +226,7 @@ def _version(tensor: torch.Tensor) -> Any:
     return (writes_in_inference(),) if torch.is_inference_mode_enabled() or tensor.is_inference() else tensor._version
 
 
-def _whole(tensor: DTensor) -> torch.Tensor:
+def _whole_copy(tensor: DTensor) -> torch.Tensor:
     """A plain tensor of one device, with its memory of its own: a view op must see the strides that it saw."""
     mesh, everywhere = tensor.device_mesh, (Replicate(),) * tensor.device_mesh.ndim
     local = redistribute_local(tensor._local_tensor, mesh, tensor.shape, tensor.placements, everywhere).wait()

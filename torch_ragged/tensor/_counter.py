@@ -26,8 +26,8 @@ import torch
 
 from torch_ragged._kernels import philox
 from torch_ragged._kernels._choice import runs_triton
-from torch_ragged._kernels.distributions import Distribution, distribution_of, dropout, example
-from torch_ragged._kernels.regions import Region, regions
+from torch_ragged._kernels.distributions import Sampling, distribution_of, dropout, example
+from torch_ragged._kernels.regions import Drawn, regions
 from torch_ragged.tensor._ownership import Box, row_major
 from torch_ragged.tensor._sampler import Sampler, chunks_of, views_of
 
@@ -41,7 +41,7 @@ _logger = getLogger(__name__)
 class Kernel:
     """The kernel draws."""
 
-    distribution: Distribution
+    distribution: Sampling
     grid: philox.Grid
 
     def steps(self, numel: int) -> int:
@@ -85,7 +85,7 @@ def draw_by_counter(
 ) -> None:
     """Draw the elements of ``boxes``, as :func:`torch_ragged.tensor._draw.draw_owned` describes."""
     sampler.fill(local.new_empty(0))  # torch checks the arguments, on every rank, and draws nothing.
-    held, generator = _Held(shape, _order(stride), boxes, local), sampler.generator or _default_generator(local.device)
+    held, generator = _DrawnBoxes(shape, _order(stride), boxes, local), sampler.generator or _default_generator(local.device)
     in_memory = [shape[dim] for dim in held.order], [stride[dim] for dim in held.order]
     lengths = list(philox.pieces(*in_memory, sampler.dtype.itemsize))
     if len(lengths) > 1:  # torch counts the whole draw before it cuts it.
@@ -100,7 +100,7 @@ def draw_by_counter(
         start += length
 
 
-def _draw_turns(turns: Turns, sampler: Sampler, generator: Any, held: _Held, start: int, length: int) -> None:
+def _draw_turns(turns: Turns, sampler: Sampler, generator: Any, held: _DrawnBoxes, start: int, length: int) -> None:
     # A smaller tensor would have a smaller grid, so all turns are whole. A draw shorter than a turn is one chunk of its length.
     scratch = torch.empty(min(turns.length, length), dtype=sampler.dtype, device=held.local.device)
     for parts in held.chunks(start, length, len(scratch)):
@@ -128,7 +128,7 @@ def draw_kept(
     vector = math.gcd(vector, numel) if is_dense else 1
     distribution, factor = dropout(p, dtype, vector)
     # Neighbours are taken in the order of memory, single elements in the order of the shape.
-    held = _Held(shape, _order(stride if vector > 1 else row_major(shape)), boxes, mask)
+    held = _DrawnBoxes(shape, _order(stride if vector > 1 else row_major(shape)), boxes, mask)
     grid, generator = philox.grid_of(mask.device), _default_generator(mask.device)
     _write(mask, held.regions(0, numel), distribution, numel, grid, generator)
     _skip(generator, grid.steps(numel, distribution.lanes))
@@ -153,14 +153,14 @@ def _skip(generator: Any, steps: int) -> None:
 
 def _write(
     out: torch.Tensor,
-    found: Sequence[Region],
-    distribution: Distribution,
+    found: Sequence[Drawn],
+    distribution: Sampling,
     numel: int,
     grid: philox.Grid,
     generator: Any,
 ) -> None:
     seed, offset = generator.initial_seed(), generator.get_offset()
-    philox.write(out, found, distribution, numel=numel, grid=grid, seed=seed, offset=offset)
+    philox.write_draw(out, found, distribution, numel=numel, grid=grid, seed=seed, offset=offset)
 
 
 def _order(stride: Sequence[int]) -> list[int]:
@@ -169,7 +169,7 @@ def _order(stride: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _DrawnBoxes:
     """The boxes of a draw of ``shape`` that ``local`` holds; dimensions are drawn in ``order``."""
 
     shape: Sequence[int]
@@ -183,11 +183,11 @@ class _Held:
         for _, _, moves in chunks_of(self.shape, self.order, self.boxes, start, start + length, most):
             yield [(mine[number][selection], *place) for number, selection, *place in moves]
 
-    def regions(self, start: int, length: int) -> list[Region]:
+    def regions(self, start: int, length: int) -> list[Drawn]:
         """What ``local`` holds of the ``length`` elements from ``start`` on, which are a draw of their own."""
         origin, parts = self.local.storage_offset(), next(self.chunks(start, length, length))
         return regions(
-            Region(offset, int(view.storage_offset() - origin), tuple(zip(sizes, steps, view.stride())))
+            Drawn(offset, int(view.storage_offset() - origin), tuple(zip(sizes, steps, view.stride())))
             for view, sizes, steps, offset in parts
         )
 
@@ -245,9 +245,9 @@ def _vector_of(dtype: torch.dtype, device: torch.device) -> Optional[int]:
     return candidates[0] if candidates else None
 
 
-def _can_write(out: torch.Tensor, distribution: Distribution, grid: philox.Grid, generator: Any) -> bool:
+def _can_write(out: torch.Tensor, distribution: Sampling, grid: philox.Grid, generator: Any) -> bool:
     """Draw all of a flat tensor by the kernel. Triton needs a compiler at run time: where it lacks one, torch draws."""
-    whole = [Region(0, 0, ((out.numel(), 1, 1),))]
+    whole = [Drawn(0, 0, ((out.numel(), 1, 1),))]
     try:
         _write(out, whole, distribution, out.numel(), grid, generator)
     except Exception as error:

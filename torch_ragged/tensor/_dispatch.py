@@ -50,7 +50,7 @@ from torch_ragged.tensor._ops import (
 )
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import OpExtension, note_pending
-from torch_ragged.tensor._random import before_draw, part_of
+from torch_ragged.tensor._random import before_draw, local_part_of
 from torch_ragged.tensor._single_device import draw_new
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
 from torch_ragged.tensor.placement_types import has_own_rules, has_ragged, normalize_placements
@@ -159,7 +159,7 @@ class RaggedOps(OpExtension):
             sizes = {"steps": shape[0]} if name in ("linspace", "logspace") else {"size": shape}
             made = function(**{**options, **sizes, "device": mesh.device_type})
             meta = TensorMeta(size, row_major(size), made.dtype)
-            return part_of(made, DTensorSpec(mesh, normalized, tensor_meta=meta)) if is_whole else made
+            return local_part_of(made, DTensorSpec(mesh, normalized, tensor_meta=meta)) if is_whole else made
 
         local = on_each_rank(make)
         spec = DTensorSpec(mesh, normalized, tensor_meta=TensorMeta(size, row_major(size), local.dtype))
@@ -325,7 +325,7 @@ def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sch
             return sharding
         if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
             return op.decompose(*args, **kwargs)
-        return _gathered(op, schema, why)
+        return _gathered_sharding(op, schema, why)
     except NotImplementedError:
         raise
     except Exception as error:  # As in torch. Global shapes show a bad argument, so all ranks raise.
@@ -450,7 +450,7 @@ def _output_spec(mesh: DeviceMesh, placements: tuple[Any, ...], meta: TensorMeta
     return DTensorSpec(mesh, torch_placements, tensor_meta=meta)
 
 
-def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
+def _gathered_sharding(op: Any, schema: OpSchema, why: str) -> OutputSharding:
     """DTensor's way for an op that cannot run on local tensors: replicate the ragged tensors, then ask torch.
 
     The dispatcher then issues the collectives of these redistributions.

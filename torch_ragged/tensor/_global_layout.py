@@ -19,11 +19,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._owned_boxes import owned_part
 from torch_ragged.tensor._ownership import Box, row_major
+from torch_ragged.tensor.interleaved_placement_types import is_int
 
-__all__ = ["GlobalLayout", "coverage_problem", "layout_of"]
+__all__ = ["GlobalLayout", "coverage_problem", "global_layout_of"]
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-_Region = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and sizes of a box of the global tensor.
+_BoxRegion = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and sizes of a box of the global tensor.
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class GlobalLayout:
         for name in _FIELDS:
             value = getattr(self, name)
             rows = (value,) if name == "global_shape" else value
-            if not isinstance(rows, tuple) or not all(isinstance(row, tuple) and all(map(_is_int, row)) for row in rows):
+            if not isinstance(rows, tuple) or not all(isinstance(row, tuple) and all(map(is_int, row)) for row in rows):
                 expected = "a tuple of integers" if name == "global_shape" else "a tuple with one tuple of integers per box"
                 raise TypeError(f"GlobalLayout: {name} must be {expected}, got {value!r}: GlobalLayout.of(fields) converts")
         counts = tuple(len(getattr(self, name)) for name in _FIELDS[1:])
@@ -145,7 +146,7 @@ class GlobalLayout:
         part = owned_part(source, mesh_shape, placements, coordinate)
         boxes = [box for box in part.boxes if box.numel] if part is not None else []
         if flat:
-            pieces = [piece for box in boxes for piece in _contiguous(box)]
+            pieces = [piece for box in boxes for piece in _contiguous_pieces(box)]
             return cls._from([(piece, (piece.local_offset,)) for piece in pieces], shape)
         if part is None or part.flat:
             return cls._from(list(_slices(boxes)), shape)
@@ -199,15 +200,15 @@ class GlobalLayout:
     def _rows(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
         return zip(self.global_offsets, self.local_offsets, self.local_sizes)
 
-    def _global_regions(self) -> list[_Region]:
+    def _global_regions(self) -> list[_BoxRegion]:
         return list(zip(self.global_offsets, self.local_sizes))
 
-    def _local_regions(self) -> list[_Region]:
+    def _local_regions(self) -> list[_BoxRegion]:
         """The boxes in the local tensor: of its own number of dimensions."""
         return [(o, n if len(o) == len(n) else (math.prod(n),)) for _, o, n in self._rows()]
 
 
-def layout_of(value: object) -> GlobalLayout | None:
+def global_layout_of(value: object) -> GlobalLayout | None:
     """The layout of a plain local tensor that carries the four fields; None for any other value.
 
     Raises:
@@ -229,7 +230,7 @@ def coverage_problem(shape: tuple[int, ...], held: Mapping[int, Sequence[Box]]) 
         shape: of the global tensor.
         held: the boxes of each rank. A rank's own boxes do not overlap.
     """
-    owners: dict[_Region, int] = {}
+    owners: dict[_BoxRegion, int] = {}
     for rank, boxes in held.items():
         for box in boxes:
             owners.setdefault((box.offsets, box.sizes), rank)
@@ -248,7 +249,7 @@ def coverage_problem(shape: tuple[int, ...], held: Mapping[int, Sequence[Box]]) 
     return f"no rank holds the element {gap}: the boxes of all ranks have {covered} of {total} elements"
 
 
-def _gap(shape: tuple[int, ...], regions: Sequence[_Region]) -> tuple[int, ...]:
+def _gap(shape: tuple[int, ...], regions: Sequence[_BoxRegion]) -> tuple[int, ...]:
     """The first element that is in no region. Regions do not overlap, and one such element exists."""
     if not shape:
         return ()
@@ -260,7 +261,7 @@ def _gap(shape: tuple[int, ...], regions: Sequence[_Region]) -> tuple[int, ...]:
     raise AssertionError("the regions cover the tensor")
 
 
-def _overlapping(regions: Sequence[_Region]) -> tuple[int, int] | None:
+def _overlapping(regions: Sequence[_BoxRegion]) -> tuple[int, int] | None:
     """The indices of two regions with a common element."""
     numbers = [i for i, (_, sizes) in enumerate(regions) if math.prod(sizes)]
     if len(numbers) < 2:
@@ -283,16 +284,16 @@ def _overlapping(regions: Sequence[_Region]) -> tuple[int, int] | None:
     return None
 
 
-def _contiguous(box: Box) -> Iterator[Box]:
+def _contiguous_pieces(box: Box) -> Iterator[Box]:
     """The box in pieces that are contiguous in the local tensor, of as many whole dimensions as possible."""
     dims, numel = len(box.sizes), 1
     while dims and (box.sizes[dims - 1] == 1 or box.local_strides[dims - 1] == numel):
         dims -= 1
         numel *= box.sizes[dims]
-    return _single(box, dims)
+    return _single_boxes(box, dims)
 
 
-def _single(box: Box, dims: int) -> Iterator[Box]:
+def _single_boxes(box: Box, dims: int) -> Iterator[Box]:
     """The box in pieces of size 1 in its first ``dims`` dimensions. They are contiguous if the other dimensions are."""
     for at in itertools.product(*map(range, box.sizes[:dims])):
         offsets = (*(o + i for o, i in zip(box.offsets, at)), *box.offsets[dims:])
@@ -309,7 +310,7 @@ def _slices(boxes: Sequence[Box]) -> Iterator[tuple[Box, tuple[int, ...]]]:
         (4, 6), elements 4 to 16           view (1, 13)     a box for each of the rows 0, 1, 2
         (3, 4, 5), rows 2 to 7 of 12       view (1, 6, 5)   a box for each matrix
     """
-    pieces = [piece for box in boxes for piece in _contiguous(box)]
+    pieces = [piece for box in boxes for piece in _contiguous_pieces(box)]
     if not pieces:
         return
     ndim = len(pieces[0].sizes)
@@ -318,7 +319,7 @@ def _slices(boxes: Sequence[Box]) -> Iterator[tuple[Box, tuple[int, ...]]]:
         return
     outer = next(k for k in range(1, ndim + 1) if len({piece.sizes[k:] for piece in pieces}) == 1)
     unit = math.prod(pieces[0].sizes[outer:])
-    for single in itertools.chain(*(_single(piece, outer - 1) for piece in pieces)):
+    for single in itertools.chain(*(_single_boxes(piece, outer - 1) for piece in pieces)):
         yield single, (*(0,) * (outer - 1), single.local_offset // unit, *(0,) * (ndim - outer))
 
 
@@ -328,10 +329,6 @@ def _unravel(offset: int, strides: Sequence[int]) -> tuple[int, ...]:
         i, offset = divmod(offset, stride)
         at.append(i)
     return tuple(at)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _ints(values: Any, name: str) -> tuple[int, ...]:

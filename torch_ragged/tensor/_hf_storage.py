@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.futures import Future
 
-__all__ = ["rounds_of", "write_rounds"]
+__all__ = ["item_rounds_of", "write_rounds"]
 
 
-def rounds_of(plan: SavePlan, planner: SavePlanner) -> list[list[WriteItem]]:
+def item_rounds_of(plan: SavePlan, planner: SavePlanner) -> list[list[WriteItem]]:
     """Split write items into rounds, so that no round has two items of one tensor, or of one memory.
 
     If the writer saves full tensors, it has one file per round only, so memory is not looked at.

@@ -89,7 +89,7 @@ _OTHER_STRIDES: dict[Any, tuple[torch.memory_format, ...]] = {  # With the strid
     ),
 }
 # The number of rows of the result depends on values, which no rank knows alone.
-_OF_VALUES = "nonzero masked_select _unique2 unique_consecutive unique_dim bincount".split()
+_SIZED_BY_VALUES = "nonzero masked_select _unique2 unique_consecutive unique_dim bincount".split()
 _CPU_ATTENTION = """
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
 """.split()
@@ -107,7 +107,7 @@ _EXTREMES = frozenset(
 _LONG = 10.0
 _IMAGE_KERNELS = ("pool", "_pad", "upsample", "im2col", "col2im", "grid_sampler")
 """In the names of ops whose kernels raise for no elements, too."""
-_VIEWS = frozenset((_aten.view, _aten._unsafe_view))
+_VIEW_OPS = frozenset((_aten.view, _aten._unsafe_view))
 _OF_COMPLEX = frozenset((_aten.view_as_real.default, _aten.view_as_complex.default))
 _torchs_handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
 """Those of a torch that :func:`plain_handlers` has not changed yet."""
@@ -117,7 +117,7 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """A handler for the dispatcher, for each of these ops."""
     return {
         **{getattr(_aten, name).default: _loss for name in _LOSSES},
-        **{getattr(_aten, name).default: _gathered for name in _OF_VALUES},
+        **{getattr(_aten, name).default: _gathered for name in _SIZED_BY_VALUES},
         _aten._local_scalar_dense.default: read_item,
         _aten.as_strided.default: _as_strided,
         _aten._pack_padded_sequence.default: _packed,
@@ -305,7 +305,7 @@ class _AllOps:
             return True
         for now, then in zip(current.placements, target.placements):
             if type(then) is Partial and now != then:
-                dtype = _dtype(current)
+                dtype = _dtype_of(current)
                 if not now.is_replicate() or not (dtype.is_floating_point or dtype.is_complex):
                     return True
         if current.mesh.ndim < 2:
@@ -358,7 +358,7 @@ class _AllOps:
         _count_from_the_front(op_info)
         numbers = _numbers(op_info.schema)
         if numbers:
-            op_info.schema = _exchanged(op_info.schema, {i: _NUMBERS[_dtype(spec)] for i, spec in numbers.items()})
+            op_info.schema = _exchanged(op_info.schema, {i: _NUMBERS[_dtype_of(spec)] for i, spec in numbers.items()})
         start = time.perf_counter()
         try:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
@@ -371,7 +371,7 @@ class _AllOps:
                 return op(*given, **kwargs)
         else:
             result = getattr(sharding, "output_spec", None)
-            if op.overloadpacket in _VIEWS and isinstance(args[0], DTensor):
+            if op.overloadpacket in _VIEW_OPS and isinstance(args[0], DTensor):
                 moved = getattr(sharding, "redistribute_schema", None)
                 if _has_other_parts(args[0]._spec if moved is None else moved.args_schema[0], result):
                     _log(op)
@@ -449,15 +449,15 @@ def _numbers(schema: OpSchema) -> dict[int, DTensorSpec]:
             continue
         dtype = _TYPES_OF_NUMBERS.get(type(value))
         if isinstance(value, DTensorSpec) and not value.shape and all(each.is_replicate() for each in value.placements):
-            others = [_dtype(spec) for spec in specs if spec is not value]
-            dtype = _dtype(value) if _dtype(value) in others else None
+            others = [_dtype_of(spec) for spec in specs if spec is not value]
+            dtype = _dtype_of(value) if _dtype_of(value) in others else None
         if dtype is not None and dtype in _NUMBERS:
             meta = TensorMeta(torch.Size(()), (), dtype)
             found[i] = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
     return found
 
 
-def _dtype(spec: DTensorSpec) -> torch.dtype:
+def _dtype_of(spec: DTensorSpec) -> torch.dtype:
     assert spec.tensor_meta is not None
     return spec.tensor_meta.dtype
 

@@ -52,11 +52,11 @@ __all__ = [
     "before_draw",
     "check_probabilities",
     "check_states",
-    "check_weights",
+    "check_multinomial",
     "draw",
     "draw_factory",
     "like_of_generator",
-    "part_of",
+    "local_part_of",
     "random_rule",
     "rrelu_rule",
     "scope",
@@ -67,9 +67,9 @@ __all__ = [
 _aten = torch.ops.aten
 
 # Outputs have the shape of the first argument. Samplers overwrite it, factories read its shape, the last ones read its values.
-_SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_ normal_functional".split()
+_RANDOM_SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_ normal_functional".split()
 _FACTORIES = "rand_like randn_like randint_like".split()
-_OF_VALUES = "bernoulli native_dropout".split()
+_RANDOM_OF_VALUES = "bernoulli native_dropout".split()
 _OF_PROBABILITIES = (_aten.bernoulli.default, _aten.bernoulli.Tensor, _aten.bernoulli_.Tensor)  # In the last argument.
 ROW_MAJOR = (_aten.bernoulli.default, _aten.bernoulli.p)
 """Ops whose result is always contiguous. Other ops keep the strides of their argument."""
@@ -77,7 +77,7 @@ ROW_MAJOR = (_aten.bernoulli.default, _aten.bernoulli.p)
 
 def _register_rules() -> None:
     """Register the rules of all random ops, for all overloads except those with ``out=``."""
-    for name in _SAMPLERS + _FACTORIES + _OF_VALUES:
+    for name in _RANDOM_SAMPLERS + _FACTORIES + _RANDOM_OF_VALUES:
         packet = getattr(_aten, name)
         for op in (getattr(packet, overload) for overload in packet.overloads()):
             arguments = op._schema.arguments
@@ -120,7 +120,7 @@ class Holding:
             yield in_local, whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
 
 
-def part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+def local_part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's local tensor under ``spec``, of a global tensor that every rank has."""
     return Holding(spec).keep(whole)
 
@@ -135,7 +135,7 @@ def random_rule(call: OpCall) -> Sharding:
     Raises:
         NoLocalWay: the first argument is a Partial, is a strided view, or is not ragged.
     """
-    leader, sharding = _leader(call), pointwise_rule(call)
+    leader, sharding = _leader_spec(call), pointwise_rule(call)
     positions = [i for i, arg in enumerate(call.args) if hasattr(arg, "placements")]
     cut = {i for i, (placements, _) in zip(positions, sharding.inputs) if placements == leader.placements}
 
@@ -166,7 +166,7 @@ def check_probabilities(op: torch._ops.OpOverload, spec: Spec, args: Sequence[An
         _raise_if_any(~((p >= 0) & (p <= 1)), "Expected p_in >= 0 && p_in <= 1 to be true, but got false", spec, op)
 
 
-def check_weights(tensor: DTensor) -> None:
+def check_multinomial(tensor: DTensor) -> None:
     """``multinomial`` without replacement, of rows that may be cut: raise torch's errors on all ranks. Costs as above.
 
     Raises:
@@ -287,7 +287,7 @@ def rrelu_rule(call: OpCall) -> Sharding:
     Raises:
         NoLocalWay: as :func:`random_rule`; or the noise, which the op writes to, has other placements than its argument.
     """
-    leader, sharding = _leader(call), pointwise_rule(call)
+    leader, sharding = _leader_spec(call), pointwise_rule(call)
     noise_spec = tensor_leaves(call)[1]
     if noise_spec.placements != leader.placements:
         raise NoLocalWay("the noise that it writes must have the placements of its argument")
@@ -302,7 +302,7 @@ def rrelu_rule(call: OpCall) -> Sharding:
     return Sharding([((Replicate(),) * leader.mesh.ndim, None), sharding.inputs[1]], sharding.outputs, run)
 
 
-def _leader(call: OpCall) -> Spec:
+def _leader_spec(call: OpCall) -> Spec:
     """The spec of the first tensor argument: one number per element of it is drawn.
 
     Raises:

@@ -21,7 +21,7 @@ from torch_ragged._ranks.standstill import announce
 
 __all__ = ["compare_reads", "meet", "methods_of_one_device", "read_item"]
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_flat_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 """Of each default group: by mesh, a process group that carries nothing but the comparisons of reads."""
 
 
@@ -38,7 +38,7 @@ def compare_reads(mesh: DeviceMesh) -> None:
         return
     announce()
     # On several dimensions, ranks have different groups of one of them, and a name must be equal on all ranks.
-    _groups.setdefault(world, {})[mesh] = group_of(ranks, "reads", mesh.get_group(0) if mesh.ndim == 1 else None)
+    _flat_groups.setdefault(world, {})[mesh] = group_of(ranks, "reads", mesh.get_group(0) if mesh.ndim == 1 else None)
 
 
 def read_item(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,6 +123,6 @@ def meet(mesh: DeviceMesh, call: str, claim: str, advice: str) -> None:
         ValueError: ranks make different calls or claims; the text ends with ``advice``.
     """
     world = dist.group.WORLD
-    group = None if world is None else _groups.get(world, {}).get(mesh)
+    group = None if world is None else _flat_groups.get(world, {}).get(mesh)
     if group is not None:
         agree([group], device_of_messages(group), call, claim, None, advice)

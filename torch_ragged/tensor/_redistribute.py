@@ -56,7 +56,7 @@ __all__ = [
     "all_to_all",
     "broadcast_local",
     "mesh_group",
-    "plan",
+    "plan_of",
     "ranks_ascend",
     "in_order_of",
     "is_permuted",
@@ -88,7 +88,7 @@ CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 
 @functools.lru_cache(maxsize=16384)
-def plan(
+def plan_of(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
     source: tuple[Placement, ...],
@@ -154,7 +154,7 @@ def redistribute_local(
         return _redistribute_as_carried(local, mesh, shape, source, target, is_async)
     warn_of_order(mesh, source)
     warn_of_order(mesh, target)
-    return run_steps(plan(tuple(shape), tuple(mesh.shape), source, target, _coordinate(mesh)), local, mesh, is_async)
+    return run_steps(plan_of(tuple(shape), tuple(mesh.shape), source, target, _coordinate(mesh)), local, mesh, is_async)
 
 
 def is_permuted(stride: Sequence[int]) -> bool:
@@ -179,7 +179,7 @@ def in_order_of(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def run_steps(steps: Sequence[Step], local: torch.Tensor, mesh: DeviceMesh, is_async: bool = False) -> Pending:
-    """Carry out the steps of :func:`plan` on a local tensor of a dtype in ``CARRIED``."""
+    """Carry out the steps of :func:`plan_of` on a local tensor of a dtype in ``CARRIED``."""
     result, is_watched = Pending(local, tuple(local.shape)), _is_watched(local)
     comm = _FUNCTIONAL if is_async or is_watched else _DIRECT
     gathers = [] if is_watched else [step for step in steps if isinstance(step, Gather)]
@@ -286,7 +286,7 @@ def _redistribute_on_all_ranks(
                 f"redistribution of shape {shape} {source} under LocalTensorMode: rank {rank} has {held[rank].numel()} "
                 f"elements, expected {numel}: make the DTensor under the mode, so that it has the local tensors of all ranks"
             )
-    plans = {rank: plan(shape, tuple(mesh.shape), source, target, place) for rank, place in places.items()}
+    plans = {rank: plan_of(shape, tuple(mesh.shape), source, target, place) for rank, place in places.items()}
     for turn in range(len(next(iter(plans.values())))):
         steps = {rank: steps[turn] for rank, steps in plans.items()}
         flat = {rank: held[rank].contiguous().view(-1) for rank in places}
@@ -401,7 +401,7 @@ def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh, comm: _Funct
         return pending(received, comm.in_flight, lambda data: _reduce_rows(data.view(size, own).unbind(), kernel))
     if len(owners) <= rounds:
         pieces = packed.split(splits)
-        _groups[group.group_name] = group
+        _groups_by_name[group.group_name] = group
         reduce = _reduce if type(flat) is torch.Tensor else torch.ops.ragged_shard.reduce
         reduced = [reduce(pieces[owner], kernel, owner, group.group_name) for owner in owners]
         return pending(reduced[owners.index(rank)] if own else flat.new_empty(0), False)
@@ -592,7 +592,7 @@ def _reduce(tensor: torch.Tensor, operation: str, root: int, group_name: str) ->
     torch's functional collectives lack this collective. If torch.compile traces, it is an operator of its own.
     """
     result = tensor.clone()
-    dist.reduce(result, group=_groups[group_name], group_dst=root, op=getattr(dist.ReduceOp, operation.upper()))
+    dist.reduce(result, group=_groups_by_name[group_name], group_dst=root, op=getattr(dist.ReduceOp, operation.upper()))
     return result
 
 
@@ -663,4 +663,4 @@ _ORDER = (
 )
 
 
-_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
+_groups_by_name: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()

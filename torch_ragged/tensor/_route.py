@@ -483,7 +483,7 @@ class _Columns:
 
         def add(column: int, columns: int, width: int, first: int, rows: int) -> None:
             if width > 0 and rows > 0:
-                parts.append(_part(first * row + column - begin, (), (width, row, 1), (), (columns, rows, width)))
+                parts.append(_part_at(first * row + column - begin, (), (width, row, 1), (), (columns, rows, width)))
 
         edges = sorted({0, *(x // width for x in (begin, end, row)), *(-(-x // width) for x in (begin, end, row))})
         for low, high in zip(edges, edges[1:]):
@@ -588,11 +588,11 @@ def common_parts(source: Owned, target: Owned) -> list[_Pair]:
         starts = tuple(map(max, s.offsets, t.offsets))
         sizes = tuple(min(a + n, b + k) - c for a, n, b, k, c in zip(s.offsets, s.sizes, t.offsets, t.sizes, starts))
         if not sizes or min(sizes) > 0:
-            pairs.append(tuple([_part(box.local_offset, box.offsets, box.local_strides, starts, sizes) for box in (s, t)]))
+            pairs.append(tuple([_part_at(box.local_offset, box.offsets, box.local_strides, starts, sizes) for box in (s, t)]))
     return pairs  # type: ignore[return-value]
 
 
-def _part(
+def _part_at(
     local_offset: int, origin: Sequence[int], strides: Sequence[int], starts: Sequence[int], sizes: tuple[int, ...]
 ) -> Part:
     return part_of(local_offset + sum([(a - o) * stride for a, o, stride in zip(starts, origin, strides)]), sizes, strides)

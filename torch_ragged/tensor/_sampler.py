@@ -11,7 +11,7 @@ import torch
 
 from torch_ragged.tensor._ownership import Box, boxes_of_interval, row_major
 
-__all__ = ["Chunk", "Move", "Sampler", "chunks_of", "views_of"]
+__all__ = ["DrawChunk", "Keep", "Sampler", "chunks_of", "views_of"]
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ def views_of(local: torch.Tensor, boxes: Iterable[Box]) -> list[torch.Tensor]:
 
 # --- which elements of a chunk go where --------------------------------------------------------------------------------
 
-Move = tuple[int, tuple[slice, ...], tuple[int, ...], tuple[int, ...], int]
+Keep = tuple[int, tuple[slice, ...], tuple[int, ...], tuple[int, ...], int]
 """The number of a box, a part of it, and where this part lies in the chunk: sizes, strides, offset. Dimensions are in the
 order of memory."""
-Chunk = tuple[int, int, tuple[Move, ...]]
+DrawChunk = tuple[int, int, tuple[Keep, ...]]
 """Start, stop and moves of a chunk."""
 
 
 def chunks_of(
     shape: Sequence[int], order: list[int], boxes: Sequence[Box], start: int, stop: int, length: int, least: int = 0
-) -> Iterable[Chunk]:
+) -> Iterable[DrawChunk]:
     """The chunks of the elements from ``start`` to ``stop`` of a draw, of ``length`` elements; the last has at least ``least``.
 
     Short plans are kept: a dropout comes back in every step.
@@ -73,13 +73,13 @@ def chunks_of(
 
 
 @lru_cache(maxsize=512)
-def _kept_plan(*arguments: Any) -> tuple[Chunk, ...]:
+def _kept_plan(*arguments: Any) -> tuple[DrawChunk, ...]:
     return tuple(_chunks(*arguments))
 
 
 def _chunks(
     shape: tuple[int, ...], order: tuple[int, ...], boxes: tuple[Any, ...], start: int, stop: int, length: int, least: int
-) -> Iterator[Chunk]:
+) -> Iterator[DrawChunk]:
     shape = tuple(shape[dim] for dim in order)
     owned = [([offsets[dim] for dim in order], [sizes[dim] for dim in order]) for offsets, sizes in boxes]
     while start < stop:
@@ -88,7 +88,7 @@ def _chunks(
         start = end
 
 
-def _moves(shape: Sequence[int], owned: Sequence[tuple[Sequence[int], Sequence[int]]], start: int, stop: int) -> Iterator[Move]:
+def _moves(shape: Sequence[int], owned: Sequence[tuple[Sequence[int], Sequence[int]]], start: int, stop: int) -> Iterator[Keep]:
     strides = row_major(shape)
     for offsets, sizes in boxes_of_interval(shape, start, stop):
         for number, (low, extent) in enumerate(owned):

@@ -29,9 +29,9 @@ from torch_ragged.tensor._random import (
     ROW_MAJOR,
     Holding,
     agree_on_state,
+    check_multinomial,
     check_probabilities,
     check_states,
-    check_weights,
     draw,
     draw_factory,
     stop_graph,
@@ -99,7 +99,7 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     if name == "multinomial":
         return _multinomial(tensor, *args[1:], **kwargs)
     if name in _OF_VALUES and is_pending:  # The values of all summands are read.
-        tensor = tensor.redistribute(mesh, _whole(tensor.placements))
+        tensor = tensor.redistribute(mesh, _whole_placements(tensor.placements))
     spec, options = tensor._spec, {key: value for key, value in kwargs.items() if key != "generator"}
     # A rank outside of the mesh draws, too, and keeps nothing: one device draws all that the program draws.
     draws = not tensor._local_tensor.is_meta and not isinstance(tensor._local_tensor, FakeTensor)
@@ -190,10 +190,10 @@ def _like(tensor: DTensor, options: dict[str, Any]) -> DTensor:
     assert meta is not None
     local = torch.empty_like(tensor._local_tensor, **options)
     new = TensorMeta(meta.shape, stride_of_like(spec, options), local.dtype)
-    return DTensor(local, DTensorSpec(spec.mesh, _whole(spec.placements), tensor_meta=new), requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(local, DTensorSpec(spec.mesh, _whole_placements(spec.placements), tensor_meta=new), requires_grad=False)  # type: ignore[call-arg]
 
 
-def _whole(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+def _whole_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
@@ -201,8 +201,8 @@ def _beside(argument: Any, tensor: DTensor) -> Any:
     """The local tensor of a DTensor argument, with the shape and placements of the tensor that is drawn."""
     if not isinstance(argument, DTensor):
         return argument
-    argument = argument.redistribute(argument.device_mesh, _whole(argument.placements)).expand(tensor.shape)
-    return argument.redistribute(tensor.device_mesh, _whole(tensor.placements))._local_tensor
+    argument = argument.redistribute(argument.device_mesh, _whole_placements(argument.placements)).expand(tensor.shape)
+    return argument.redistribute(tensor.device_mesh, _whole_placements(tensor.placements))._local_tensor
 
 
 def _part_of_partial(op: torch._ops.OpOverload, tensor: DTensor) -> bool:
@@ -240,7 +240,7 @@ def _multinomial(
     if draws_samples:
         check_states(mesh, local.device, generator)
     else:
-        check_weights(tensor)
+        check_multinomial(tensor)
         noise = torch.empty_like(tensor).exponential_(1, generator=generator)
     if mesh.get_coordinate() is None:
         if draws_samples:  # Each sample takes a number, whatever the weights are.

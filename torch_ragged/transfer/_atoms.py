@@ -89,7 +89,7 @@ def parts_within(parts: Sequence[Part], start: int, stop: int) -> Iterator[Part]
 
 
 @dataclass(frozen=True)
-class _Region:
+class _SharedRegion:
     """The elements that a holder of the source and a holder of the target have in common."""
 
     source: Holder
@@ -137,11 +137,11 @@ class _Region:
         return tuple(found)
 
 
-def _regions(source: Holder, targets: Sequence[Holder], window: Window | None) -> Iterator[_Region]:
+def _regions(source: Holder, targets: Sequence[Holder], window: Window | None) -> Iterator[_SharedRegion]:
     for target in targets:
         shared = tuple(_shared_boxes(source.owned, target.owned, window))
         if shared:
-            yield _Region(source, target, shared)
+            yield _SharedRegion(source, target, shared)
 
 
 def _shared_boxes(source: Owned, target: Owned, window: Window | None) -> Iterator[Shared]:
@@ -172,12 +172,12 @@ def atoms_of(
     """
     sent, received, copies = [], [], []
     for holder in source.held_by(name, rank):
-        for region in _regions(holder, list(target.near(name, _within(holder.owned, window))), window):
+        for region in _regions(holder, list(target.near(name, _owned_within(holder.owned, window))), window):
             sent.append(region)
             if rank in region.target.ranks:
                 copies.append(region)
     for holder in target.held_by(name, rank):
-        near = source.near(name, _within(holder.owned, window))
+        near = source.near(name, _owned_within(holder.owned, window))
         for region in (region for other in near for region in _regions(other, [holder], window)):
             if rank not in region.source.ranks:
                 received.append(region)
@@ -187,7 +187,7 @@ def atoms_of(
     return mine, tuple(region.copy() for region in copies)
 
 
-def _within(piece: Owned, window: Window | None) -> Owned:
+def _owned_within(piece: Owned, window: Window | None) -> Owned:
     """What lies in the window, for its bounds only."""
     if window is None:
         return piece

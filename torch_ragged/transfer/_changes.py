@@ -34,7 +34,7 @@ def checksum(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> t
     and less otherwise. Words of 64 bits would cancel far more often.
     """
     words = _chunk_bytes(flat.device) // 4
-    sums = torch.stack([_sums(chunk, _weights(flat.device, words, _SEEDS[0])) for chunk in _chunks(flat, parts, dtype)])
+    sums = torch.stack([_sums(chunk, _weights(flat.device, words, _SEEDS[0])) for chunk in _word_chunks(flat, parts, dtype)])
     return (sums * _weights(flat.device, max(len(sums), words), _SEEDS[1])[:, : len(sums)].t()).sum(0)
 
 
@@ -43,7 +43,7 @@ def _chunk_bytes(device: torch.device) -> int:
     return 1 << 18 if device.type == "cpu" else 1 << 22
 
 
-def _chunks(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def _word_chunks(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The elements of ``parts`` one after another, as 1-D int32 words; a last word is filled up with zeros."""
     size, numel = _chunk_bytes(flat.device) // dtype.itemsize, sum(part.numel for part in parts)
     whole = part_view(flat, parts[0]) if len(parts) == 1 and parts[0].is_contiguous and flat.dtype == dtype else None

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torch_ragged._register._torch import local_tensor, waited
 from torch_ragged.tensor._box_tensor import BoxTensor
-from torch_ragged.tensor._global_layout import layout_of
+from torch_ragged.tensor._global_layout import global_layout_of
 from torch_ragged.tensor._ownership import owned
 from torch_ragged.tensor.placement_types import cuts_of
 from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
@@ -29,7 +29,7 @@ from torch_ragged.transfer._sides import (
 )
 from torch_ragged.transfer._staging import Staged, check_reductions, reductions_of
 
-__all__ = ["check_memory", "checked_shapes", "completed", "local_tensors", "read_once", "side_of"]
+__all__ = ["check_memory", "checked_shapes", "completed", "held_tensors", "read_once", "side_of"]
 
 Readable = Union[torch.Tensor, Staged]
 """A flat local tensor, or a source that cannot be read in place."""
@@ -166,7 +166,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
-def local_tensors(given: object, side: Side, which: str) -> dict[str, Readable]:
+def held_tensors(given: object, side: Side, which: str) -> dict[str, Readable]:
     """The tensors that this rank holds: flat local tensors. Sources that cannot be read in place are to be staged.
 
     Raises:
@@ -191,14 +191,14 @@ def local_tensors(given: object, side: Side, which: str) -> dict[str, Readable]:
         if isinstance(spec, BoxSpec):
             found[name] = _flat_boxes(value, spec, rank, what, is_written=which == "target")
             continue
-        now = Spec.of(value) if isinstance(value, DTensor) else _replicated(value, spec)
+        now = Spec.of(value) if isinstance(value, DTensor) else _replicated_spec(value, spec)
         if not spec.describes(now):
             raise ValueError(f"{what} has {now}, and was planned with {spec}: make a new plan")
         found[name] = _flat_of(value, spec, what, is_written=which == "target")
     return found
 
 
-def _replicated(value: torch.Tensor, spec: Spec) -> Spec:
+def _replicated_spec(value: torch.Tensor, spec: Spec) -> Spec:
     return Spec(tuple(value.shape), value.dtype, spec.mesh, [Replicate()] * len(spec.mesh.shape))
 
 
@@ -208,7 +208,7 @@ def _flat_boxes(value: torch.Tensor, spec: BoxSpec, rank: int, what: str, is_wri
     assert held is not None
     if isinstance(value, DTensor):
         raise TypeError(f"{what} is a DTensor, and was planned as boxes: give the local tensor")
-    layout = layout_of(value)
+    layout = global_layout_of(value)
     boxes = held.boxes if layout is None else layout.boxes(value.shape)
     if (tuple(value.shape), value.dtype, boxes) != (held.local_shape, spec.dtype, held.boxes):
         with_boxes = "" if boxes == held.boxes else ", with other boxes"

@@ -23,12 +23,12 @@ from torch_ragged.transfer._sides import Holder
 
 __all__ = ["EngineLayout", "EngineSide"]
 
-Region = Union[tuple[int, int], tuple[Sequence[int], Sequence[int]]]
+EngineRegion = Union[tuple[int, int], tuple[Sequence[int], Sequence[int]]]
 """A flat interval (start, stop) of a tensor's row-major elements, or a box (offsets, sizes)."""
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _EngineTensor:
     """A tensor of an engine: its shape, what ranks hold of it, and where tensors of the source lie in it."""
 
     shape: tuple[int, ...]
@@ -52,13 +52,13 @@ class EngineLayout:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.tensors: dict[str, _Tensor] = {}
+        self.tensors: dict[str, _EngineTensor] = {}
 
     def add(
         self,
         name: str,
         shape: Sequence[int],
-        held: Iterable[tuple[int, Region]],
+        held: Iterable[tuple[int, EngineRegion]],
         *,
         parts: Iterable[tuple[str, Sequence[int], Sequence[int]]] | None = None,
         dtype: torch.dtype | None = None,
@@ -88,7 +88,7 @@ class EngineLayout:
             start = sum(box.numel for box in own)
             own += _boxes(name, whole, region, start)
         placed = [(name, whole, (0,) * len(whole))] if parts is None else [(n, tuple(s), tuple(o)) for n, s, o in parts]
-        tensor = _Tensor(whole, dtype or self.dtype, tuple((r, tuple(own)) for r, own in boxes.items()), tuple(placed))
+        tensor = _EngineTensor(whole, dtype or self.dtype, tuple((r, tuple(own)) for r, own in boxes.items()), tuple(placed))
         _check_parts(name, tensor)
         self.tensors[name] = tensor
 
@@ -119,7 +119,7 @@ class EngineLayout:
             raise ValueError(f"EngineLayout.add_sharded: {name} concatenates shapes {shapes}, which differ beyond dimension 0")
         starts = [0, *itertools.accumulate(shape[0] for shape in shapes)]
         rest = (0,) * (len(shapes[0]) - 1)
-        held: list[tuple[int, Region]] = []
+        held: list[tuple[int, EngineRegion]] = []
         for index, rank in enumerate(ranks):
             for start, shape in zip(starts, shapes):
                 offsets, sizes = [start, *rest], list(shape)
@@ -140,7 +140,7 @@ class EngineLayout:
             yield f"{name}: {tensor}"
 
 
-def _boxes(name: str, shape: tuple[int, ...], region: Region, start: int) -> list[Box]:
+def _boxes(name: str, shape: tuple[int, ...], region: EngineRegion, start: int) -> list[Box]:
     first, second = region
     if isinstance(first, int) and isinstance(second, int):
         if not 0 <= first <= second <= math.prod(shape):
@@ -161,7 +161,7 @@ def _boxes(name: str, shape: tuple[int, ...], region: Region, start: int) -> lis
     return boxes
 
 
-def _check_parts(name: str, tensor: _Tensor) -> None:
+def _check_parts(name: str, tensor: _EngineTensor) -> None:
     """Each element of the tensor must come from exactly one part."""
     boxes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     for source, shape, offsets in tensor.parts:

@@ -15,7 +15,7 @@ from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages, group_of, timeout_of
 from torch_ragged.transfer._background import Handle, in_background, in_turn
 from torch_ragged.transfer._changes import Delta
-from torch_ragged.transfer._check import Readable, check_memory, checked_shapes, completed, local_tensors, read_once, side_of
+from torch_ragged.transfer._check import Readable, check_memory, checked_shapes, completed, held_tensors, read_once, side_of
 from torch_ragged.transfer._engine_layout import EngineLayout
 from torch_ragged.transfer._execution import Execution
 from torch_ragged.transfer._rounds import Slice, rounds_of, slices_of
@@ -29,7 +29,7 @@ __all__ = ["Plan", "plan"]
 Tensors = Union[nn.Module, Mapping[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 Described = Union[nn.Module, Mapping[str, Union[torch.Tensor, AnySpec]], Iterable[tuple[str, Union[torch.Tensor, AnySpec]]]]
 
-_counts = {"plans": 0, "failures": 0}
+_plan_counts = {"plans": 0, "failures": 0}
 """Of this process. After a failure, collectives may still be in flight on its group: later plans use a new group."""
 
 
@@ -92,8 +92,8 @@ def plan(
         problem = error
     agree([group], device, "transfer.plan", f"{max_bytes=}, {strict=}, {timeout=}", problem)
     # The largest of all ranks: ranks may have made other plans before, or seen other failures.
-    sides, counts = completed(known, [_counts["plans"] + 1, _counts["failures"]], group, device)
-    _counts.update(plans=counts[0], failures=counts[1])
+    sides, counts = completed(known, [_plan_counts["plans"] + 1, _plan_counts["failures"]], group, device)
+    _plan_counts.update(plans=counts[0], failures=counts[1])
     problem = None
     try:
         shapes = checked_shapes(sides[0], sides[1], ranks, strict)
@@ -141,9 +141,9 @@ class Plan:
         self._timeout = timeout or timeout_of(group, self._device)
         self._sends_all = False
         # Its own communicator: a run may be in the background.
-        self._group = group_of(self.ranks, f"transfer {_counts['failures']}", group)
+        self._group = group_of(self.ranks, f"transfer {_plan_counts['failures']}", group)
         self._has_failed = False
-        self._number = _counts["plans"]
+        self._number = _plan_counts["plans"]
         self._runs = 0
         assert isinstance(source, TensorSide)
         self._partial = frozenset(name for name in self.shapes if source.specs[name].has_partial)
@@ -248,7 +248,7 @@ class Plan:
         try:
             if delta not in (None, "checksum"):
                 raise ValueError(f'run(delta=) takes None or "checksum", got {delta!r}')
-            given = [local_tensors(source, self.source, "source"), local_tensors(target, self.target, "target")]
+            given = [held_tensors(source, self.source, "source"), held_tensors(target, self.target, "target")]
             check_memory(given[0], given[1], self._device)
             if async_op and any(isinstance(each, Staged) and each.reductions for each in given[0].values()):
                 raise ValueError("run(async_op=True) cannot reduce a Partial in the background: redistribute the source first")
@@ -306,7 +306,7 @@ class Plan:
                     watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
         except Exception as error:
             self._has_failed = True
-            _counts["failures"] += 1
+            _plan_counts["failures"] += 1
             failure = watch.failed(error, "Plan.run()", execution.on_their_way)
             end_messages(self._group, self._device)
             raise failure from error

@@ -92,16 +92,16 @@ def slices_of(
             key: object = (source.geometry(name), target.geometry(name), window)
             if key not in known:
                 known[key] = atoms_of(source, target, name, rank, window, spreads)
-            stretches = tuple(_stretches(source, name, rank, window)) if name in staged else ()
+            stretches = tuple(_window_stretches(source, name, rank, window)) if name in staged else ()
             casts = source.dtype(name) != target.dtype(name)
             found = Slice(name, dtype, target.dtype(name), *known[key], casts, stretches)
-            packed = sum(_packed(atom, rank) for atom in found.atoms if not found.goes_straight(atom))
+            packed = sum(_packed_numel(atom, rank) for atom in found.atoms if not found.goes_straight(atom))
             copied = sum(stop - start for _, start, stop in stretches)
             slices.append(found._replace(staging=dtype.itemsize * packed + source.dtype(name).itemsize * copied))
     return slices
 
 
-def _stretches(source: Side, name: str, rank: int, window: Window | None) -> Iterator[tuple[str | None, int, int]]:
+def _window_stretches(source: Side, name: str, rank: int, window: Window | None) -> Iterator[tuple[str | None, int, int]]:
     """Where the elements of a window lie in the local tensors of ``rank``: a window is one stretch of each."""
     for holder in source.held_by(name, rank):
         found = []
@@ -118,7 +118,7 @@ def _stretches(source: Side, name: str, rank: int, window: Window | None) -> Ite
             yield holder.key, min(found), max(found) + 1
 
 
-def _packed(atom: Atom, rank: int) -> int:
+def _packed_numel(atom: Atom, rank: int) -> int:
     """The elements in buffers of ``rank``: sent, received, and passed on."""
     if atom.sender != rank and atom.receivers[0] == rank:
         return atom.numel * len(atom.receivers)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, layout_of
+from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, global_layout_of
 from torch_ragged.tensor._ownership import Box, Cut, Owned, Whole, owned, owned_near
 from torch_ragged.tensor._redistribute import warn_of_order
 from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
@@ -260,14 +260,14 @@ class BoxSpec:
 
 AnySpec = Union[Spec, BoxSpec]
 
-_of_mesh: weakref.WeakKeyDictionary[DeviceMesh, Ranks] = weakref.WeakKeyDictionary()
+_known_ranks: weakref.WeakKeyDictionary[DeviceMesh, Ranks] = weakref.WeakKeyDictionary()
 """The ranks of each mesh: a model has hundreds of tensors on one."""
 
 
 def _ranks_of(mesh: DeviceMesh) -> Ranks:
-    known = _of_mesh.get(mesh)
+    known = _known_ranks.get(mesh)
     if known is None:
-        known = _of_mesh[mesh] = Ranks.of(mesh)
+        known = _known_ranks[mesh] = Ranks.of(mesh)
     return known
 
 
@@ -305,7 +305,7 @@ def specs_of(given: object, side: str) -> dict[str, AnySpec]:
     plain: dict[str, torch.Tensor] = {}
     for name, value in (pairs := named_values(given, f"plan({side}=)")).items():
         try:
-            layout = layout_of(value)
+            layout = global_layout_of(value)
             if layout is not None:
                 specs[name] = BoxSpec.of_local(value, layout, dist.get_rank())
             elif isinstance(value, DTensor):
@@ -378,7 +378,7 @@ def merged_specs(given: Mapping[int, Mapping[str, AnySpec]], side: str) -> dict[
             continue
         boxes = [spec for spec in owners if isinstance(spec, BoxSpec)]
         if len(boxes) == len(owners):
-            merged[name] = _joined(boxes, list(owners.values()), f"plan({side}=): {name}")
+            merged[name] = _joined_spec(boxes, list(owners.values()), f"plan({side}=): {name}")
             continue
         copies = [spec for spec in owners if isinstance(spec, Spec)]
         ranks = tuple(rank for spec in copies for rank in spec.mesh.ranks)
@@ -394,7 +394,7 @@ def merged_specs(given: Mapping[int, Mapping[str, AnySpec]], side: str) -> dict[
     return merged
 
 
-def _joined(specs: Sequence[BoxSpec], givers: Sequence[int], what: str) -> BoxSpec:
+def _joined_spec(specs: Sequence[BoxSpec], givers: Sequence[int], what: str) -> BoxSpec:
     """One spec of what the ranks ``givers`` say of a tensor, each of other ranks, or equal of the same ones."""
     for spec, giver in zip(specs, givers):
         if (spec.shape, spec.dtype) != (specs[0].shape, specs[0].dtype):
@@ -432,7 +432,7 @@ class _Layout:
 
     @functools.cached_property
     def _coordinates(self) -> dict[int, tuple[int, ...]]:
-        return {rank: _unravel(i, self.mesh.shape) for i, rank in enumerate(self.mesh.ranks)}
+        return {rank: _coordinate_at(i, self.mesh.shape) for i, rank in enumerate(self.mesh.ranks)}
 
     def held_by(self, rank: int) -> Iterator[Holder]:
         coordinate = self._coordinates.get(rank)
@@ -452,7 +452,7 @@ class _Layout:
                 yield Holder(self.replica_ranks[index], None, other)
 
 
-def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+def _coordinate_at(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     coordinate = []
     for size in reversed(shape):
         index, i = divmod(index, size)

@@ -24,7 +24,7 @@ from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, mesh_group
 
 __all__ = ["Staged", "check_reductions", "reductions_of"]
 
-Reduction = tuple[str, dist.ProcessGroup]
+PartialReduction = tuple[str, dist.ProcessGroup]
 Wait = Callable[[Sequence[dist.Work]], None]
 
 
@@ -38,7 +38,7 @@ class Staged:
     """
 
     local: torch.Tensor
-    reductions: tuple[Reduction, ...] = ()
+    reductions: tuple[PartialReduction, ...] = ()
 
     def window(self, start: int, stop: int, wait: Wait) -> torch.Tensor:
         """The elements ``[start, stop)`` in row-major order, reduced: a new 1-D tensor.
@@ -62,7 +62,7 @@ class Staged:
         return flat
 
 
-def reductions_of(tensor: DTensor) -> tuple[Reduction, ...]:
+def reductions_of(tensor: DTensor) -> tuple[PartialReduction, ...]:
     """The reductions that make a Partial DTensor whole."""
     mesh = tensor.device_mesh
     return tuple(

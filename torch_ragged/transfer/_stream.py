@@ -28,8 +28,8 @@ from torch_ragged._ranks.groups import device_of_messages, is_gloo
 from torch_ragged._ranks.peers import issued_on, peers_named, wait_for
 from torch_ragged._register._torch import local_tensor, waited
 from torch_ragged.tensor._carry import Pending, all_gather, memory_of
-from torch_ragged.tensor._global_layout import layout_of
-from torch_ragged.tensor._redistribute import mesh_group, plan, warn_of_order
+from torch_ragged.tensor._global_layout import global_layout_of
+from torch_ragged.tensor._redistribute import mesh_group, plan_of, warn_of_order
 from torch_ragged.tensor._route import Gather, most_of_slab
 from torch_ragged.transfer._sides import is_extra_state
 
@@ -122,14 +122,14 @@ def _problem_of(given: Any, max_bytes: Any, dtype: Any) -> Exception | None:
 def _stream(
     tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int, gather: _Gather, at_once: bool
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    in_flight: deque[tuple[str, _Issued, _Need]] = deque()
+    in_flight: deque[tuple[str, _Issued, _NeededBytes]] = deque()
     if at_once:
         known = list(tensors)
         gather.compare(known)
         tensors = iter(known)
     upcoming, held = next(tensors, None), 0
 
-    def fits(need: _Need) -> bool:
+    def fits(need: _NeededBytes) -> bool:
         # One tensor at a time is issued or unpacked.
         beside = max([need.beside, *(each.beside for _, _, each in in_flight)])
         return not in_flight or held + need.whole + beside <= max_bytes
@@ -161,7 +161,7 @@ def _stream(
         raise
 
 
-class _Need(NamedTuple):
+class _NeededBytes(NamedTuple):
     """The bytes of a whole tensor that is gathered, and those that are needed ``beside`` it while it is issued or unpacked."""
 
     whole: int
@@ -182,18 +182,18 @@ class _Gather:
     def __init__(self, dtype: torch.dtype | None, issuing: torch.Stream | None) -> None:
         self._dtype, self._issuing = dtype, issuing
 
-    def need(self, tensor: torch.Tensor) -> _Need:
+    def need(self, tensor: torch.Tensor) -> _NeededBytes:
         """What gathering ``tensor`` allocates, equal on all ranks; nothing for a tensor that this rank holds."""
         nbytes = tensor.numel() * self._dtype_of(tensor).itemsize
         gathers = _gathers(tensor)
         if gathers is None:  # A reduction, or an exchange: its input, output and a packed buffer.
-            return _Need(nbytes, 2 * nbytes)
+            return _NeededBytes(nbytes, 2 * nbytes)
         if not gathers:
-            return _Need(nbytes if self._dtype_of(tensor) != tensor.dtype else 0, 0)
+            return _NeededBytes(nbytes if self._dtype_of(tensor) != tensor.dtype else 0, 0)
         # Equal on all ranks, which must issue and wait in one order: only the last all-gather makes the same piece on all.
         if len(gathers) == 1 and gathers[0].is_straight:
-            return _Need(nbytes, 0)
-        return _Need(nbytes, min(nbytes, most_of_slab(tensor.numel()) * self._dtype_of(tensor).itemsize))
+            return _NeededBytes(nbytes, 0)
+        return _NeededBytes(nbytes, min(nbytes, most_of_slab(tensor.numel()) * self._dtype_of(tensor).itemsize))
 
     def compare(self, tensors: Sequence[tuple[str, torch.Tensor]], problem: Exception | None = None) -> None:
         """Return if all ranks of each mesh are about to gather the same tensors, in one order. Otherwise, all of them raise.
@@ -258,7 +258,7 @@ class _Gather:
 def _gathers(tensor: torch.Tensor) -> list[Gather] | None:
     """The all-gathers that make a tensor whole; None if it takes other steps, too."""
     if not isinstance(tensor, DTensor):
-        if layout_of(tensor) is not None:
+        if global_layout_of(tensor) is not None:
             raise ValueError(
                 f"stream() gets a local tensor with a layout, of the global shape {tuple(tensor.global_shape)}: "  # type: ignore
                 "only a plan knows what other ranks hold, so use transfer.plan"
@@ -271,7 +271,7 @@ def _gathers(tensor: torch.Tensor) -> list[Gather] | None:
             f"stream() gets a tensor on {mesh}, which does not have this rank {dist.get_rank()}: leave it out here"
         )
     warn_of_order(mesh, tensor.placements)
-    steps = plan(tuple(tensor.shape), tuple(mesh.shape), tensor.placements, (Replicate(),) * mesh.ndim, tuple(coordinate))
+    steps = plan_of(tuple(tensor.shape), tuple(mesh.shape), tensor.placements, (Replicate(),) * mesh.ndim, tuple(coordinate))
     gathers = [step for step in steps if isinstance(step, Gather)]
     return gathers if len(gathers) == len(steps) else None
 

@@ -39,7 +39,7 @@ _MOST_SOURCES, _MOST_TARGETS = 16, 64
 """So many shards of the source may feed one shard of the target, and so many of the target be fed by one, in M2N 0.1.0."""
 
 
-class _Piece(NamedTuple):
+class _Block(NamedTuple):
     """A box of the tensor, the ranks that hold it at equal strides of their local tensors, and the name of these."""
 
     box: Box
@@ -127,7 +127,7 @@ def tiles_of(source: Side, target: Side, shapes: Mapping[str, tuple[int, ...]], 
     tiles: list[Tile] = []
     refused = {}
     for name, shape in shapes.items():
-        problem = _problem(source, target, name, shape, max_dims)
+        problem = _tile_problem(source, target, name, shape, max_dims)
         if problem:
             refused[name] = problem
         elif math.prod(shape):
@@ -136,7 +136,7 @@ def tiles_of(source: Side, target: Side, shapes: Mapping[str, tuple[int, ...]], 
     return Tiles(tuple(tiles), refused)
 
 
-def _problem(source: Side, target: Side, name: str, shape: tuple[int, ...], max_dims: int) -> str:
+def _tile_problem(source: Side, target: Side, name: str, shape: tuple[int, ...], max_dims: int) -> str:
     old, new = source.dtype(name), target.dtype(name)
     if isinstance(source, TensorSide) and source.specs[name].has_partial:
         return "the source is Partial: redistribute it first"
@@ -149,7 +149,7 @@ def _problem(source: Side, target: Side, name: str, shape: tuple[int, ...], max_
     return ""
 
 
-def _pieces(side: Side, name: str) -> Iterator[_Piece]:
+def _pieces(side: Side, name: str) -> Iterator[_Block]:
     """The boxes of a side, each once."""
     known: set[tuple[tuple[int, ...], str | None, int]] = set()
     for rank in sorted(side.ranks):
@@ -157,7 +157,7 @@ def _pieces(side: Side, name: str) -> Iterator[_Piece]:
             mark = (holder.ranks, holder.key, _first(holder))
             if mark not in known:
                 known.add(mark)
-                yield from (_Piece(box, holder.ranks, holder.key) for box in holder.owned.boxes if box.numel)
+                yield from (_Block(box, holder.ranks, holder.key) for box in holder.owned.boxes if box.numel)
 
 
 def _first(holder: Holder) -> int:
@@ -165,24 +165,24 @@ def _first(holder: Holder) -> int:
     return min(box.local_offset for box in holder.owned.boxes)
 
 
-def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece], targets: Sequence[_Piece]) -> Iterator[Tile]:
+def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Block], targets: Sequence[_Block]) -> Iterator[Tile]:
     """One tile, or one per source box and regular target, or one per box that a source and a target have in common."""
     whole = Box((0,) * len(shape), shape, 0, (0,) * len(shape))
-    before, after = _mesh_of(whole, sources), _mesh_of(whole, targets)
+    before, after = _mesh_side(whole, sources), _mesh_side(whole, targets)
     if before is not None and after is not None and set(before.ranks).isdisjoint(after.ranks) and _fits(shape, before, after):
         yield Tile(name, whole.offsets, whole.sizes, before, after)
         return
     for i, piece in enumerate(sources):
         sender = piece.ranks[i % len(piece.ranks)]  # Replicas send about equal loads.
-        here = [(_within(each, piece.box), each) for each in targets]
-        shared = [_Piece(box, each.ranks, each.key) for box, each in here if box is not None]
-        after = _mesh_of(piece.box, shared)
+        here = [(_piece_within(each, piece.box), each) for each in targets]
+        shared = [_Block(box, each.ranks, each.key) for box, each in here if box is not None]
+        after = _mesh_side(piece.box, shared)
         before = _single(piece.box, (sender,), piece.key)
         if after is not None and set(piece.ranks).isdisjoint(after.ranks) and _fits(piece.box.sizes, before, after):
             yield Tile(name, piece.box.offsets, piece.box.sizes, before, after)
             continue
         for box, ranks, key in shared:
-            part = _within(piece, box)
+            part = _piece_within(piece, box)
             assert part is not None
             for rank in (rank for rank in ranks if rank in piece.ranks):
                 yield Tile(name, box.offsets, box.sizes, _single(part, (rank,), piece.key), _single(box, (rank,), key))
@@ -207,7 +207,7 @@ def _overlaps(size: int, parts: int, others: int) -> int:
     return max((start + step - 1) // other - start // other + 1 for start in range(0, size, step))
 
 
-def _within(piece: _Piece, box: Box) -> Box | None:
+def _piece_within(piece: _Block, box: Box) -> Box | None:
     """The part of a piece that lies in a box, at the piece's place in its local tensor; None if they share nothing."""
     own = piece.box
     low = tuple(map(max, own.offsets, box.offsets))
@@ -235,7 +235,7 @@ def _consecutive(ranks: Sequence[int]) -> Iterator[list[int]]:
         yield run
 
 
-def _mesh_of(box: Box, pieces: Sequence[_Piece]) -> TileSide | None:
+def _mesh_side(box: Box, pieces: Sequence[_Block]) -> TileSide | None:
     """The pieces, which are parts of ``box``, as one mesh; None if they are not even parts on consecutive ranks."""
     if not pieces:
         return None

@@ -49,11 +49,11 @@ def visualize(plan: Plan, *, file: Union[str, os.PathLike[str], TextIO, None] = 
     sent, kept = traffic_of(plan)
     senders = sorted({sender for sender, _ in sent} | {rank for rank in kept if kept[rank]})
     receivers = sorted({receiver for _, receiver in sent})
-    rows, columns = _shown(senders, max_ranks), _shown(receivers, max_ranks)
+    rows, columns = _shown_ranks(senders, max_ranks), _shown_ranks(receivers, max_ranks)
     table = [["from \\ to", *(_name(rank) for rank in columns), "copies"]]
     for row in rows:
-        cells = ["..." if row is None or column is None else _bytes(sent[row, column]) for column in columns]
-        table.append([_name(row), *cells, "..." if row is None else _bytes(kept[row])])
+        cells = ["..." if row is None or column is None else _amount(sent[row, column]) for column in columns]
+        table.append([_name(row), *cells, "..." if row is None else _amount(kept[row])])
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in table]
     text = "\n".join([_headline(plan, sum(sent.values())), *(line.rstrip() for line in lines)]) + "\n"
@@ -68,15 +68,15 @@ def visualize(plan: Plan, *, file: Union[str, os.PathLike[str], TextIO, None] = 
 
 def _headline(plan: Plan, sent: int) -> str:
     sides = [sorted(side.ranks) for side in (plan.source, plan.target)]
-    source, target = (", ".join("..." if rank is None else str(rank) for rank in _shown(side, 8)) for side in sides)
+    source, target = (", ".join("..." if rank is None else str(rank) for rank in _shown_ranks(side, 8)) for side in sides)
     rounds = f"{plan.rounds} round{'' if plan.rounds == 1 else 's'}"
     return (
-        f"{len(plan.shapes)} tensors, from ranks {source} to ranks {target}: {_bytes(sent) or '0 B'} in {rounds}, with "
-        f"buffers of at most {_bytes(plan.max_bytes)} per rank"
+        f"{len(plan.shapes)} tensors, from ranks {source} to ranks {target}: {_amount(sent) or '0 B'} in {rounds}, with "
+        f"buffers of at most {_amount(plan.max_bytes)} per rank"
     )
 
 
-def _shown(ranks: list[int], limit: int) -> list[int | None]:
+def _shown_ranks(ranks: list[int], limit: int) -> list[int | None]:
     first, hidden, last = ends(ranks, limit)
     return [*first, *([None] if hidden else []), *last]
 
@@ -85,7 +85,7 @@ def _name(rank: int | None) -> str:
     return "..." if rank is None else str(rank)
 
 
-def _bytes(count: int) -> str:
+def _amount(count: int) -> str:
     """A number of bytes with a binary unit; nothing for zero."""
     if count < 1024:
         return f"{count} B" if count else ""

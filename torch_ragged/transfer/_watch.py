@@ -18,10 +18,10 @@ from torch_ragged.transfer._errors import TransferError
 
 __all__ = ["Lost", "Watch", "end_messages"]
 
-_SLICE = 1.0  # Seconds.
+_TRANSFER_SLICE = 1.0  # Seconds.
 """After so long a wait, a rank looks whether another rank has failed."""
 
-_PATIENCE = 10.0  # Seconds.
+_TRANSFER_PATIENCE = 10.0  # Seconds.
 """How long a rank whose collective failed waits for the reports of the others. A rank without a report is taken for dead."""
 
 
@@ -94,7 +94,7 @@ class Watch:
             return
         deadline = time.monotonic() + self._timeout.total_seconds()
         waiter = _Waiter(works, self._polls)
-        while not waiter.has_ended(_SLICE):
+        while not waiter.has_ended(_TRANSFER_SLICE):
             if self._store.has("failed"):
                 raise Lost("another rank failed")
             if time.monotonic() > deadline:
@@ -112,7 +112,7 @@ class Watch:
         try:
             self._store.set(f"rank {self._rank}", own)
             self._store.set("failed", "")
-            self._store.wait([f"rank {rank}" for rank in self._ranks], _PATIENCE)
+            self._store.wait([f"rank {rank}" for rank in self._ranks], _TRANSFER_PATIENCE)
             reports = {rank: self._store.get(f"rank {rank}") for rank in self._ranks if self._store.has(f"rank {rank}")}
             silent = fates_of([rank for rank in self._ranks if rank not in reports])
         except RuntimeError as lost:  # The process that has the store has died.

@@ -26,7 +26,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged.fsdp import HIERARCHICAL, fully_shard
 from torch_ragged.fsdp.comm import _gloo
-from torch_ragged.fsdp.comm._choice import Facts, why_not
+from torch_ragged.fsdp.comm._choice import RankFacts, why_not
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, wait_all
 from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.comm.experimental import _peer_memory
@@ -561,8 +561,8 @@ class WhyNotTest(unittest.TestCase):
     """What ranks decide from what each of them knows."""
 
     def test_each_problem_of_a_rank_rules_out_what_needs_it(self):
-        def gpu(name: str, **facts) -> Facts:
-            return Facts(host="a", gpu=name, **facts)
+        def gpu(name: str, **facts) -> RankFacts:
+            return RankFacts(host="a", gpu=name, **facts)
 
         self.assertEqual(why_not([gpu("x"), gpu("y")]), {})
         one = why_not([gpu("x"), gpu("x")])

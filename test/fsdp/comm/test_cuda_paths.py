@@ -136,13 +136,13 @@ def chosen(symmetric: bool) -> None:
     ):
         for name, kind in (("copy_engine", CopyEngineCollectives), ("multimem", _multicast.MulticastCollectives)):
             with LOGS.assertLogs("torch_ragged.fsdp", "WARNING") as logs:
-                found = _choice.choose(name, world, traffic)
+                found = _choice.choose_implementation(name, world, traffic)
             assert f"set_collectives('{name}'): experimental" in logs.output[0] and len(logs.output) == 1, logs.output
             assert found.name == name
             assert isinstance(found.collectives(process_groups), kind)
             assert (found.allocate is not None) == (name == "multimem")
         with LOGS.assertLogs("torch_ragged.fsdp", "WARNING") as logs:
-            found = _choice.choose("symm", world, traffic)
+            found = _choice.choose_implementation("symm", world, traffic)
         assert len(logs.output) == 1, logs.output
         assert ("experimental" if symmetric else "no memory allocator") in logs.output[0], logs.output
         assert found.name == ("symm" if symmetric else "nccl")
@@ -152,7 +152,7 @@ def chosen(symmetric: bool) -> None:
         process_groups.memory_pool.assert_called_with(device, is_symmetric=True)
         process_groups.memory_pool.reset_mock()
         with LOGS.assertNoLogs("torch_ragged.fsdp"):  # Experimental ones are used by name only.
-            assert _choice.choose("auto", world, traffic).name == "nccl"
+            assert _choice.choose_implementation("auto", world, traffic).name == "nccl"
         process_groups.memory_pool.assert_not_called()
 
 

@@ -306,8 +306,8 @@ class SkippedTest(unittest.TestCase):
     @ranks(2)
     def test_looking_for_differences_changes_nothing():
         """Ranks that look for differences all the time find none, and lose no result."""
-        slice_ = _call_log._SLICE
-        _call_log._SLICE = peers._SLICE = datetime.timedelta(milliseconds=5)
+        slice_ = _call_log._CALL_SLICE
+        _call_log._CALL_SLICE = peers._SLICE = datetime.timedelta(milliseconds=5)
         try:
             model, single = shard_model(Model(), optional=False), Model()
             for step in range(4):
@@ -319,7 +319,7 @@ class SkippedTest(unittest.TestCase):
                 (model(x, x).sum() * (1 + dist.get_rank())).backward()
                 single(x, x).sum().mul(1.5).backward()
         finally:
-            _call_log._SLICE = peers._SLICE = slice_
+            _call_log._CALL_SLICE = peers._SLICE = slice_
         torch.testing.assert_close(model.embed.weight.grad.full_tensor(), single.embed.weight.grad)
 
     @unittest.skipUnless(DEVICE == "cpu", HANGS)

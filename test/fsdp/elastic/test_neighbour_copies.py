@@ -123,7 +123,7 @@ def copied_after(model, optimizer, copies):
 
 def lose_a_rank_when_states_appear():
     """The copy of a model before its first step is complete. In the next one, which has states too, rank 2 dies."""
-    _watch._PATIENCE = 3.0  # Seconds, for the report of the dead rank.
+    _watch._TRANSFER_PATIENCE = 3.0  # Seconds, for the report of the dead rank.
     if dist.get_rank() < 3:
         NeighbourCopies(*make(DeviceMesh("cpu", [0, 1, 2])))  # Rank 3 has made fewer process groups.
     model, optimizer = make(init_device_mesh("cpu", (4,)))
@@ -162,7 +162,7 @@ def lose_a_rank_while_others_are_busy():
     rank = dist.get_rank()
     # Rank 2 is later than each of these, also than the standstill that rank 3 finds: the timeout of the group counts.
     peers.HELD, standstill._PERIOD, standstill._NOTICE = 0.5, 0.1, 0.2
-    peers._PATIENCE = _watch._PATIENCE = _neighbour_copies._REPORTING = 1.0
+    peers._PATIENCE = _watch._TRANSFER_PATIENCE = _neighbour_copies._REPORTING = 1.0
     mesh = DeviceMesh.from_group(dist.new_group([0, 1, 2, 3]), "cpu")
     copies = NeighbourCopies(*make(mesh))
     dist.barrier()
@@ -186,7 +186,7 @@ def lose_a_rank_and_stop_another():
 
 def miss_an_update_and_lose_a_rank():
     """Rank 1 misses the update of step 2, and dies after it has copied step 3: its copy on rank 2 is of another step."""
-    _watch._PATIENCE = 3.0
+    _watch._TRANSFER_PATIENCE = 3.0
     rank = dist.get_rank()
     model, optimizer = make(init_device_mesh("cpu", (4,)))
     copies, states = NeighbourCopies(model, optimizer), []

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Placed, Single
+from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, PlacedState, Single
 
 
 def distributed(mesh, placement, *shape):
@@ -44,8 +44,8 @@ class OptimizerStatesTest(unittest.TestCase):
         self.assertEqual([group["lr"] for group in told.options], [0.5, torch.tensor(0.25)])
         self.assertTrue(all("params" not in group and "momentum" in group for group in told.options))
         states = told.states["weight"]
-        self.assertEqual(states["follows"], Placed((4, 3), torch.float32, "cpu", follows=True, is_replicated=False))
-        self.assertEqual(states["all"], Placed((2,), torch.float32, "cpu", follows=False, is_replicated=True))
+        self.assertEqual(states["follows"], PlacedState((4, 3), torch.float32, "cpu", follows=True, is_replicated=False))
+        self.assertEqual(states["all"], PlacedState((2,), torch.float32, "cpu", follows=False, is_replicated=True))
         self.assertIsInstance(states["step"], Single)
         self.assertEqual((states["count"], states["nested"]["b"]), (3, "text"))
         self.assertEqual(told.states["bias"], {})

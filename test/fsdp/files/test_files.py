@@ -16,7 +16,7 @@ from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
 
 
 def await_writes():
-    for writing in _mapped_file._order._writes:
+    for writing in _mapped_file._fetch_order._writes:
         writing.result()
 
 
@@ -63,7 +63,7 @@ class MappedFileTest(unittest.TestCase):
             self.use(*order, *order)
             log.clear()
             for number in order:
-                self.assertIn(self.files[number], _mapped_file._order._reads)  # Read ahead, or in memory still.
+                self.assertIn(self.files[number], _mapped_file._fetch_order._reads)  # Read ahead, or in memory still.
                 self.use(number)
         # Two or three files are in memory at each end of the order. The others are read each time.
         self.assertEqual(log, [2, 3, 4, 5, 3, 2, 1, 0])
@@ -73,7 +73,7 @@ class MappedFileTest(unittest.TestCase):
         self.use(2)
         self.files[2].memory[-3:] = b"abc"
         self.use(0, 1, 3, 4, 5, 0)
-        self.assertNotIn(self.files[2], _mapped_file._order._reads)
+        self.assertNotIn(self.files[2], _mapped_file._fetch_order._reads)
         self.assertEqual(self.files[2].memory[-3:], b"abc")
         self.files[2].memory[:1] = b"d"  # Without use().
         self.files[2].release()
@@ -117,7 +117,7 @@ class MappedFileTest(unittest.TestCase):
     def test_deleted_files_are_forgotten(self):
         self.use(*range(6))
         self.files.clear()
-        self.assertEqual(len(_mapped_file._order._reads), 0)
+        self.assertEqual(len(_mapped_file._fetch_order._reads), 0)
         self.files = [MappedFile(self.folder, 0, 1) for _ in range(2)]
         self.use(0, 1, 0, 1)
 

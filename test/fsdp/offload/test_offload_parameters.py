@@ -36,7 +36,7 @@ def stack(policy, blocks=8, size=256):
 
 
 def await_writes():
-    for writing in _mapped_file._order._writes:
+    for writing in _mapped_file._fetch_order._writes:
         writing.result()
 
 

@@ -28,7 +28,7 @@ from torch_ragged.granularity import Granularity, blocks, elements
 
 __all__ = ["Float4Policy", "Float8Encoding", "Float8Policy", "keeps_tiles"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SLICE_ALIGNMENT = 128
 _logger = logging.getLogger("torch_ragged.fsdp")
 
@@ -94,8 +94,8 @@ class Float8Policy(MixedPrecisionPolicy, FeaturePart):
         name = type(self).__name__
         if self.tile not in self.tiles:
             raise ValueError(f"{name} tile must be one of {self.tiles}, got {self.tile!r}")
-        if self.param_dtype not in (None, *_DTYPES):
-            raise ValueError(f"{name} param_dtype must be one of {_DTYPES} or None, got {self.param_dtype}")
+        if self.param_dtype not in (None, *_QUANTIZED_DTYPES):
+            raise ValueError(f"{name} param_dtype must be one of {_QUANTIZED_DTYPES} or None, got {self.param_dtype}")
         if self.weight_factory is not None and not callable(self.weight_factory):
             raise TypeError(f"{name} weight_factory must be a function, such as float8_weight, got {self.weight_factory!r}")
         if self.backward is None:
@@ -159,7 +159,7 @@ class Float8Policy(MixedPrecisionPolicy, FeaturePart):
 
     def why_plain(self, spec: TensorSpec, dtype: torch.dtype) -> str:
         """Why parameters of ``dtype`` with the layout ``spec`` are not quantized, and what to do; "" if they are."""
-        if dtype not in _DTYPES:
+        if dtype not in _QUANTIZED_DTYPES:
             return f"{dtype} is not quantized, only float32, bfloat16 and float16 are"
         if not keeps_tiles(spec, self.tile[0]):
             height, width = self.tile

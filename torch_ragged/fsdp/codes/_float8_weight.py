@@ -28,7 +28,7 @@ from torch_ragged.tensor._ownership import row_major
 
 __all__ = ["Float8Weight", "float4_weight", "float8_matmul_weight", "float8_weight"]
 
-_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_ALIAS_OPS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _MULTIPLE = 16
 """Products of codes take matrices whose sizes are multiples of it."""
 
@@ -168,7 +168,7 @@ class Float8Weight(torch.Tensor):
                         # Without a record, nothing is saved, and a recomputation must not end there.
                         operands = [operand for operand in (x, weight, bias) if operand is not None]
                         is_recorded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-                        return _Linear.apply(x, weight, bias) if is_recorded else _linear(x, weight, bias)
+                        return _Linear.apply(x, weight, bias) if is_recorded else _float8_linear(x, weight, bias)
                 return func(*args, **(kwargs or {}))
         finally:
             _called_in.reset(token)
@@ -177,7 +177,7 @@ class Float8Weight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _ALIASES:
+        if func in _ALIAS_OPS:
             return type(args[0])(args[0].planes, args[0].multiplies_codes)
         for argument, value in zip(func._schema.arguments, args):
             if argument.is_write and isinstance(value, Float8Weight):
@@ -221,7 +221,7 @@ class _Linear(torch.autograd.Function):
         if recomputation_ends(saves=1):
             with no_dispatch():  # Nothing reads it.
                 return x.new_empty(1).expand(*x.shape[:-1], len(weight))
-        return _linear(x, weight, bias)
+        return _float8_linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -239,7 +239,7 @@ class _Linear(torch.autograd.Function):
         return of_x, of_weight, rows.sum(0) if needs_bias else None
 
 
-def _linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def _float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     planes = weight.planes_of(in_backward=False)
     if weight.multiplies_codes and _can_multiply(x, planes):
         product = _product_on_hopper if x.is_cuda else _product_of_codes

@@ -26,15 +26,15 @@ from torch_ragged._ranks.peers import wait_for as _wait_for
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
 
-__all__ = ["CallLog", "Predictor", "wait_for"]
+__all__ = ["CallLog", "Predictor", "wait_for_call"]
 
-_SLICE = timedelta(seconds=2)
+_CALL_SLICE = timedelta(seconds=2)
 """After so long a wait, a rank looks whether other ranks have made other calls."""
 
 _FIRST_SLICE = timedelta(seconds=1)
 """After so long a wait for a call that was not expected, a rank reports it: before the others look for a report."""
 
-_PATIENCE = 10.0  # Seconds.
+_CALL_PATIENCE = 10.0  # Seconds.
 """How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks.
 
 So long, too, ranks that may compare their calls do not count as held: the modules say more than that ranks wait."""
@@ -47,7 +47,7 @@ _MOST_PATHS, _MOST_CONTEXTS = 16, 1024
 
 _END = "the end of the forward"
 _logs: weakref.WeakSet[CallLog] = weakref.WeakSet()
-_counts: defaultdict[tuple[int, tuple[int, ...]], itertools.count[int]] = defaultdict(itertools.count)
+_call_counts: defaultdict[tuple[int, tuple[int, ...]], itertools.count[int]] = defaultdict(itertools.count)
 _left: defaultdict[tuple[int, tuple[int, ...]], list[tuple[SharedStore, list[str]]]] = defaultdict(list)
 """By rank and ranks, the keys that deleted logs have left in their stores."""
 
@@ -79,7 +79,7 @@ class CallLog:
         self._must_enter, self._note = False, ""  # Whether a forward runs that the log of roots does not know.
         tracker.watch_this_thread()
         # The same number on all of these ranks, since they call their roots in the same order.
-        self._set_up(ranks, timeout, next(_counts[dist.get_rank(), tuple(ranks)]))
+        self._set_up(ranks, timeout, next(_call_counts[dist.get_rank(), tuple(ranks)]))
         # Keys of the last forward are in use until all ranks have made a later call: of another root, if this one is deleted.
         left = _left[self._rank, self._ranks]
         weakref.finalize(self, lambda store, keys: left.append((store, keys)), self._store, self._used).atexit = False
@@ -188,19 +188,19 @@ class CallLog:
         self._store.append(calls, f"{json.dumps([self._rank, call])}\n")
         if self._store.add(count, 1) == len(self._ranks):
             self._store.set(self._key(forward, position, "named"), "")
-        self._store.wait([self._key(forward, position, "named")], _PATIENCE)
+        self._store.wait([self._key(forward, position, "named")], _CALL_PATIENCE)
         _logs.discard(self)  # Later waits, of other models, must not raise this again.
-        raise RuntimeError(_difference(dict(sorted(map(json.loads, self._store.get(calls).splitlines())))))
+        raise RuntimeError(_call_difference(dict(sorted(map(json.loads, self._store.get(calls).splitlines())))))
 
     def _agree(self, position: int) -> None:
         """Return when all ranks make the call at ``position``: one counter in the store, and the wait for it."""
         call, peers, left = self._calls[position], Peers.of(self._ranks), _left[self._rank, self._ranks]
         # Of logs of which all ranks have ended the last forward, if they come here.
         deleted = [left.pop() for _ in range(len(left))]
-        with peers_named(f"the forward of {call}", "", lambda: self._ranks, patience=_PATIENCE):
+        with peers_named(f"the forward of {call}", "", lambda: self._ranks, patience=_CALL_PATIENCE):
             everyone = self._count(self._forward, position, call)
             deadline = time.monotonic() + self._timeout.total_seconds()
-            slices = itertools.chain([_FIRST_SLICE], itertools.repeat(_SLICE))
+            slices = itertools.chain([_FIRST_SLICE], itertools.repeat(_CALL_SLICE))
             while not self._store.wait([everyone], next(slices).total_seconds()):
                 # Another rank may wait for a call that was expected here, so that this rank did not count itself. First: ranks
                 # that wait look for the report, of which there is one.
@@ -313,7 +313,7 @@ class _RootLog(CallLog):
         self._paths.add(path)
 
 
-def _difference(answers: dict[int, str]) -> str:
+def _call_difference(answers: dict[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, call in answers.items():
         ranks.setdefault(call, []).append(rank)
@@ -327,7 +327,7 @@ def _difference(answers: dict[int, str]) -> str:
     )
 
 
-def wait_for(work: Any) -> None:
+def wait_for_call(work: Any) -> None:
     """``work.wait()`` for a collective of gloo. After some seconds, look whether ranks have made different calls.
 
     Raises:

@@ -22,7 +22,7 @@ from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectiv
 from torch_ragged.fsdp.comm.experimental._multicast import MulticastCollectives, SymmetricSlabs
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory, PeerMemory, SymmetricPeerMemory, host_of
 
-__all__ = ["IMPLEMENTATIONS", "Facts", "Implementation", "Traffic", "choose", "why_not"]
+__all__ = ["IMPLEMENTATIONS", "RankFacts", "Implementation", "Traffic", "choose_implementation", "why_not"]
 
 _logger = logging.getLogger("torch_ragged.fsdp")
 
@@ -71,7 +71,7 @@ class Implementation:
 _PROCESS_GROUPS = Implementation("nccl", lambda process_groups: process_groups)
 
 
-def choose(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
+def choose_implementation(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
     """The implementation for all parameter groups with shards over ``group``. All ranks call this and get the same answer.
 
     If ``name`` is unavailable, one log line on the group's first rank says why, and the process group is used. On GPUs one log
@@ -153,7 +153,7 @@ _MAKERS = {"symm": _make_symm, "copy_engine": _make_copy_engine, "multimem": _ma
 
 
 @dataclass
-class Facts:
+class RankFacts:
     """The facts that one rank knows about itself.
 
     Attributes:
@@ -171,7 +171,7 @@ class Facts:
     problems: dict[str, str] = field(default_factory=dict)
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+_known_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def problems_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
@@ -180,18 +180,18 @@ def problems_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, str
     The first call for a group costs one all-gather of objects.
     """
     # All ranks know a group or none does, because all ranks of a group call this together.
-    if group not in _known:
+    if group not in _known_choices:
         try:
             mine = _facts(group, device)
         except Exception as error:  # Not raised: the other ranks wait for this rank in the all-gather below.
-            mine = Facts(problems=dict.fromkeys(_MAKERS, f"{type(error).__name__}: {error}"))
-        facts = [Facts()] * group.size()
+            mine = RankFacts(problems=dict.fromkeys(_MAKERS, f"{type(error).__name__}: {error}"))
+        facts = [RankFacts()] * group.size()
         dist.all_gather_object(facts, mine, group=group)
-        _known[group] = why_not(facts)
-    return _known[group]
+        _known_choices[group] = why_not(facts)
+    return _known_choices[group]
 
 
-def why_not(facts: Sequence[Facts]) -> dict[str, str]:
+def why_not(facts: Sequence[RankFacts]) -> dict[str, str]:
     """By name of an implementation, the first reason why ranks with these facts cannot use it."""
     found: dict[str, str] = {}
     for rank, mine in enumerate(facts):
@@ -204,7 +204,7 @@ def why_not(facts: Sequence[Facts]) -> dict[str, str]:
     return found
 
 
-def _not_together(facts: Sequence[Facts], may_overlap: bool) -> str:
+def _not_together(facts: Sequence[RankFacts], may_overlap: bool) -> str:
     """Why the ranks cannot access each other's memory; empty if they can."""
     if len(facts) == 1:
         return "there is one rank only"
@@ -220,8 +220,8 @@ def _not_together(facts: Sequence[Facts], may_overlap: bool) -> str:
     return ""
 
 
-def _facts(group: dist.ProcessGroup, device: torch.device) -> Facts:
-    found = Facts(problems=dict.fromkeys(("symm", "multimem"), f"it is for GPUs, parameters are on {device.type}"))
+def _facts(group: dist.ProcessGroup, device: torch.device) -> RankFacts:
+    found = RankFacts(problems=dict.fromkeys(("symm", "multimem"), f"it is for GPUs, parameters are on {device.type}"))
     if device.type == "cuda":
         ids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
         others = [index for index in range(len(ids)) if index != device.index]

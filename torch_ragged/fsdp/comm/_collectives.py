@@ -213,7 +213,7 @@ class ProcessGroupCollectives(Collectives):
         is_gloo = self._carrier(group, shard.device).is_gloo
         # Broadcasts do not match an all-gather of another rank. All ranks decide alike: their shards have the same size.
         if is_gloo and _gloo.is_worth_broadcasts(shard, group):
-            return _gloo.all_gather(output.chunk(group.size()), shard, group)
+            return _gloo.gloo_all_gather(output.chunk(group.size()), shard, group)
         work = all_gather_single(output, shard, group=group, async_op=True)
         return wait_all([work]) if is_gloo else work
 
@@ -306,7 +306,7 @@ class UnequalCollectives(ProcessGroupCollectives):
             return dist.all_gather(parts, shard, group=group, async_op=True)
         largest = max(parts, key=torch.Tensor.numel)  # Equal on all ranks, unlike ``shard``.
         if _gloo.is_worth_broadcasts(largest, group):
-            return _gloo.all_gather(parts, shard, group)
+            return _gloo.gloo_all_gather(parts, shard, group)
         # Padded to the largest one. ``wait()`` copies them to their places.
         own, gathered = shard.new_zeros(largest.numel()), shard.new_empty(len(parts), largest.numel())
         own[: shard.numel()] = shard

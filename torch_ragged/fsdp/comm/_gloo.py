@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from torch_ragged.fsdp.comm._call_log import wait_for
+from torch_ragged.fsdp.comm._call_log import wait_for_call
 
-__all__ = ["all_gather", "errors_of", "is_worth_broadcasts", "issued", "reduce_scatter", "sum_parts"]
+__all__ = ["gloo_all_gather", "errors_of", "is_worth_broadcasts", "issued", "reduce_scatter", "sum_parts"]
 
 _SMALLEST_BROADCAST = 2**18
 _MOST_BROADCASTS = 8
@@ -46,11 +46,11 @@ _LONGEST_STEP = 10.0
 
 
 def is_worth_broadcasts(shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether :func:`all_gather` is faster than gloo's all-gather. Equal on all ranks, because shards have one size."""
+    """Whether :func:`gloo_all_gather` is faster than gloo's all-gather. Equal on all ranks, because shards have one size."""
     return shard.nbytes >= _SMALLEST_BROADCAST and group.size() <= _MOST_BROADCASTS
 
 
-def all_gather(parts: Sequence[torch.Tensor], shard: torch.Tensor, group: dist.ProcessGroup) -> Assisted:
+def gloo_all_gather(parts: Sequence[torch.Tensor], shard: torch.Tensor, group: dist.ProcessGroup) -> Assisted:
     """Fill ``parts``, one per rank, with every rank's ``shard``: one broadcast per rank whose part is not empty.
 
     A broadcast writes to the part itself. gloo's all-gather fills its own memory and copies it.
@@ -210,7 +210,7 @@ def errors_of(works: Iterable[Any]) -> list[Exception]:
     errors = []
     for work in works:
         try:
-            wait_for(work) if isinstance(work, dist.Work) else work.wait()
+            wait_for_call(work) if isinstance(work, dist.Work) else work.wait()
         except Exception as error:
             errors.append(error)
     return errors

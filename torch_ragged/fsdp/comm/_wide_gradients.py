@@ -42,7 +42,7 @@ class WideGradients:
         self._layout, self._rank, self._indices = layout, rank, frozenset(indices)
         self.kept: dict[int, torch.Tensor] = {}
         # Of all ranks, because this rank packs its gradients for each of them.
-        self._intervals = [_intervals(layout, each, indices) for each in range(layout.ranks)]
+        self._intervals = [_gradient_intervals(layout, each, indices) for each in range(layout.ranks)]
         # The longest part on any rank: a reduce-scatter has parts of one size.
         self._part = max(sum(stop - start for _, _, start, stop in intervals) for intervals in self._intervals)
         # Equal on all ranks, as the layout and the indices are. It depends on no gradient: these may differ between ranks.
@@ -102,7 +102,7 @@ class WideGradients:
             output[first : first + stop - start].add_(received[offset : offset + stop - start])
 
 
-def _intervals(layout: BufferLayout, rank: int, indices: Sequence[int]) -> list[tuple[int, int, int, int]]:
+def _gradient_intervals(layout: BufferLayout, rank: int, indices: Sequence[int]) -> list[tuple[int, int, int, int]]:
     """The pieces of gradients in the shard of ``rank``: parameter, offset in the part, start and stop in the gradient."""
     intervals, offset = [], 0
     for index in indices:

@@ -56,7 +56,7 @@ _KEEPS_WIDE_GRADIENTS = fsdp2_keeps_wide_gradients()
 SMALLEST_WRITTEN_IN_PLACE = 2**16
 """If a weight has fewer elements, detecting its matmuls in Python costs more time than one copy of its gradient."""
 
-_version_of, _is_trained = operator.attrgetter("sharded._version"), operator.attrgetter("sharded.requires_grad")
+_sharded_version_of, _is_trained = operator.attrgetter("sharded._version"), operator.attrgetter("sharded.requires_grad")
 all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
 
@@ -370,7 +370,7 @@ class FSDPParamGroup:
         try:
             if self._sharded_state is ShardedState.SHARDED:
                 # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
-                self._gathered_versions = list(map(_version_of, self.params))
+                self._gathered_versions = list(map(_sharded_version_of, self.params))
                 # All ranks issue it: states call this in an order that ranks have in common.
                 with profiler_range("all_gather", self.fqn):
                     self.shards.prepare()
@@ -436,7 +436,7 @@ class FSDPParamGroup:
     @property
     def is_outdated(self) -> bool:
         """Whether an operation has changed a sharded parameter since its all-gather. Equal on all ranks, as operations are."""
-        return self.is_gathered and self._gathered_versions != list(map(_version_of, self.params))
+        return self.is_gathered and self._gathered_versions != list(map(_sharded_version_of, self.params))
 
     @untyped
     def reshard(self, keep: bool = False) -> None:

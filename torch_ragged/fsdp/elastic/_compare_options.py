@@ -22,14 +22,14 @@ from torch_ragged.tensor._local_tensor import coordinates_of
 
 __all__ = ["compare_options"]
 
-_EVERY = 64
-_NUMBERS = (bool, int, float)
+_COMPARED_EVERY = 64
+_NUMBER_TYPES = (bool, int, float)
 _ADVICE = (
     "A learning rate scheduler of a rank that has joined is at its start: pass schedulers to reshard_to as stateful, or let "
     "that rank load the state_dict() of another rank's scheduler"
 )
 
-_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+_option_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 """The comparison of each optimizer. The next move ends it, as its ranks may be others then."""
 
 
@@ -38,10 +38,10 @@ def compare_options(optimizer: Optimizer, mesh: DeviceMesh, parent: dist.Process
 
     All ranks of ``mesh`` are in the group ``parent``.
     """
-    if optimizer in _hooks:
-        _hooks.pop(optimizer).remove()
+    if optimizer in _option_hooks:
+        _option_hooks.pop(optimizer).remove()
     if mesh.get_coordinate() is not None and mesh.size() > 1:
-        _hooks[optimizer] = optimizer.register_step_pre_hook(_OptionComparison(optimizer, mesh, parent))
+        _option_hooks[optimizer] = optimizer.register_step_pre_hook(_OptionComparison(optimizer, mesh, parent))
 
 
 class _OptionComparison(Comparison):
@@ -52,7 +52,7 @@ class _OptionComparison(Comparison):
         group()  # Made now, where all ranks are: a step must not make a process group.
         names = mesh.mesh_dim_names or ("replicate", "shard")[-mesh.ndim :]
         what = f"the steps of {type(optimizer).__name__}"
-        super().__init__(what, group, coordinates_of(mesh), names, mesh.device_type, _EVERY)
+        super().__init__(what, group, coordinates_of(mesh), names, mesh.device_type, _COMPARED_EVERY)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # In backward, ranks may be at other collectives. A captured step has no time for the host.
@@ -74,4 +74,4 @@ class _OptionComparison(Comparison):
 def _text_of(value: Any) -> Any:
     """A number, or numbers, as it is. Other options, such as functions, may differ in their text only."""
     values = value if isinstance(value, (tuple, list)) else [value]
-    return value if all(isinstance(each, _NUMBERS) for each in values) else type(value).__name__
+    return value if all(isinstance(each, _NUMBER_TYPES) for each in values) else type(value).__name__

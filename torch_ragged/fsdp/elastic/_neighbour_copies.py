@@ -30,7 +30,7 @@ from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.elastic._reshard_to import (
     Description,
-    Move,
+    ModelMove,
     check_stateful,
     checked_states,
     mesh_of_groups,
@@ -44,9 +44,9 @@ __all__ = ["NeighbourCopies"]
 
 _CALL = "NeighbourCopies"
 _ALIGNMENT = 16  # Bytes, so that a part of a buffer can be viewed as any dtype.
-_CPU = torch.device("cpu")
+_HOST_DEVICE = torch.device("cpu")
 
-_SLICE = 0.5  # Seconds.
+_COPY_SLICE = 0.5  # Seconds.
 """After so long a wait for reports, a rank looks which processes have ended."""
 
 _REPORTING = 15.0  # Seconds.
@@ -176,7 +176,7 @@ class NeighbourCopies:
     ) -> None:
         self._model, self._optimizer, self._every = model, optimizer, every
         with before_groups(_CALL):
-            dp = _mesh_of(checked_states(model, _CALL))
+            dp = _mesh_of_states(checked_states(model, _CALL))
             if dp.mesh.ndim != 1 or dp.ranks < 2 or not dp.is_member:
                 raise ValueError(f"NeighbourCopies takes a 1-D mesh of at least 2 ranks, with this rank, got {dp.mesh}")
         mesh_group = dp.shard_group
@@ -246,7 +246,7 @@ class NeighbourCopies:
             raise RuntimeError(
                 "a copy has failed, and its process group is not usable: call recover(), and make new NeighbourCopies"
             )
-        mesh = _mesh_of(checked_states(self._model, _CALL, runs=True)).mesh
+        mesh = _mesh_of_states(checked_states(self._model, _CALL, runs=True)).mesh
         if mesh != self._mesh:
             raise ValueError(
                 f"the model is on {mesh}, and its NeighbourCopies were made on {self._mesh}: make new ones after reshard_to() "
@@ -307,12 +307,12 @@ class NeighbourCopies:
             ended = {rank for rank, fate in fates_of(sorted(missing)).items() if not fate.is_alive}
             # Groups with them can never be used again. Ranks that wait there for this one get an error.
             for group in process_groups() if ended - dead else ():
-                if (ended - dead) & set(dist.get_process_group_ranks(group)) and is_gloo(group, _CPU):
-                    end_messages(group, _CPU)
+                if (ended - dead) & set(dist.get_process_group_ranks(group)) and is_gloo(group, _HOST_DEVICE):
+                    end_messages(group, _HOST_DEVICE)
             dead |= ended
             if missing <= dead or time.monotonic() > deadline:
                 break
-            store.wait([keys[rank] for rank in missing - dead], min(_SLICE, patience))
+            store.wait([keys[rank] for rank in missing - dead], min(_COPY_SLICE, patience))
         # The first to be done decides for all.
         found = " ".join(str(rank) for rank in self._left if rank not in missing)
         self._left = tuple(int(rank) for rank in store.first("left", found).split())
@@ -379,11 +379,11 @@ class NeighbourCopies:
         move.finish(generation.told, target, group, takes_told=True)
         return step
 
-    def _move(self, mesh: DeviceMesh | None) -> Move:
+    def _move(self, mesh: DeviceMesh | None) -> ModelMove:
         states = checked_states(self._model, _CALL)
-        old = _mesh_of(states)
+        old = _mesh_of_states(states)
         new = old if mesh is None else DataParallelMesh.of(mesh)
-        return Move(self._model, states, self._optimizer, old, new, _CALL, stateful=self._stateful)
+        return ModelMove(self._model, states, self._optimizer, old, new, _CALL, stateful=self._stateful)
 
     def _fill(self, generation: _Generation) -> None:
         """Copy this rank's state. No communication."""
@@ -447,7 +447,7 @@ class NeighbourCopies:
         watch.wait(dist.batch_isend_irecv(messages) if messages else [])
 
 
-def _mesh_of(states: Sequence[FSDPState]) -> DataParallelMesh:
+def _mesh_of_states(states: Sequence[FSDPState]) -> DataParallelMesh:
     return mesh_of_groups([group for state in states for group in state.groups], _CALL)
 
 

@@ -22,7 +22,7 @@ __all__ = ["OptimizerStates", "Told"]
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedState:
     """A state that is a DTensor. Its elements are moved. If it ``follows``, it has its parameter's shape and placements."""
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Told:
 
     Attributes:
         options: of each parameter group, all but ``params``, with tensors on the CPU.
-        states: by the name of the parameter, its states: :class:`Placed`, :class:`Single` or the value itself.
+        states: by the name of the parameter, its states: :class:`PlacedState`, :class:`Single` or the value itself.
     """
 
     options: list[dict[str, Any]]
@@ -56,7 +56,7 @@ class Told:
     def lines(self) -> list[str]:
         """The states without their values: equal on all ranks that hold shards."""
         return [
-            f"{name} {key} {value if isinstance(value, Placed) else type(value).__name__}"
+            f"{name} {key} {value if isinstance(value, PlacedState) else type(value).__name__}"
             for name, states in self.states.items()
             for key, value in states.items()
         ]
@@ -115,7 +115,7 @@ class OptimizerStates:
                     f"not those of its parameter ({param.placements}): the optimizer needs a method empty_state(param, group, "
                     "name, shape, dtype) that returns the state's DTensor on another mesh"
                 )
-            return Placed(tuple(value.shape), value.dtype, value.device.type, follows, is_replicated)
+            return PlacedState(tuple(value.shape), value.dtype, value.device.type, follows, is_replicated)
         if any(tensor.numel() > 1 or isinstance(tensor, DTensor) for tensor in tensors_in(value)[0]):
             raise ValueError(
                 f"the state {key} of {where} holds plain tensors of several elements: reshard_to moves DTensors, and copies "
@@ -142,10 +142,10 @@ class OptimizerStates:
             f"{self._label}.{name}.{key}": self._empty(params[name], groups[name], key, value)
             for name, states in told.states.items()
             for key, value in states.items()
-            if isinstance(value, Placed)
+            if isinstance(value, PlacedState)
         }
 
-    def _empty(self, param: torch.Tensor, group: dict[str, Any], key: str, was: Placed) -> torch.Tensor:
+    def _empty(self, param: torch.Tensor, group: dict[str, Any], key: str, was: PlacedState) -> torch.Tensor:
         assert isinstance(param, DTensor)
         if hasattr(self.optimizer, "empty_state"):
             return self.optimizer.empty_state(param.detach(), group, key, was.shape, was.dtype)

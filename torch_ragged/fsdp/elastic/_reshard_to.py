@@ -39,7 +39,7 @@ from torch_ragged.fsdp.memory._resident import ZERO2, Resident
 
 __all__ = [
     "Description",
-    "Move",
+    "ModelMove",
     "check_stateful",
     "checked_states",
     "mesh_of_groups",
@@ -125,10 +125,10 @@ def reshard_to(
         states = checked_states(model, _CALL)
         old = mesh_of_groups([group for state in states for group in state.groups], _CALL)
         new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
-        move = Move(model, states, optimizer, old, new, _CALL, weights, stateful)
+        move = ModelMove(model, states, optimizer, old, new, _CALL, weights, stateful)
         own = move.description() if old.is_member else None
-        lowest = min(_ranks(old.mesh))
-        message = [_pickled(own) if dist.get_rank() == lowest else b""]
+        lowest = min(_ranks_in(old.mesh))
+        message = [_pickled_description(own) if dist.get_rank() == lowest else b""]
         claim += move.lines()
     dist.broadcast_object_list(message, src=lowest, group=world, device=device)  # Two broadcasts.
     with agreement([world], device, _CALL) as claim:
@@ -176,7 +176,7 @@ class Description:
         return [*lines, f"kept {self.kept}", *(f"state {line}" for told in self.optimizers for line in told.lines)]
 
 
-class Move:
+class ModelMove:
     """The groups and optimizers of one model on their way from the mesh ``old`` to ``new``.
 
     Nothing is changed before :meth:`finish`, except that all modules are resharded.
@@ -224,7 +224,7 @@ class Move:
     def lines(self) -> list[str]:
         """The move in lines that must be equal on all ranks, also on those without shards."""
         meshes = (("from", self._old.mesh), ("to", self._new.mesh))
-        lines = [f"{which} a mesh of {tuple(mesh.shape)} over ranks {_ranks(mesh)}" for which, mesh in meshes]
+        lines = [f"{which} a mesh of {tuple(mesh.shape)} over ranks {_ranks_in(mesh)}" for which, mesh in meshes]
         lines.append(f"weights {self._weights}")
         for group, plan in zip(self._groups, self._plans):
             lines.append(f"group of {group.names}, {group.param_dtype}: shards of {plan.layout.shard_numel}")
@@ -461,7 +461,7 @@ def _checked_mesh(mesh: Any, old: DataParallelMesh, world: Sequence[int]) -> Dat
     if mesh.device_type != old.mesh.device_type:
         raise ValueError(f"the model is on {old.mesh.device_type}, the mesh on {mesh.device_type}: reshard_to keeps the device")
     for each in (old.mesh, mesh):
-        outside = sorted(set(_ranks(each)) - set(world))
+        outside = sorted(set(_ranks_in(each)) - set(world))
         if outside:
             raise ValueError(
                 f"{each} has the ranks {outside[:8]}, which are not in the group of {len(world)} ranks that call reshard_to: "
@@ -504,14 +504,14 @@ def _check_gradients(sharded: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _ranks(mesh: DeviceMesh) -> list[int]:
+def _ranks_in(mesh: DeviceMesh) -> list[int]:
     return mesh.mesh.flatten().tolist()
 
 
 # -- communication -------------------------------------------------------------------------------------------------------
 
 
-def _pickled(own: Description | None) -> bytes:
+def _pickled_description(own: Description | None) -> bytes:
     """What the lowest rank sends. It is made before the others wait for it, because options may be of any type."""
     try:
         return pickle.dumps(own)
@@ -528,8 +528,8 @@ def _send_whole_tensors(
     world: dist.ProcessGroup,
 ) -> None:
     """Give buffers, and parameters in no group, of the lowest rank to ranks that join. One broadcast for each."""
-    root, rank, device = min(_ranks(old.mesh)), dist.get_rank(), device_of(new.mesh)
-    joining = sorted(set(_ranks(new.mesh)) - set(_ranks(old.mesh)))
+    root, rank, device = min(_ranks_in(old.mesh)), dist.get_rank(), device_of(new.mesh)
+    joining = sorted(set(_ranks_in(new.mesh)) - set(_ranks_in(old.mesh)))
     if not joining or rank not in (root, *joining):
         return
     group = group_of(sorted([root, *joining]), parent=world)

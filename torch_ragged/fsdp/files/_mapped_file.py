@@ -75,11 +75,11 @@ class MappedFile:
     def use(self, in_step: bool = False) -> None:
         """A pass, or a step, uses the file next. Returns when its bytes are in memory: they stay there until the next use."""
         self.check()
-        _order.turn_to(self, _order.of_steps if in_step else _order.of_passes)
+        _fetch_order.turn_to(self, _fetch_order.of_steps if in_step else _fetch_order.of_passes)
 
     def release(self) -> None:
         """The file is not used soon: a thread writes its bytes and drops them from memory."""
-        _order.drop(self)
+        _fetch_order.drop(self)
 
     def read(self) -> None:
         """Bring all pages into the page cache."""
@@ -185,4 +185,4 @@ class _Order:
                 file.drop_pages()
 
 
-_order = _Order()
+_fetch_order = _Order()

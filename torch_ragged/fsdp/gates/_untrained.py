@@ -50,7 +50,7 @@ sharded_originals = WeakTensorKeyDictionary()
 
 _ignored = WeakTensorKeyDictionary()  # Those that the user reduces, and those that a warning has named.
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_LOOKS = 2  # The first step may be the one without gradients by which a checkpoint makes the optimizer's states.
+_STEPS_LOOKED_AT = 2  # The first step may be the one without gradients by which a checkpoint makes the optimizer's states.
 
 
 class _Look(NamedTuple):
@@ -62,7 +62,7 @@ class _Look(NamedTuple):
 
 
 _seen: weakref.WeakKeyDictionary[Optimizer, _Look] = weakref.WeakKeyDictionary()
-_hooks: list[Any] = []
+_optimizer_hooks: list[Any] = []
 _ADVICE = (
     "Their gradients are not reduced, so that ranks diverge. Call fully_shard on a module that has them, after all modules are "
     "in place. If you reduce these gradients yourself, name the parameters in ignored_params of fully_shard"
@@ -78,10 +78,10 @@ def note_replaced(
     """
     sharded_originals[param], replaced_params[param] = fqn, (weakref.ref(module), name, call, remedy)
     _seen.clear()  # Also optimizers that have made steps may hold it.
-    if not _hooks:
+    if not _optimizer_hooks:
         # From now on, look at each optimizer of this process before its first steps, and count each step as a write.
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
+        _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _optimizer_hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 def note_ignored(params: Iterable[torch.Tensor]) -> None:
@@ -181,7 +181,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
     if look is None or look.params != count:
         owned = (group_by_param.get(id(owner_of(param))) for param in params)
-        look = _Look(count, _LOOKS, weakref.WeakSet(group for group in owned if group is not None))
+        look = _Look(count, _STEPS_LOOKED_AT, weakref.WeakSet(group for group in owned if group is not None))
     waiting = [group for group in look.groups if group.is_unsynchronized]
     if waiting and backward_id() == -1:  # Optimizers that step in backward do so while other groups reduce.
         _refuse_unsynchronized(optimizer, waiting)

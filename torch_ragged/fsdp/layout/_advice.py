@@ -32,7 +32,7 @@ class Remedy:
     padding_fraction: float
 
     def __str__(self) -> str:
-        return f"{self.text}: {_percent(self.padding_fraction)}"
+        return f"{self.text}: {_percentage(self.padding_fraction)}"
 
 
 def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) -> list[str]:
@@ -59,7 +59,7 @@ def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) ->
         if layout.padding_fraction > limit:
             neighbours = groups[index + 1 : index + 2] + groups[max(0, index - 1) : index]
             found = remedies(layout, limit, len(names), [(other[0], one) for other, one in neighbours])
-            texts.append(_text(names, layout, limit, found))
+            texts.append(_advice_text(names, layout, limit, found))
     return texts
 
 
@@ -73,7 +73,7 @@ def remedies(
         neighbours: names and layouts of other groups, with which this one can be merged.
     """
     found = []
-    for sort in (_finer(layout), _split(layout), _merged(layout, count, neighbours), _smaller_sizes(layout)):
+    for sort in (_finer(layout), _split_groups(layout), _merged_groups(layout, count, neighbours), _smaller_sizes(layout)):
         best = Remedy("no change", layout.padding_fraction)
         for remedy in sort:
             best = min(best, remedy, key=lambda each: each.padding_fraction)
@@ -84,10 +84,10 @@ def remedies(
     return found
 
 
-def _text(names: Sequence[str], layout: BufferLayout, limit: float, found: Sequence[Remedy]) -> str:
+def _advice_text(names: Sequence[str], layout: BufferLayout, limit: float, found: Sequence[Remedy]) -> str:
     lines = [
-        f"{_and_more(names)}: padding {_percent(layout.padding_fraction)} on {layout.ranks:,} ranks exceeds {100 * limit:g}%"
-        f" (at least {_percent(layout.bound_fraction)}: {layout.forced_by})"
+        f"{_and_more(names)}: padding {_percentage(layout.padding_fraction)} on {layout.ranks:,} ranks exceeds {100 * limit:g}%"
+        f" (at least {_percentage(layout.bound_fraction)}: {layout.forced_by})"
     ]
     mending = [remedy for remedy in found if remedy.padding_fraction <= limit]
     if mending:
@@ -104,18 +104,18 @@ def _text(names: Sequence[str], layout: BufferLayout, limit: float, found: Seque
 def _finer(layout: BufferLayout) -> Iterator[Remedy]:
     """Halve the rows of the largest block and of all blocks with as many rows. Repeat this down to single elements."""
     tensors = layout.tensors
-    while any(_rows(tensor) for tensor in tensors):
-        rows = _rows(max(tensors, key=lambda tensor: (_rows(tensor) > 0, tensor.block)))
-        tensors = tuple(_recut(tensor, rows // 2) if _rows(tensor) == rows else tensor for tensor in tensors)
+    while any(_rows_of_block(tensor) for tensor in tensors):
+        rows = _rows_of_block(max(tensors, key=lambda tensor: (_rows_of_block(tensor) > 0, tensor.block)))
+        tensors = tuple(_recut(tensor, rows // 2) if _rows_of_block(tensor) == rows else tensor for tensor in tensors)
         changes: dict[tuple[str, str], list[str]] = {}
         for before, after in zip(layout.tensors, tensors):
             if before != after:
-                changes.setdefault((_cut(after), _cut(before)), []).append(before.name)
+                changes.setdefault((_cut_text(after), _cut_text(before)), []).append(before.name)
         text = ", ".join(f"{new} instead of {old} for {_and_more(names)}" for (new, old), names in changes.items())
         yield Remedy(text, plan_layout(tensors, layout.ranks, layout.alignment).padding_fraction)
 
 
-def _split(layout: BufferLayout) -> Iterator[Remedy]:
+def _split_groups(layout: BufferLayout) -> Iterator[Remedy]:
     """Put the tensors of one block size in a group of their own. Last, make one group per block size."""
     parts: dict[int, list[TensorSpec]] = {}
     for tensor in layout.tensors:
@@ -129,7 +129,7 @@ def _split(layout: BufferLayout) -> Iterator[Remedy]:
         yield Remedy(f"{len(parts)} groups, one per block size", _padding(list(parts.values()), layout))
 
 
-def _merged(layout: BufferLayout, count: int, neighbours: Sequence[tuple[str, BufferLayout]]) -> Iterator[Remedy]:
+def _merged_groups(layout: BufferLayout, count: int, neighbours: Sequence[tuple[str, BufferLayout]]) -> Iterator[Remedy]:
     """Merge several groups with equal tensors, or merge this group with a neighbour. The neighbour's padding counts too."""
     for number in (2, 4, 8):
         if number <= count and number * len(layout.tensors) <= _MOST_MERGED_TENSORS:
@@ -159,7 +159,7 @@ def _padding(groups: Sequence[Sequence[TensorSpec]], layout: BufferLayout) -> fl
     return sum(one.padding_numel for one in planned) / max(1, sum(tensor.numel for tensors in groups for tensor in tensors))
 
 
-def _rows(tensor: TensorSpec) -> int:
+def _rows_of_block(tensor: TensorSpec) -> int:
     """The rows of the largest block; 0 if the tensor may be cut anywhere. An element of a 1-D tensor counts as a row."""
     row = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     return tensor.block // row if tensor.block > 1 and row else 0
@@ -169,7 +169,7 @@ def _recut(tensor: TensorSpec, rows: int) -> TensorSpec:
     """The tensor with blocks of ``rows``; of single elements for 0. Of segments, those with the most rows per block change."""
     ndim = len(tensor.shape)
     if tensor.segments:
-        parts = [_recut(part, rows) if _rows(part) == _rows(tensor) else part for part in tensor.segments]
+        parts = [_recut(part, rows) if _rows_of_block(part) == _rows_of_block(tensor) else part for part in tensor.segments]
         return TensorSpec.fused(tensor.name, tensor.shape, parts, tensor.dtype)
     if not rows:
         return replace(tensor, block=1, dims=tuple(range(ndim)))
@@ -177,19 +177,19 @@ def _recut(tensor: TensorSpec, rows: int) -> TensorSpec:
     return replace(tensor, block=rows * row, dims=dims)
 
 
-def _cut(tensor: TensorSpec) -> str:
+def _cut_text(tensor: TensorSpec) -> str:
     if tensor.segments:
-        return f"segments ({', '.join(map(_cut, tensor.segments))})"
+        return f"segments ({', '.join(map(_cut_text, tensor.segments))})"
     if tensor.block == 1:
         return "cuts anywhere"
     if not tensor.dims:
         return "whole tensors"
-    return f"blocks of {_rows(tensor):,} row{'s' * (_rows(tensor) > 1)}"
+    return f"blocks of {_rows_of_block(tensor):,} row{'s' * (_rows_of_block(tensor) > 1)}"
 
 
 def _and_more(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
 
 
-def _percent(fraction: float) -> str:
+def _percentage(fraction: float) -> str:
     return f"{100 * fraction:,.2f}%"

@@ -128,10 +128,10 @@ def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, boun
 
 def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bound:
     """Raise ``bound`` until the shard is a multiple of the blocks of all tensors, and segments, of more than two shards."""
-    parts: dict[_Part, int] = {}
+    parts: dict[_BoundPart, int] = {}
     for index, kind in reversed(list(enumerate(kinds))):  # Of tensors of equal kind, the first one is named.
-        parts[_Part(kind.numel, kind.grain, kind, True)] = index
-        parts.update({_Part(stop - start, block, kind, False): index for start, stop, block in kind.runs})
+        parts[_BoundPart(kind.numel, kind.grain, kind, True)] = index
+        parts.update({_BoundPart(stop - start, block, kind, False): index for start, stop, block in kind.runs})
     while True:
         inside = [part for part in parts if part.numel > 2 * bound.shard]
         shard = _round_up(bound.shard, math.lcm(alignment, *[part.unit for part in inside]))
@@ -144,7 +144,7 @@ def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bou
         bound = Bound(min(shard, _round_up(-(-smallest // 2), alignment)), why, parts[part])
 
 
-class _Part(NamedTuple):
+class _BoundPart(NamedTuple):
     """A tensor, or a segment of one. If it contains a whole shard, the shard size is a multiple of ``unit``."""
 
     numel: int

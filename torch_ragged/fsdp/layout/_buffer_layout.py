@@ -226,7 +226,7 @@ class RowsLayout(BufferLayout):
     """
 
     def __post_init__(self) -> None:
-        offsets, end = _packed(self.tensors, self.ranks)
+        offsets, end = _packed_offsets(self.tensors, self.ranks)
         if self.offsets != offsets or self.shard_numel != end:
             raise ValueError(
                 f"a shard of rows has its tensors at offsets {offsets} of {end} elements, got {self.offsets} of "
@@ -235,14 +235,14 @@ class RowsLayout(BufferLayout):
 
     def rows(self, index: int) -> int:
         """The rows of tensor ``index`` in each shard. The last ones are padding if the number of ranks does not divide them."""
-        return _rows(self.tensors[index], self.ranks)[0]
+        return _rows_per_shard(self.tensors[index], self.ranks)[0]
 
     def sizes(self, index: int) -> tuple[int, ...]:
         """The sizes of tensor ``index`` in the buffer: the ranks, the rows of a shard, and the sizes of a row."""
         return (self.ranks, self.rows(index), *self.tensors[index].shape[1:])
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
-        numel, part = self.tensors[index].numel, math.prod(_rows(self.tensors[index], self.ranks))
+        numel, part = self.tensors[index].numel, math.prod(_rows_per_shard(self.tensors[index], self.ranks))
         return min(rank * part, numel), min((rank + 1) * part, numel)
 
     def local_offset(self, index: int, rank: int) -> int:
@@ -251,7 +251,7 @@ class RowsLayout(BufferLayout):
     def placement(self, index: int) -> RaggedShard:
         if not self.tensors[index].numel:
             return super().placement(index)
-        _, row = _rows(self.tensors[index], self.ranks)
+        _, row = _rows_per_shard(self.tensors[index], self.ranks)
         ranges = [self.local_range(index, rank) for rank in range(self.ranks)]
         return RaggedShard((0,), Units([((stop - start) // row, 1) for start, stop in ranges]))
 
@@ -263,20 +263,20 @@ class RowsLayout(BufferLayout):
 
 def rows_layout(tensors: Sequence[TensorSpec], ranks: int) -> RowsLayout:
     """The layout of ``tensors``, whose blocks are rows. There is no padding between them."""
-    offsets, shard = _packed(tensors, ranks)
+    offsets, shard = _packed_offsets(tensors, ranks)
     why = f"Shard(0) of {tensors[0].name}{f' and {len(tensors) - 1} more' if len(tensors) > 1 else ''}"
     return RowsLayout(tuple(tensors), offsets, shard, ranks, 1, lower_bound=shard, forced_by=why, order="rows")
 
 
-def _packed(tensors: Sequence[TensorSpec], ranks: int) -> tuple[tuple[int, ...], int]:
+def _packed_offsets(tensors: Sequence[TensorSpec], ranks: int) -> tuple[tuple[int, ...], int]:
     """The offset of each tensor in a shard, and the elements of a shard, which is not empty."""
     offsets, end = [], 0
     for spec in tensors:
         offsets.append(end)
-        end += math.prod(_rows(spec, ranks))
+        end += math.prod(_rows_per_shard(spec, ranks))
     return tuple(offsets), max(1, end)
 
 
-def _rows(spec: TensorSpec, ranks: int) -> tuple[int, int]:
+def _rows_per_shard(spec: TensorSpec, ranks: int) -> tuple[int, int]:
     """The rows of a tensor in each shard, and the elements of a row; 0 if the tensor is empty."""
     return -(-spec.shape[0] // ranks), spec.numel // spec.shape[0] if spec.numel else 0

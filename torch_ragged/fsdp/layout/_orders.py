@@ -18,11 +18,11 @@ from torch_ragged.fsdp.layout._packing import Kind, advance, may_span
 __all__ = ["interleaved_order", "permutations", "sorted_and_permuted"]
 
 _MAX_COUNTED = 64  # The number of tensors whose orders are counted.
-_WIDTH = 8  # The number of states that the search keeps after each tensor.
+_BEAM_WIDTH = 8  # The number of states that the search keeps after each tensor.
 _BAND = 2  # The number of tensors by which a class may differ from its proportional share.
 _MAX_CLASSES = 8  # With more classes, the search takes too long.
 
-_State = tuple[tuple[int, ...], int, int, Any]
+_SearchState = tuple[tuple[int, ...], int, int, Any]
 """The number of laid-out tensors of each class, the offset after them, their padding, and their order as a linked list."""
 
 
@@ -74,11 +74,11 @@ def interleaved_order(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int
     members = list(classes.values())
     spans = [may_span(kind, shard) for kind in kinds]
     slack = ranks * shard - sum(kind.numel for kind in kinds)
-    states: list[_State] = [((0,) * len(members), 0, 0, None)]
+    states: list[_SearchState] = [((0,) * len(members), 0, 0, None)]
     for count in range(1, len(kinds) + 1):
         shares = [len(own) * count / len(kinds) for own in members]
         limits = [(max(0, share - _BAND - 1), min(len(own) - 1, share + _BAND - 1)) for own, share in zip(members, shares)]
-        found: dict[tuple[int, ...], _State] = {}
+        found: dict[tuple[int, ...], _SearchState] = {}
         for counts, offset, padding, chain in states:
             for c, (low, high) in enumerate(limits):
                 if not low <= counts[c] <= high:
@@ -90,7 +90,7 @@ def interleaved_order(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int
                 key = (*counts[:c], counts[c] + 1, *counts[c + 1 :])
                 if key not in found or end < found[key][1]:
                     found[key] = (key, end, waste, (index, chain))
-        states = sorted(found.values(), key=lambda state: (state[2], state[0]))[:_WIDTH]
+        states = sorted(found.values(), key=lambda state: (state[2], state[0]))[:_BEAM_WIDTH]
         if not states:
             return None
     order, chain = [], states[0][3]

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torch_ragged.fsdp.layout._buffer_layout import TensorSpec
-from torch_ragged.granularity import Run
+from torch_ragged.granularity import ElementRun
 
 __all__ = ["Kind", "advance", "first_that_works", "fits", "last_cut", "may_span", "place", "run_at"]
 
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     period: int
     unit: int
     grain: int
-    runs: tuple[Run, ...] = ()
+    runs: tuple[ElementRun, ...] = ()
 
     @staticmethod
     def of(tensor: TensorSpec) -> Kind:
@@ -51,7 +51,7 @@ def _kind(numel: int, block: int, period: int) -> Kind:
 
 
 @lru_cache(maxsize=65536)
-def _fused(runs: tuple[Run, ...], period: int) -> Kind:
+def _fused(runs: tuple[ElementRun, ...], period: int) -> Kind:
     numel = runs[-1][1]
     if len({(stop - start, block) for start, stop, block in runs}) == 1:
         period = runs[0][1]
@@ -140,7 +140,7 @@ def _back(kind: Kind, cut: int, shard: int) -> int:
     return 0
 
 
-def run_at(runs: Sequence[Run], cut: int) -> Run:
+def run_at(runs: Sequence[ElementRun], cut: int) -> ElementRun:
     """The run that begins at ``cut``, or the last one that begins before it."""
     return runs[bisect_left(runs, (cut + 1,)) - 1]
 

@@ -25,7 +25,7 @@ __all__ = ["WeightedLayout", "check_weights", "plan_weighted"]
 
 _MAX_SHARES = 4096  # The largest sum of weights: shards are multiples of aligned units, of which the buffer has so many.
 _MAX_SCANNED = 512  # The number of units per step size that are tried one by one, from the bound on.
-_MAX_PERMUTATIONS = 120  # Up to so many distinct orders, all are tried.
+_MAX_WEIGHTED_PERMUTATIONS = 120  # Up to so many distinct orders, all are tried.
 _MAX_CUTS = 256  # The number of cuts that are tried for a tensor whose blocks are not uniform, before it starts a shard.
 
 
@@ -117,14 +117,14 @@ def check_weights(weights: Any, ranks: int) -> tuple[int, ...]:
 def plan_weighted(tensors: tuple[TensorSpec, ...], weights: tuple[int, ...], alignment: int, order: str) -> BufferLayout:
     """Lay ``tensors`` out over shards in proportion to ``weights``: see :func:`plan_layout`, which checks all arguments."""
     kinds = tuple(Kind.of(tensor) for tensor in tensors)
-    unit, offsets, name, bound = _plan(kinds, weights, alignment, order)
+    unit, offsets, name, bound = _weighted_plan(kinds, weights, alignment, order)
     largest, why = max(weights), bound.explain(tensors)
     lower, shard = bound.shard * largest, unit * largest
     return WeightedLayout(tensors, offsets, shard, len(weights), alignment, lower, why, name, weights)
 
 
 @lru_cache(maxsize=1024)
-def _plan(
+def _weighted_plan(
     kinds: tuple[Kind, ...], weights: tuple[int, ...], alignment: int, policy: str
 ) -> tuple[int, tuple[int, ...], str, Bound]:
     """The unit, the offset of each tensor, the name of the order, and the bound on the unit."""
@@ -132,7 +132,7 @@ def _plan(
     order, name, best = list(range(len(kinds))), "given", _smallest_unit(kinds, weights, alignment, bound.shard, None)
     assert best is not None, "a largest shard that holds all tensors fits"
     if policy == "auto" and best > bound.shard:
-        for other, candidate in sorted_and_permuted(kinds, _MAX_PERMUTATIONS):
+        for other, candidate in sorted_and_permuted(kinds, _MAX_WEIGHTED_PERMUTATIONS):
             unit = _smallest_unit([kinds[i] for i in candidate], weights, alignment, bound.shard, best)
             if unit is not None:
                 best, name, order = unit, other, candidate

@@ -11,11 +11,11 @@ import torch
 
 from torch_ragged.fsdp.core._dbuffer import BufferMemory, MemoryPool, current_stream, order_behind
 
-__all__ = ["SlotRing", "Slot", "Slab"]
+__all__ = ["SlotRing", "Slot", "SlotMemory"]
 
 
 @dataclass(eq=False)
-class Slab:
+class SlotMemory:
     """Memory of one dtype, which one buffer uses at a time.
 
     Attributes:
@@ -36,7 +36,7 @@ class _SlotMemory(BufferMemory):
 
     keeps_address = True
 
-    def __init__(self, slab: Slab, numel: int) -> None:
+    def __init__(self, slab: SlotMemory, numel: int) -> None:
         super().__init__(slab.flat[:numel])
         self._slab = slab
         self.allocate()
@@ -83,19 +83,19 @@ class Slot(MemoryPool):
     _name: str
     _allocate: Callable[[int, torch.dtype], torch.Tensor]
     _numel: dict[torch.dtype, int] = field(default_factory=dict)
-    _slabs: dict[torch.dtype, Slab] = field(default_factory=dict)
+    _slabs: dict[torch.dtype, SlotMemory] = field(default_factory=dict)
 
     def reserve(self, dtype: torch.dtype, numel: int) -> None:
         """Make the slab of ``dtype`` large enough for ``numel`` elements."""
         self._numel[dtype] = max(self._numel.get(dtype, 0), numel)
 
-    def slab(self, dtype: torch.dtype, numel: int) -> Slab:
+    def slab(self, dtype: torch.dtype, numel: int) -> SlotMemory:
         """The slab of ``dtype``. If it is too small, as after a conversion of the model, make a new one."""
         self.reserve(dtype, numel)
         slab = self._slabs.get(dtype)
         if slab is None or slab.flat.numel() < numel:
             flat = self._allocate(self._numel[dtype], dtype)
-            slab = self._slabs[dtype] = Slab(flat, f"{self._name} of {dtype}")
+            slab = self._slabs[dtype] = SlotMemory(flat, f"{self._name} of {dtype}")
         return slab
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> BufferMemory:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
-from torch_ragged.fsdp.offload._pieces import Chunk
-from torch_ragged.fsdp.offload._tiers import Memory, Tier
+from torch_ragged.fsdp.offload._pieces import StepChunk
+from torch_ragged.fsdp.offload._tiers import Tier, TierMemory
 
 __all__ = ["FILE_NUMEL", "WINDOWS", "FileTier"]
 
@@ -76,9 +76,9 @@ class FileTier(Tier):
 
     is_transient = True
 
-    def __init__(self, chunks: Sequence[Chunk], folder: str, rank: int) -> None:
+    def __init__(self, chunks: Sequence[StepChunk], folder: str, rank: int) -> None:
         super().__init__({})
-        self._records: dict[Chunk, _Record] = {}
+        self._records: dict[StepChunk, _Record] = {}
         end = 0
         for chunk in chunks:
             starts, nbytes = {}, 0
@@ -92,9 +92,9 @@ class FileTier(Tier):
         self.window_nbytes = WINDOWS * largest
         self._windows = [_Window(mmap.mmap(-1, largest)) for _ in range(WINDOWS)]
         self._free = list(self._windows)
-        self._held: dict[Chunk, _Window] = {}  # Chunks that are read ahead or stepped.
-        self._writes: dict[Chunk, Future[None]] = {}  # The last write of each chunk.
-        self._looked: Chunk | None = None  # The chunk that is read or written between steps.
+        self._held: dict[StepChunk, _Window] = {}  # Chunks that are read ahead or stepped.
+        self._writes: dict[StepChunk, Future[None]] = {}  # The last write of each chunk.
+        self._looked: StepChunk | None = None  # The chunk that is read or written between steps.
         self._is_dirty = False  # Whether the file lacks what was written to it.
         self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix=_THREADS) for _ in range(2))
         # First the threads, then the file.
@@ -102,7 +102,7 @@ class FileTier(Tier):
 
     # -- in a step -------------------------------------------------------------------------------------------------
 
-    def fetch_ahead(self, chunk: Chunk) -> None:
+    def fetch_ahead(self, chunk: StepChunk) -> None:
         """Issue the read of ``chunk``, if a window is free."""
         self._flush()
         if chunk in self._held or not self._free:
@@ -110,7 +110,7 @@ class FileTier(Tier):
         window = self._held[chunk] = self._free.pop(0)
         window.filled = self._reader.submit(self._read, window, chunk)
 
-    def fetch(self, chunk: Chunk) -> Memory:
+    def fetch(self, chunk: StepChunk) -> TierMemory:
         """Wait for the read of ``chunk``."""
         if chunk not in self._held and not self._free:
             # All windows have chunks that were read ahead, and had no gradient in their step.
@@ -123,7 +123,7 @@ class FileTier(Tier):
         self._note("tier_exposed", 0, begin)
         return self._memory(chunk, window)
 
-    def store(self, chunk: Chunk) -> None:
+    def store(self, chunk: StepChunk) -> None:
         """Issue the write of ``chunk``; after :meth:`look`, it is written when another chunk is used."""
         if self._looked is chunk:
             self._is_dirty = True
@@ -132,14 +132,14 @@ class FileTier(Tier):
         window.saved = self._writes[chunk] = self._writer.submit(self._write, window, chunk)
         self._free.append(window)
 
-    def _forget(self, chunk: Chunk) -> None:
+    def _forget(self, chunk: StepChunk) -> None:
         """Free the window of a chunk that was read ahead. The next step reads it again, and raises if that fails."""
         window = self._held.pop(chunk)
         assert window.filled is not None
         window.filled.exception()  # Wait: the next read fills the window.
         self._free.append(window)
 
-    def _read(self, window: _Window, chunk: Chunk) -> None:
+    def _read(self, window: _Window, chunk: StepChunk) -> None:
         for write in (window.saved, self._writes.get(chunk)):
             if write is not None:
                 write.result()
@@ -148,12 +148,12 @@ class FileTier(Tier):
             self.file.read(memoryview(window.memory)[: record.nbytes], record.offset)
             self._note("tier_read", record.nbytes, begin)
 
-    def _write(self, window: _Window, chunk: Chunk) -> None:
+    def _write(self, window: _Window, chunk: StepChunk) -> None:
         record, begin = self._records[chunk], time.perf_counter()
         self.file.write(memoryview(window.memory)[: record.nbytes], record.offset)
         self._note("tier_write", record.nbytes, begin)
 
-    def _memory(self, chunk: Chunk, window: _Window) -> Memory:
+    def _memory(self, chunk: StepChunk, window: _Window) -> TierMemory:
         starts = self._records[chunk].starts
         return {
             name: torch.frombuffer(window.memory, dtype=dtype, count=numel, offset=starts[name])
@@ -162,7 +162,7 @@ class FileTier(Tier):
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
-    def look(self, chunk: Chunk) -> Memory:
+    def look(self, chunk: StepChunk) -> TierMemory:
         """The states of ``chunk`` in a window: valid until another chunk is used."""
         if self._looked is not chunk:
             self._flush()

@@ -15,7 +15,7 @@ import torch
 from torch_ragged.fsdp.core._dbuffer import current_stream, order_behind
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.offload._pieces import Member, UsedGradients
+from torch_ragged.fsdp.offload._pieces import SteppedParam, UsedGradients
 
 __all__ = ["BackwardStep"]
 
@@ -53,7 +53,7 @@ class BackwardStep:
         members: its parameters in each group.
     """
 
-    def __init__(self, optimizer: Stepper, members: Mapping[FSDPParamGroup, Sequence[Member]]) -> None:
+    def __init__(self, optimizer: Stepper, members: Mapping[FSDPParamGroup, Sequence[SteppedParam]]) -> None:
         self._optimizer, self._members = weakref.ref(optimizer), members
         self._used = UsedGradients(_USED)
         # Groups that were stepped since the last take(). Equal on all ranks, between passes.
@@ -118,7 +118,7 @@ class BackwardStep:
         except Exception as error:
             self._problem = error
 
-    def _with_gradients(self, group: FSDPParamGroup) -> list[Member]:
+    def _with_gradients(self, group: FSDPParamGroup) -> list[SteppedParam]:
         return [member for member in self._members[group] if member.param.grad is not None]
 
     def finish(self, groups: Sequence[FSDPParamGroup]) -> None:

@@ -27,9 +27,9 @@ from torch_ragged.fsdp.core._kit import Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
-from torch_ragged.fsdp.offload._pieces import ELEMENT_WISE, Chunk, Member, OwnRules, Piece, Rules, StateSizes
+from torch_ragged.fsdp.offload._pieces import ELEMENT_WISE, OwnRules, Piece, Rules, StateSizes, StepChunk, SteppedParam
 from torch_ragged.fsdp.offload._policy import Offload
-from torch_ragged.fsdp.offload._tiers import Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import Tier, TierEvent, TierMemory, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
@@ -106,7 +106,7 @@ def offloaded(
         RuntimeError: parameters are on the meta device, this rank holds no shards, or another rank raised.
     """
     groups = list(named_groups(model).values()) if isinstance(model, nn.Module) else []
-    ranks, device = _ranks_of(groups)
+    ranks, device = _process_groups_of(groups)
     with agreement(ranks, device, _CALL) as claim:
         for group in groups:
             group.check_awake()
@@ -123,7 +123,7 @@ def offloaded(
     return result
 
 
-def _ranks_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.ProcessGroup], torch.device]:
+def _process_groups_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.ProcessGroup], torch.device]:
     """The process groups of the parameters' meshes, model parallelism included, and the device of messages."""
     meshes: dict[Any, None] = dict.fromkeys(param.sharded.device_mesh for group in groups for param in group.params)  # type: ignore
     ranks = dict.fromkeys(each for mesh in meshes for each in groups_of(mesh))
@@ -173,7 +173,7 @@ class _Part(NamedTuple):
     """A piece with the chunk that steps it, and the tier of the chunk."""
 
     piece: Piece
-    chunk: Chunk
+    chunk: StepChunk
     tier: Tier
 
     def states(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class OffloadedOptimizer(Optimizer):
         # What must be there in a step: views of these buffers are what is stepped.
         self._buffers = {group: group.sharded.flat for group in groups}
         # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
-        self._ranks, self._device = _ranks_of(groups)
+        self._ranks, self._device = _process_groups_of(groups)
         policies = [_policy_of(group) for group in groups]
         self._has_files = any(policy.folder for policy in policies)
         self._form: str | None = None  # Of the states that are read now, see states_as().
@@ -223,19 +223,19 @@ class OffloadedOptimizer(Optimizer):
         homes = {param.sharded: (group, index) for group in groups for index, param in enumerate(group.params)}
         given = [(number, param) for number, options in enumerate(self.param_groups) for param in options["params"]]
         self._members = {
-            param: Member(number, of, param, *homes.get(param, (None, 0))) for number, (of, param) in enumerate(given)
+            param: SteppedParam(number, of, param, *homes.get(param, (None, 0))) for number, (of, param) in enumerate(given)
         }
-        self._by_group: dict[FSDPParamGroup | None, list[Member]] = {}
+        self._by_group: dict[FSDPParamGroup | None, list[SteppedParam]] = {}
         for member in self._members.values():
             self._by_group.setdefault(member.group, []).append(member)
         self._chunks = self._make_chunks(in_backward)
         self._tiers = list(dict.fromkeys(tier for _, tier in self._chunks))
-        self._of_groups: dict[FSDPParamGroup, list[tuple[Chunk, Tier]]] = {}
+        self._of_groups: dict[FSDPParamGroup, list[tuple[StepChunk, Tier]]] = {}
         for chunk, tier in self._chunks:
             for home in chunk.homes:
                 self._of_groups.setdefault(home, []).append((chunk, tier))
-        self._last: Chunk | None = None  # The chunk that was stepped last.
-        self._after: dict[Chunk, tuple[Chunk, Tier]] = {}  # Which chunk followed, the last time.
+        self._last: StepChunk | None = None  # The chunk that was stepped last.
+        self._after: dict[StepChunk, tuple[StepChunk, Tier]] = {}  # Which chunk followed, the last time.
         # In the order of the parameters, which is equal on all ranks: a full state dict gathers one after the other. The order
         # of chunks is not, since each rank has other elements.
         self._parts: dict[torch.Tensor, list[_Part]] = {}
@@ -243,7 +243,7 @@ class OffloadedOptimizer(Optimizer):
         for part in sorted(parts, key=lambda part: (part.piece.member.number, part.piece.start)):
             self._parts.setdefault(part.piece.member.param, []).append(part)
         # In each parameter group, a parameter by which a step sees that it needs other states.
-        self._samples: dict[int, tuple[Member, set[str]]] = {}
+        self._samples: dict[int, tuple[SteppedParam, set[str]]] = {}
         for *_, last in self._parts.values():
             if last.piece.sizes:
                 self._samples.setdefault(last.piece.member.group_number, (last.piece.member, set(last.piece.sizes)))
@@ -255,11 +255,11 @@ class OffloadedOptimizer(Optimizer):
 
     # -- construction ----------------------------------------------------------------------------------------------
 
-    def _make_chunks(self, in_backward: bool) -> list[tuple[Chunk, Tier]]:
+    def _make_chunks(self, in_backward: bool) -> list[tuple[StepChunk, Tier]]:
         """Cut each group where its states begin to lie elsewhere, and make the tiers."""
         beside: list[Piece] = []  # All of their states lie on the device.
-        in_host: dict[torch.device, dict[Chunk, Memory]] = {}
-        in_files: dict[str, list[Chunk]] = {}
+        in_host: dict[torch.device, dict[StepChunk, TierMemory]] = {}
+        in_files: dict[str, list[StepChunk]] = {}
         for group, members in self._by_group.items():
             policy, behind = _policy_of(group), []
             beside += [Piece(member, 0, member.numel, member.param) for member in members if not member.param.requires_grad]
@@ -288,7 +288,7 @@ class OffloadedOptimizer(Optimizer):
             has_own_chunk = home is not None and (in_backward or home.shards.file_nbytes > 0)
             together.setdefault((home if has_own_chunk else None, piece.is_whole), []).append(piece)
         on_device = Tier({})
-        chunks = [(Chunk(pieces, self.param_groups, self._rules), on_device) for pieces in together.values()]
+        chunks = [(StepChunk(pieces, self.param_groups, self._rules), on_device) for pieces in together.values()]
         # One tier for all groups: they share its windows.
         for device, of_chunks in in_host.items():
             tier = tier_of(of_chunks, device)
@@ -299,7 +299,7 @@ class OffloadedOptimizer(Optimizer):
             chunks += [(chunk, files if chunk.nbytes else on_device) for chunk in found]
         return chunks
 
-    def _chunked(self, members: Sequence[tuple[Member, int]], most: int) -> list[Chunk]:
+    def _chunked(self, members: Sequence[tuple[SteppedParam, int]], most: int) -> list[StepChunk]:
         """Chunks of at most ``most`` elements, and of more only if a parameter cannot be cut.
 
         Args:
@@ -322,7 +322,7 @@ class OffloadedOptimizer(Optimizer):
                 if room <= 0 or start < member.numel:
                     chunks.append([])
                     room = most
-        return [Chunk(pieces, self.param_groups, self._rules) for pieces in chunks if pieces]
+        return [StepChunk(pieces, self.param_groups, self._rules) for pieces in chunks if pieces]
 
     # -- bytes, for reports ------------------------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class OffloadedOptimizer(Optimizer):
         self._check_memory([group])
         self._step_chunks(self._of_groups.get(group, ()))
 
-    def _step_chunks(self, candidates: Sequence[tuple[Chunk, Tier]]) -> None:
+    def _step_chunks(self, candidates: Sequence[tuple[StepChunk, Tier]]) -> None:
         """Step those of the chunks that have gradients."""
         scaling: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
         chunks = [(chunk, tier) for chunk, tier in candidates if chunk.has_gradients]
@@ -584,7 +584,7 @@ class OffloadedOptimizer(Optimizer):
         shells = {key: _Shell(states) if isinstance(states, dict) else states for key, states in saved.items()}
         super().load_state_dict({**state_dict, "state": shells})
 
-    def _check_states(self, member: Member, options: Mapping[str, Any], index: Any, states: Mapping[str, Any]) -> None:
+    def _check_states(self, member: SteppedParam, options: Mapping[str, Any], index: Any, states: Mapping[str, Any]) -> None:
         for name in self._rules.sizes(member, options, 0, member.numel):
             value, wanted = states.get(name), self._rules.placements(member, name)
             found = value.placements if isinstance(value, DTensor) else type(value).__name__
@@ -695,7 +695,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
             return {name: rules.as_dtensor(member, name, stored[name]) if name in stored else own[name] for name in names}
         # Each is copied before the next look, which replaces what a window of a tier has now.
         is_copy = is_apart or form == "copies"
-        states = [_copied(found) if is_copy else found for found in map(_Part.states, parts)]
+        states = [_copied_to_host(found) if is_copy else found for found in map(_Part.states, parts)]
         result = {name: states[0][name] for name in names}
         # Between steps, the pieces of a parameter have the same states: those with elements, and counters, which are equal.
         for name, value in result.items() if not first.piece.is_whole else ():
@@ -774,7 +774,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         return sum(1 for _ in self)
 
 
-def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
+def _copied_to_host(states: Mapping[str, Any]) -> dict[str, Any]:
     """Copies in host memory: of the states on an accelerator, the device may have no room for a second set."""
     tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
     copies = {name: each.detach().to("cpu", copy=True) if each.ndim else each.clone() for name, each in tensors.items()}

@@ -21,7 +21,7 @@ from torch_ragged._register._torch import dtensor_like, local_tensor
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
-__all__ = ["ELEMENT_WISE", "Chunk", "Member", "OwnRules", "Piece", "Rules", "StateSizes", "UsedGradients"]
+__all__ = ["ELEMENT_WISE", "StepChunk", "SteppedParam", "OwnRules", "Piece", "Rules", "StateSizes", "UsedGradients"]
 
 ELEMENT_WISE = (SGD, Adam, AdamW)
 """The optimizers that update each element by itself, and have states of the parameter's dtype."""
@@ -67,7 +67,7 @@ class UsedGradients:
 
 
 @dataclass(eq=False)
-class Member:
+class SteppedParam:
     """A parameter of the optimizer.
 
     Attributes:
@@ -113,7 +113,7 @@ class Piece:
         has_states: whether a step, or a state dict, has made the states.
     """
 
-    member: Member
+    member: SteppedParam
     start: int
     stop: int
     leaf: torch.Tensor
@@ -146,7 +146,7 @@ class Rules:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
-    def cut(self, member: Member, at: int) -> int:
+    def cut(self, member: SteppedParam, at: int) -> int:
         """The legal cut of a parameter that is nearest to element ``at``: 0 and ``member.numel`` are legal."""
         # On the CPU, 16-bit elements in the last, partial vector register of a thread's share are rounded otherwise, and pieces
         # have other shares than their parameter. So such a parameter is not cut if it is large enough for several threads.
@@ -154,7 +154,7 @@ class Rules:
         unit = member.numel if is_shared else CUT
         return min((2 * at + unit) // (2 * unit) * unit, member.numel)
 
-    def sizes(self, member: Member, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
+    def sizes(self, member: SteppedParam, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
         """The states of a run that have one value per element or per block; not those of one value, such as step counters.
 
         Args:
@@ -166,11 +166,11 @@ class Rules:
             names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
         return {name: (stop - start, member.param.dtype) for name in names}
 
-    def run(self, member: Member, name: str, start: int, stop: int) -> tuple[int, int]:
+    def run(self, member: SteppedParam, name: str, start: int, stop: int) -> tuple[int, int]:
         """Where the part of a state for the run ``start`` to ``stop`` of its parameter begins and ends."""
         return start, stop
 
-    def placements(self, member: Member, name: str) -> tuple[Placement, ...]:
+    def placements(self, member: SteppedParam, name: str) -> tuple[Placement, ...]:
         """The placements of a state."""
         return member.param.placements
 
@@ -178,7 +178,7 @@ class Rules:
         """An optimizer of the leaves of ``pieces``, with one parameter group for each of ``groups`` that has a piece."""
         return self._optimizer(_grouped(pieces, groups))
 
-    def as_dtensor(self, member: Member, name: str, flat: torch.Tensor) -> DTensor:
+    def as_dtensor(self, member: SteppedParam, name: str, flat: torch.Tensor) -> DTensor:
         """A state of all elements of a parameter on this rank, as the optimizer has it without offload."""
         assert member.group is not None
         return dtensor_like(member.group.params[member.index].distribution.local(flat), member.param)
@@ -195,23 +195,23 @@ class OwnRules(Rules):
         super().__init__(optimizer)
         self.unsaved = tuple(getattr(optimizer, "unsaved_options", ()))
 
-    def cut(self, member: Member, at: int) -> int:
+    def cut(self, member: SteppedParam, at: int) -> int:
         return self._optimizer.piece_cut(member.param, member.numel, at)
 
-    def sizes(self, member: Member, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
+    def sizes(self, member: SteppedParam, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
         return self._optimizer.piece_states(member.param, start, stop)
 
-    def run(self, member: Member, name: str, start: int, stop: int) -> tuple[int, int]:
+    def run(self, member: SteppedParam, name: str, start: int, stop: int) -> tuple[int, int]:
         return self._optimizer.piece_run(member.param, name, start, stop)
 
-    def placements(self, member: Member, name: str) -> tuple[Placement, ...]:
+    def placements(self, member: SteppedParam, name: str) -> tuple[Placement, ...]:
         return self._optimizer.piece_placements(member.param, name)
 
     def make(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
         runs = [(each.leaf, each.member.param, each.member.number, each.start, each.stop) for each in pieces]
         return self._optimizer.piece_optimizer(runs, _grouped(pieces, groups))
 
-    def as_dtensor(self, member: Member, name: str, flat: torch.Tensor) -> DTensor:
+    def as_dtensor(self, member: SteppedParam, name: str, flat: torch.Tensor) -> DTensor:
         return self._optimizer.piece_joined(member.param, name, flat)
 
 
@@ -227,7 +227,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-class Chunk:
+class StepChunk:
     """Pieces that are stepped together, by an optimizer of their own.
 
     Between steps this optimizer has the states of one value only, such as step counters. The other ones lie in a tier.
@@ -271,7 +271,7 @@ class Chunk:
             param = piece.member.param
             if not piece.is_whole:
                 if param not in gradients:
-                    gradients[param] = _local_gradient(param)
+                    gradients[param] = _flat_gradient(param)
                 piece.leaf.grad = gradients[param][piece.start : piece.stop]
             if piece.has_states and piece.sizes:
                 states[piece.leaf].update(piece.views(memory))
@@ -335,7 +335,7 @@ def _has_gradient(param: torch.Tensor) -> bool:
     return param.grad is not None and not UsedGradients.has(param.grad)
 
 
-def _local_gradient(param: DTensor) -> torch.Tensor:
+def _flat_gradient(param: DTensor) -> torch.Tensor:
     """This rank's elements of ``param.grad``, 1-D, in the order of the group's buffer."""
     gradient = param.grad
     assert isinstance(gradient, DTensor)

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from torch_ragged.fsdp.offload._pieces import Chunk
+from torch_ragged.fsdp.offload._pieces import StepChunk
 
-__all__ = ["WINDOW_NUMEL", "Memory", "Tier", "TierEvent", "WindowTier", "host_slabs", "tier_of", "window_numel"]
+__all__ = ["WINDOW_NUMEL", "TierMemory", "Tier", "TierEvent", "WindowTier", "host_slabs", "tier_of", "window_numel"]
 
 WINDOW_NUMEL = 1 << 23
 """The most elements of a chunk that is copied to a device: enough for the full bandwidth of a bus, small beside a model."""
 
-Memory = dict[str, torch.Tensor]
+TierMemory = dict[str, torch.Tensor]
 """By the name of a state, the 1-D tensor that has it for all pieces of a chunk."""
 
 
@@ -52,20 +52,20 @@ class Tier:
     window_nbytes = 0
     log: list[TierEvent] | None = None
 
-    def __init__(self, slabs: Mapping[Chunk, Memory]) -> None:
+    def __init__(self, slabs: Mapping[StepChunk, TierMemory]) -> None:
         self._slabs = slabs
 
-    def fetch_ahead(self, chunk: Chunk) -> None:
+    def fetch_ahead(self, chunk: StepChunk) -> None:
         """``chunk`` is stepped next: begin to bring its states."""
 
-    def fetch(self, chunk: Chunk) -> Memory:
+    def fetch(self, chunk: StepChunk) -> TierMemory:
         """The states of ``chunk``, to step with: valid until the next fetch."""
         return self._slabs.get(chunk, {})
 
-    def store(self, chunk: Chunk) -> None:
+    def store(self, chunk: StepChunk) -> None:
         """The states of ``chunk`` have changed, after :meth:`fetch` or :meth:`look`."""
 
-    def look(self, chunk: Chunk) -> Memory:
+    def look(self, chunk: StepChunk) -> TierMemory:
         """Between steps: the states of ``chunk``, to read or to write. :meth:`store` follows if they were written."""
         return self._slabs.get(chunk, {})
 
@@ -78,7 +78,7 @@ class Tier:
             log.append(TierEvent(kind, nbytes, begin, time.perf_counter() if end is None else end))
 
 
-def host_slabs(chunks: Sequence[Chunk], is_pinned: bool) -> dict[Chunk, Memory]:
+def host_slabs(chunks: Sequence[StepChunk], is_pinned: bool) -> dict[StepChunk, TierMemory]:
     """One slab of host memory for each state of one group of ``fully_shard``, with the parts of its chunks.
 
     Args:
@@ -92,7 +92,7 @@ def host_slabs(chunks: Sequence[Chunk], is_pinned: bool) -> dict[Chunk, Memory]:
     rest = {
         name: torch.zeros(numel, dtype=dtype, pin_memory=is_pinned, device="cpu") for name, (numel, dtype) in totals.items()
     }
-    parts: dict[Chunk, Memory] = {}
+    parts: dict[StepChunk, TierMemory] = {}
     for chunk in chunks:
         parts[chunk] = {name: rest[name][:numel] for name, (numel, _) in chunk.sizes.items()}
         rest |= {name: rest[name][numel:] for name, (numel, _) in chunk.sizes.items()}
@@ -115,7 +115,7 @@ class WindowTier(Tier):
         device: where the optimizer steps.
     """
 
-    def __init__(self, slabs: Mapping[Chunk, Memory], device: torch.device) -> None:
+    def __init__(self, slabs: Mapping[StepChunk, TierMemory], device: torch.device) -> None:
         super().__init__(slabs)
         largest: dict[tuple[str, torch.dtype], int] = {}  # Groups of other dtypes have states of other dtypes.
         for chunk in slabs:
@@ -126,10 +126,10 @@ class WindowTier(Tier):
         ]
         windows = [tensor for window in self._windows for tensor in window.values()]
         self._copies = _StreamCopies(device, windows) if device.type != "cpu" else _HostCopies()
-        self._held: dict[Chunk, int] = {}  # The windows of the chunks that were fetched and not stored.
-        self._stepped: Chunk | None = None  # The one that is stepped now.
+        self._held: dict[StepChunk, int] = {}  # The windows of the chunks that were fetched and not stored.
+        self._stepped: StepChunk | None = None  # The one that is stepped now.
 
-    def fetch_ahead(self, chunk: Chunk) -> None:
+    def fetch_ahead(self, chunk: StepChunk) -> None:
         if chunk in self._held:
             return
         begin, holders = time.perf_counter(), {turn: other for other, turn in self._held.items()}
@@ -139,20 +139,20 @@ class WindowTier(Tier):
         self._copies.copy_in(turn, self._window(chunk, turn), self._slabs[chunk])
         self._note_copy("tier_read", chunk, begin)
 
-    def fetch(self, chunk: Chunk) -> Memory:
+    def fetch(self, chunk: StepChunk) -> TierMemory:
         self.fetch_ahead(chunk)
         self._stepped, turn = chunk, self._held[chunk]
         self._copies.wait_in(turn)
         return self._window(chunk, turn)
 
-    def store(self, chunk: Chunk) -> None:
+    def store(self, chunk: StepChunk) -> None:
         self._stepped, turn = None, self._held.pop(chunk, None)
         if turn is not None:  # Otherwise the slab itself was written, between steps.
             begin = time.perf_counter()
             self._copies.copy_out(turn, self._slabs[chunk], self._window(chunk, turn))
             self._note_copy("tier_write", chunk, begin)
 
-    def look(self, chunk: Chunk) -> Memory:
+    def look(self, chunk: StepChunk) -> TierMemory:
         if chunk in self._held:  # A step that raised has fetched it ahead: the next one must not use that window.
             self._forget(chunk)
         self._copies.wait_out()
@@ -162,14 +162,14 @@ class WindowTier(Tier):
         for chunk in list(self._held):
             self._forget(chunk)
 
-    def _forget(self, chunk: Chunk) -> None:
+    def _forget(self, chunk: StepChunk) -> None:
         """Free the window of a chunk that was fetched ahead. Its slab, which the copy reads, may be written next."""
         self._copies.wait_in(self._held.pop(chunk))
 
-    def _note_copy(self, kind: str, chunk: Chunk, begin: float) -> None:
+    def _note_copy(self, kind: str, chunk: StepChunk, begin: float) -> None:
         self._note(kind, chunk.nbytes, begin, None if isinstance(self._copies, _HostCopies) else begin)
 
-    def _window(self, chunk: Chunk, turn: int) -> Memory:
+    def _window(self, chunk: StepChunk, turn: int) -> TierMemory:
         return {name: self._windows[turn][name, dtype][:numel] for name, (numel, dtype) in chunk.sizes.items()}
 
 
@@ -178,7 +178,7 @@ def window_numel(device: torch.device) -> int:
     return sys.maxsize if device.type == "cpu" else WINDOW_NUMEL
 
 
-def tier_of(slabs: Mapping[Chunk, Memory], device: torch.device) -> Tier:
+def tier_of(slabs: Mapping[StepChunk, TierMemory], device: torch.device) -> Tier:
     """The tier of states in ``slabs``, for an optimizer that steps on ``device``."""
     return Tier(slabs) if device.type == "cpu" else WindowTier(slabs, device)
 
@@ -186,7 +186,7 @@ def tier_of(slabs: Mapping[Chunk, Memory], device: torch.device) -> Tier:
 class _HostCopies:
     """Copies between host memory and host memory, which end at once."""
 
-    def copy_in(self, turn: int, target: Memory, source: Memory) -> None:
+    def copy_in(self, turn: int, target: TierMemory, source: TierMemory) -> None:
         for name, part in source.items():
             target[name].copy_(part)
 
@@ -218,17 +218,17 @@ class _StreamCopies:
         for event in self._left:
             event.record(self._out)
 
-    def copy_in(self, turn: int, target: Memory, source: Memory) -> None:
+    def copy_in(self, turn: int, target: TierMemory, source: TierMemory) -> None:
         # The window's last states are on their way to the host; the chunk's own may be, too, from the other window.
         for event in self._left:
             self._in.wait_event(event)
         self._copy(self._in, target, source, self._arrived[turn])
 
-    def copy_out(self, turn: int, target: Memory, source: Memory) -> None:
+    def copy_out(self, turn: int, target: TierMemory, source: TierMemory) -> None:
         self._out.wait_stream(torch.accelerator.current_stream())  # The step that has written them.
         self._copy(self._out, target, source, self._left[turn])
 
-    def _copy(self, stream: torch.Stream, target: Memory, source: Memory, ended: torch.Event) -> None:
+    def _copy(self, stream: torch.Stream, target: TierMemory, source: TierMemory, ended: torch.Event) -> None:
         with stream:
             for name, part in source.items():
                 target[name].copy_(part, non_blocking=True)

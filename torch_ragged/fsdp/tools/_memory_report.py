@@ -25,7 +25,7 @@ from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.files._mapped_file import MAPPED_IN_MEMORY
 from torch_ragged.fsdp.tools._replay import Replay
 
-__all__ = ["MemoryReport", "MemoryRow", "memory_report", "optimizers_of", "transient_nbytes"]
+__all__ = ["MemoryReport", "MemoryRow", "memory_report", "optimizers_or_makers", "transient_nbytes"]
 
 OptimizerMaker = Callable[[list[torch.Tensor]], Optimizer]
 OptimizerLike = Union[Optimizer, OptimizerMaker]
@@ -137,7 +137,7 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
     """
     states = module_states(model)
     optimizers = []
-    for each in optimizers_of(optimizer, "memory_report"):
+    for each in optimizers_or_makers(optimizer, "memory_report"):
         one = each if isinstance(each, Optimizer) else each([param for param in model.parameters() if param.requires_grad])
         if not isinstance(one, Optimizer):
             raise TypeError(
@@ -154,7 +154,7 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
             hosted |= one.state_nbytes("host")  # type: ignore[attr-defined]
             windows += one.tier_nbytes()["windows"]
         else:
-            held |= {id(param): _nbytes(state.values()) for param, state in one.state.items()}
+            held |= {id(param): _local_nbytes(state.values()) for param, state in one.state.items()}
     groups = named_groups(model)
     rows = [_row_of(name, group, held, hosted) for name, group in groups.items()]
     total = MemoryRow("total", *(sum(column) for column in list(zip(*map(astuple, rows)))[1:]))
@@ -182,7 +182,7 @@ def _first_states(optimizer: Optimizer) -> tuple[int, str]:
             twin = _twin(optimizer)
             with torch.no_grad():
                 inspect.unwrap(type(optimizer).step)(twin)
-            nbytes = sum(_nbytes(state.values()) for state in twin.state.values())
+            nbytes = sum(_local_nbytes(state.values()) for state in twin.state.values())
     except Exception as error:  # Any code of the optimizer: it may need values, which meta tensors do not have.
         why = (str(error).splitlines() or [type(error).__name__])[0]
         return 0, f"{name} has no states yet. Those of its first step cannot be predicted, and are not in the peak: {why}"
@@ -233,7 +233,7 @@ def _forward_order(states: list[FSDPState]) -> list[FSDPState]:
 # -- optimizers ----------------------------------------------------------------------------------------------------------
 
 
-def optimizers_of(optimizer: Any, call: str) -> list[Any]:
+def optimizers_or_makers(optimizer: Any, call: str) -> list[Any]:
     """One optimizer, several or None, as a list. ``call`` is the name of the function that got it, for the error.
 
     Raises:
@@ -272,5 +272,5 @@ def _twin(optimizer: Optimizer) -> Any:
     return twin
 
 
-def _nbytes(values: Iterable[Any]) -> int:
+def _local_nbytes(values: Iterable[Any]) -> int:
     return sum(local_of(value).nbytes for value in values if isinstance(value, torch.Tensor))

@@ -22,13 +22,13 @@ from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp._groups import module_states, named_groups
 from torch_ragged.fsdp.comm._collectives import Work, WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.tools._memory_report import optimizers_of, transient_nbytes
+from torch_ragged.fsdp.tools._memory_report import optimizers_or_makers, transient_nbytes
 from torch_ragged.fsdp.tools._replay import high_water
 from torch_ragged.fsdp.tools._timeline import Timeline, timeline_of
 
 __all__ = ["Monitor", "monitor"]
 
-_KINDS = ("all_gather", "reduce_scatter", "other")
+_TIMED_KINDS = ("all_gather", "reduce_scatter", "other")
 _TIERS = ("tier_read", "tier_write", "tier_exposed")
 
 
@@ -94,7 +94,7 @@ class Monitor:
         self._groups = named_groups(model)
         if any(isinstance(group.collectives, _WatchedCollectives) for group in self._groups.values()):
             raise ValueError("another monitor watches this model: close() it first")
-        optimizers = optimizers_of(optimizer, "monitor")
+        optimizers = optimizers_or_makers(optimizer, "monitor")
         for each in optimizers:
             if isinstance(each, type) or not hasattr(each, "register_step_pre_hook"):
                 raise TypeError(f"monitor got {each!r} as optimizer: give the torch.optim.Optimizer that trains the model")
@@ -190,11 +190,11 @@ class Monitor:
         self._timeline = timeline_of(seconds, collectives, optimizers, rank, tiers)
         row: dict[str, float] = {"step_s": seconds, **dict.fromkeys(("optimizer_s", "exposed_s", "compute_s"), 0.0)}
         for span in self._timeline.spans:
-            if span.kind not in (*_KINDS, *_TIERS):
+            if span.kind not in (*_TIMED_KINDS, *_TIERS):
                 row[f"{span.kind}_s"] += span.end - span.begin
         if tokens is not None:
             row["tokens_per_s"] = tokens / max(seconds, 1e-9)
-        for kind in _KINDS:
+        for kind in _TIMED_KINDS:
             mine = [each for each in collectives if each[0] == kind]
             row[f"{kind}_s"] = sum(ended - issued for _, _, issued, _, ended in mine)
             row[f"{kind}_exposed_s"] = sum(ended - waited for _, _, _, waited, ended in mine)

@@ -122,11 +122,11 @@ class Replay:
         Returns:
             The name of the moment, such as "backward of blocks.0", and the bytes of "gathered", "gradients" and "grad" then.
         """
-        calls: list[_Call] = []  # The outermost calls.
-        around: list[_Call] = []  # The open calls, outermost first: the next call may be inside each of them.
+        calls: list[_ReplayedCall] = []  # The outermost calls.
+        around: list[_ReplayedCall] = []  # The open calls, outermost first: the next call may be inside each of them.
         for state in order:
             number = self._calls[state] = self._calls.get(state, -1) + 1
-            call = _Call(state, self._modules[state][number % len(state.modules)])
+            call = _ReplayedCall(state, self._modules[state][number % len(state.modules)])
             while around and not self.is_inside(state, around[-1].state):
                 around.pop()
             (around[-1].inner if around else calls).append(call)
@@ -148,7 +148,7 @@ class Replay:
         begun = [label for (when, _), label in zip(self._clock.events, self.labels) if when <= moment]
         return (begun[-1] if begun else "before forward"), held
 
-    def _pass(self, calls: Sequence[_Call]) -> None:
+    def _pass(self, calls: Sequence[_ReplayedCall]) -> None:
         """One forward and one backward."""
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(1, device="meta")
@@ -159,12 +159,12 @@ class Replay:
 
 
 @dataclasses.dataclass
-class _Call:
+class _ReplayedCall:
     """One call in forward, with the calls inside it."""
 
     state: FSDPState
     module: _StandIn
-    inner: list[_Call] = dataclasses.field(default_factory=list)
+    inner: list[_ReplayedCall] = dataclasses.field(default_factory=list)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         self.module.replay.begin(f"forward of {self.module.name}")
@@ -182,7 +182,7 @@ class _StandIn(nn.Module):
         super().__init__()
         self.replay, self.name = replay, name
 
-    def forward(self, x: torch.Tensor, calls: Sequence[_Call]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, calls: Sequence[_ReplayedCall]) -> torch.Tensor:
         end = f"backward of {self.name}" if x.requires_grad else "end of backward"
         if not x.requires_grad:  # The first module gets tokens. Its stand-in needs a gradient, so that backward reaches it.
             x = x.detach().requires_grad_()

@@ -51,7 +51,7 @@ class RaggedOptimizers(OptimizersContainer):
     def _build_param_groups(
         model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
-        exact = [_matrices_of(model, each) if each.optimizer_name in _FOR_MATRICES else each for each in param_group_configs]
+        exact = [_matrix_group(model, each) if each.optimizer_name in _FOR_MATRICES else each for each in param_group_configs]
         groups, _ = OptimizersContainer._build_param_groups(model, exact, impl_kwargs)
         patterns: dict[str, list[str]] = {}
         for each in param_group_configs:
@@ -62,7 +62,7 @@ class RaggedOptimizers(OptimizersContainer):
         return groups, patterns
 
 
-def _matrices_of(model: nn.Module, group: ParamGroupConfig) -> ParamGroupConfig:
+def _matrix_group(model: nn.Module, group: ParamGroupConfig) -> ParamGroupConfig:
     """``group``, with a pattern that matches only those of its parameters that have two or three dimensions.
 
     Raises:

@@ -22,10 +22,10 @@ from torch_ragged.integrations.torchtitan.state_dict_adapter import with_ragged_
 
 __all__ = ["ragged"]
 
-Config = TypeVar("Config")
+ConfigT = TypeVar("ConfigT")
 
 
-def ragged(config: Config, *, orig_param_policy: Callable[[str, nn.Parameter], Any] | None = None, **options: Any) -> Config:
+def ragged(config: ConfigT, *, orig_param_policy: Callable[[str, nn.Parameter], Any] | None = None, **options: Any) -> ConfigT:
     """``config``, sharded by ``torch_ragged.fsdp.fully_shard`` in place of torch's.
 
     Args:
@@ -69,7 +69,7 @@ class _Parallelize:
         functools.update_wrapper(self, parallelize_fn)
 
     def __call__(self, model: nn.Module, **arguments: Any) -> nn.Module:
-        names = _Names(model)
+        names = _ParamNames(model)
 
         def policy(fqn: str, param: nn.Parameter) -> Any:
             granularity = None if self._policy is None else self._policy(names[param], param)
@@ -116,7 +116,7 @@ def _ties_kept(model: nn.Module) -> Iterator[None]:
         del model.parallelize
 
 
-class _Names:
+class _ParamNames:
     """The name of each parameter in the model. ``fully_shard`` knows only the name in the module that it is called on."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -72,7 +72,7 @@ def _experts(weight: DTensor, count: int) -> list[DTensor]:
     assert names is not None
     kept = [dim for dim, placement in enumerate(weight.placements) if not isinstance(placement, Shard)]
     (ragged,) = [dim for dim in kept if _is_ragged(weight.placements[dim])]
-    mesh, rank = weight.device_mesh[tuple(names[dim] for dim in kept)], _coordinate(weight, ragged)
+    mesh, rank = weight.device_mesh[tuple(names[dim] for dim in kept)], _coordinate_of_dim(weight, ragged)
     shape, bounds, local = weight.shape[1:], _bounds(weight, count), weight.to_local()
     numel, experts = shape.numel(), []
     for index in range(count):
@@ -85,7 +85,7 @@ def _experts(weight: DTensor, count: int) -> list[DTensor]:
     return experts
 
 
-def _coordinate(weight: DTensor, dim: int) -> int:
+def _coordinate_of_dim(weight: DTensor, dim: int) -> int:
     return (weight.device_mesh.get_coordinate() or [])[dim]
 
 
@@ -101,7 +101,7 @@ def _experts_of_this_rank(weight: DTensor) -> tuple[int, int]:
             if placement.dim != 0:
                 raise ValueError(f"experts placed as {weight.placements}: expected no other cut than Shard(0) of experts")
             count //= weight.device_mesh.size(dim)
-            first += count * _coordinate(weight, dim)
+            first += count * _coordinate_of_dim(weight, dim)
     return first, first + count
 
 

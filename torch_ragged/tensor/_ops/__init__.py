@@ -22,7 +22,7 @@ from torch_ragged.tensor._ops._rules import (
     NoLocalWay,
     NormPartial,
     OpCall,
-    Rule,
+    OpRule,
     Sharding,
     decomposition_of,
     dims_from_the_front,
@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 
-def rules_of(op: torch._ops.OpOverload) -> list[Rule]:
+def rules_of(op: torch._ops.OpOverload) -> list[OpRule]:
     """The rules that may answer for ``op``, best first: its own or its family's, that of segments, of views, of whole rows.
 
     The last resort of an element-wise op is to move strided views to the placements of a flat tensor.

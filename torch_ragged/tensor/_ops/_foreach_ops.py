@@ -33,7 +33,7 @@ def call_per_mesh(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     meshes = list(dict.fromkeys(t.device_mesh for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor)))
     if len(meshes) == 1:
         return NotImplemented
-    columns = list(zip(*(arg for arg in args if _is_list(arg))))
+    columns = list(zip(*(arg for arg in args if _is_tensor_list(arg))))
     indices: dict[DeviceMesh, list[int]] = {}
     for index, column in enumerate(columns):
         indices.setdefault(_mesh_of(column, meshes[0]), []).append(index)
@@ -52,7 +52,7 @@ def call_per_mesh(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     return results if op._schema.returns else None
 
 
-def _is_list(arg: Any) -> bool:
+def _is_tensor_list(arg: Any) -> bool:
     return isinstance(arg, (list, tuple)) and len(arg) > 0 and isinstance(arg[0], torch.Tensor)
 
 

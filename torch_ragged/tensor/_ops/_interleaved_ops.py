@@ -25,7 +25,9 @@ from torch_ragged.tensor._ops._rules import (
     Spec,
     fits_out,
     is_random,
+    returns_list,
     tensor_leaves,
+    with_placement,
     written_leaves,
 )
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
@@ -47,7 +49,7 @@ _ANY_ORDER = """
     cat stack embedding embedding_dense_backward
     t transpose permute select slice unbind alias detach slice_backward select_backward
 """.split()
-_RESHAPES = {aten.view, aten._unsafe_view, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.expand}
+_INTERLEAVED_RESHAPES = {aten.view, aten._unsafe_view, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.expand}
 _MOST_OF_A_VIEW = 4096
 """A view that would make more segments is refused: the placement would be as long as the tensor."""
 _Segments = tuple[int, ...]
@@ -60,17 +62,17 @@ def interleaved_rule(call: OpCall) -> Sharding:
     if draws or not (call.name.rstrip("_") in _ANY_ORDER or torch.Tag.pointwise in call.op.tags):
         raise NoLocalWay("its result may depend on the order of rows")
     if call.name in ("slice_backward", "select_backward"):
-        return _zeros_around(call)
-    if call.name == "cat" and (joined := _joined(call, specs)) is not None:
+        return _interleaved_zeros_around(call)
+    if call.name == "cat" and (joined := _joined_segments(call, specs)) is not None:
         return joined
-    kinds = [_kind(specs, mesh_dim) for mesh_dim in range(specs[0].mesh.ndim)]
+    kinds = [_segments_on(specs, mesh_dim) for mesh_dim in range(specs[0].mesh.ndim)]
     for inputs in _arrangements(specs, kinds):
         if any(written and given != spec.placements for written, given, spec in zip(written_leaves(call), inputs, specs)):
             continue
         layouts = call.torch.output_layouts([(_as_shards(given), spec.shape) for given, spec in zip(inputs, specs)])
         outputs = None if layouts is None else _outputs(layouts, specs, inputs, kinds)
         if outputs is not None and fits_out(call, outputs):
-            single = len(call.op._schema.returns) == 1 and not _is_list(call)
+            single = len(call.op._schema.returns) == 1 and not returns_list(call)
             return Sharding([(given, None) for given in inputs], outputs[0] if single else outputs)  # type: ignore[arg-type]
     raise NoLocalWay("torch's rule for Shard would redistribute its arguments first")
 
@@ -85,7 +87,7 @@ def _own(call: OpCall) -> list[Spec]:
     return specs
 
 
-def _kind(specs: Sequence[Spec], mesh_dim: int) -> InterleavedShard | None:
+def _segments_on(specs: Sequence[Spec], mesh_dim: int) -> InterleavedShard | None:
     """The segments that the interleaved arguments have on a mesh dimension: those of the first argument with several."""
     found = [p for p in (spec.placements[mesh_dim] for spec in specs) if isinstance(p, InterleavedShard)]
     return next((p for p in found if len(p.ratios) > 1), found[0] if found else None)
@@ -157,7 +159,7 @@ def _outputs(
     return outputs
 
 
-def _joined(call: OpCall, specs: Sequence[Spec]) -> Sharding | None:
+def _joined_segments(call: OpCall, specs: Sequence[Spec]) -> Sharding | None:
     """``cat`` along the dimension that a mesh dimension interleaves: the segments of the output are those of all inputs."""
     ndim = len(specs[0].shape)
     if any(len(spec.shape) != ndim for spec in specs):  # torch skips empty 1-D tensors.
@@ -178,26 +180,18 @@ def _joined(call: OpCall, specs: Sequence[Spec]) -> Sharding | None:
         cut = own if isinstance(own, InterleavedShard) and own.dim == dim else InterleavedShard(dim, 1)
         if isinstance(own, Partial) or not cut.fits(spec.shape[dim], spec.mesh.size(mesh_dim)):
             return None
-        inputs.append(_with(spec.placements, mesh_dim, cut))
+        inputs.append(with_placement(spec.placements, mesh_dim, cut))
         sizes += [size for size in cut.segments(spec.shape[dim]) if size]
     output = InterleavedShard(dim, sizes or 1)
-    return Sharding([(given, None) for given in inputs], _with(specs[0].placements, mesh_dim, output))
+    return Sharding([(given, None) for given in inputs], with_placement(specs[0].placements, mesh_dim, output))
 
 
 def _cuts(placement: Placement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard, InterleavedShard)) and placement.dim == dim
 
 
-def _with(placements: Sequence[Placement], mesh_dim: int, placement: Placement) -> tuple[Placement, ...]:
-    return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
-
-
 def _without(placements: Sequence[Placement], mesh_dim: int) -> tuple[Placement, ...]:
     return (*placements[:mesh_dim], *placements[mesh_dim + 1 :])
-
-
-def _is_list(call: OpCall) -> bool:
-    return "[]" in str(call.op._schema.returns[0].type) or "List" in str(call.op._schema.returns[0].type)
 
 
 # --- views ---------------------------------------------------------------------------------------------------------
@@ -214,7 +208,7 @@ def interleaved_view_rule(call: OpCall) -> Sharding:
         if metas[0].shape != spec.shape:  # type: ignore[union-attr]
             raise NoLocalWay("it changes the number of bytes of an element")
         return Sharding([(spec.placements, None)], spec.placements)
-    if packet in _RESHAPES:
+    if packet in _INTERLEAVED_RESHAPES:
         try:
             return _reshaped(call, spec, spec.placements, metas[0].shape)  # type: ignore[union-attr]
         except NoLocalWay:
@@ -251,7 +245,7 @@ def _split(call: OpCall, spec: Spec, dim: int, mesh_dims: list[int], sizes: Sequ
         if start not in edges or stop not in edges or start == stop:
             raise NoLocalWay(f"it would cut inside of a segment of {placement}, at rows {start} and {stop}")
         inside = [b - a for a, b in zip(edges, edges[1:]) if start <= a and b <= stop]
-        outputs.append(_with(spec.placements, mesh_dims[0], InterleavedShard(dim, inside)))
+        outputs.append(with_placement(spec.placements, mesh_dims[0], InterleavedShard(dim, inside)))
         pieces.append((start // ranks, size // ranks))
         start = stop
 
@@ -269,24 +263,24 @@ def _reshaped(call: OpCall, spec: Spec, given: tuple[Placement, ...], shape: Seq
         shift = len(shape) - len(spec.shape)
         if any(_cuts(p, d) and shape[d + shift] != spec.shape[d] for p in given for d in range(len(spec.shape))):
             raise NoLocalWay("expansion of a dimension that is cut")
-        placements = [_moved(p, p.dim + shift) if _is_cut(p) else p for p in given]  # type: ignore[attr-defined]
+        placements = [_moved_shard(p, p.dim + shift) if _is_any_shard(p) else p for p in given]  # type: ignore[attr-defined]
         make: Callable[..., Any] = torch.Tensor.expand
         sizes = _local_sizes(placements, shape, spec)
     else:
         left = list(spec.shape)  # Sizes on a rank, after the mesh dimensions so far: each one cuts what those before it leave.
         for placement, ranks in zip(given, tuple(spec.mesh.shape)):
             placements.append(_follow(placement, left, sizes, ranks))
-            if _is_cut(placement):
+            if _is_any_shard(placement):
                 left[placement.dim] //= ranks  # type: ignore[attr-defined]
                 sizes[placements[-1].dim] //= ranks  # type: ignore[attr-defined]
         make = torch.Tensor.view
         # Beside another cut of its dimension, a shard that became segments is torch's strided one.
-        dims = [p.dim for p in placements if _is_cut(p)]  # type: ignore[attr-defined]
+        dims = [p.dim for p in placements if _is_any_shard(p)]  # type: ignore[attr-defined]
         for i, (old, new) in enumerate(zip(given, placements)):
             if isinstance(new, InterleavedShard) and not isinstance(old, InterleavedShard) and dims.count(new.dim) > 1:
                 placements[i] = _StridedShard(new.dim, split_factor=len(new.ratios))
     for each in (given, placements):
-        dims = [p.dim for p in each if _is_cut(p)]  # type: ignore[attr-defined]
+        dims = [p.dim for p in each if _is_any_shard(p)]  # type: ignore[attr-defined]
         is_same = each is given and tuple(shape) == tuple(spec.shape)
         if any(dims.count(p.dim) > 1 for p in each if isinstance(p, InterleavedShard)) and not is_same:
             raise NoLocalWay(f"a view as {tuple(shape)} would put the cuts of two mesh dimensions into one dimension")
@@ -297,7 +291,7 @@ def _reshaped(call: OpCall, spec: Spec, given: tuple[Placement, ...], shape: Seq
     return Sharding([(spec.placements, None)], tuple(placements), run)
 
 
-def _is_cut(placement: Placement) -> bool:
+def _is_any_shard(placement: Placement) -> bool:
     return isinstance(placement, _StridedShard) or placement.is_shard()
 
 
@@ -309,14 +303,14 @@ def _local_sizes(placements: Sequence[Placement], shape: Sequence[int], spec: Sp
     """
     sizes = list(shape)
     for placement, ranks in zip(placements, tuple(spec.mesh.shape)):
-        if _is_cut(placement):
+        if _is_any_shard(placement):
             if sizes[placement.dim] % ranks:  # type: ignore[attr-defined]
                 raise NoLocalWay(f"{placement} does not cut {tuple(shape)} evenly")
             sizes[placement.dim] //= ranks  # type: ignore[attr-defined]
     return sizes
 
 
-def _moved(placement: Any, dim: int) -> Placement:
+def _moved_shard(placement: Any, dim: int) -> Placement:
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return placement.move_to(dim) if isinstance(placement, InterleavedShard) else Shard(dim)
@@ -330,7 +324,7 @@ def _follow(placement: Any, before: Sequence[int], after: Sequence[int], ranks: 
     Raises:
         NoLocalWay: no dimension of the new shape has these segments.
     """
-    if not _is_cut(placement):
+    if not _is_any_shard(placement):
         return placement
     is_strided = isinstance(placement, _StridedShard)
     ratios: _Segments = placement.ratios if isinstance(placement, InterleavedShard) else (1,)
@@ -372,7 +366,7 @@ def _segments_of(pattern: _Segments, outer: int, new_outer: int, new_inner: int)
 # --- backward of views ---------------------------------------------------------------------------------------------
 
 
-def _zeros_around(call: OpCall) -> Sharding:
+def _interleaved_zeros_around(call: OpCall) -> Sharding:
     """The gradient of a slice or a selection, with zeros around it: they run on the local sizes.
 
     The gradient of whole segments becomes one segment between two segments of zeros.
@@ -387,7 +381,7 @@ def _zeros_around(call: OpCall) -> Sharding:
             raise NoLocalWay("a strided shard beside an interleaved one")
         if placement.is_shard():
             at = placement.dim + (is_select and placement.dim >= dim)  # type: ignore[attr-defined]
-            placement = _moved(placement, at)
+            placement = _moved_shard(placement, at)
             if at == dim:
                 start, stop, step = rest
                 edges = [0, start, start + spec.shape[dim], sizes[dim]]

@@ -16,7 +16,7 @@ from torch_ragged.tensor._ops._rules import argument_position, decomposition, wi
 
 aten = torch.ops.aten
 
-_NONE, _MEAN, _SUM = range(3)  # The numbers of aten's enum.
+_EACH, _MEAN, _TOTAL = range(3)  # The numbers of aten's enum.
 
 
 def _reduction(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -42,7 +42,7 @@ def _call(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 )
 def mean_loss(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """The average of an element-wise loss; the result is pending a sum. No communication."""
-    return aten.mean.default(_call(op, args, kwargs, _NONE)) if _reduction(op, args, kwargs) == _MEAN else NotImplemented
+    return aten.mean.default(_call(op, args, kwargs, _EACH)) if _reduction(op, args, kwargs) == _MEAN else NotImplemented
 
 
 @decomposition(
@@ -59,7 +59,7 @@ def mean_loss_backward(op: torch._ops.OpOverload, gradient: Any, *args: Any, **k
     dtype, count = args[0].dtype, math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
     if wide(dtype) != dtype:  # The divided gradient may be too small for 16 bits.
         gradient, *args = (t.to(wide(dtype)) if isinstance(t, torch.Tensor) else t for t in (gradient, *args))  # type: ignore
-    return _call(op, (gradient / max(count, 1), *args), kwargs, _SUM).to(dtype)
+    return _call(op, (gradient / max(count, 1), *args), kwargs, _TOTAL).to(dtype)
 
 
 @decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -70,8 +70,8 @@ def nll_loss_forward(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
     """
     if _reduction(op, args, kwargs) != _MEAN:
         return NotImplemented
-    losses, _ = _call(op, args, kwargs, _NONE)
-    _, weight = _call(op, args, kwargs, _SUM)
+    losses, _ = _call(op, args, kwargs, _EACH)
+    _, weight = _call(op, args, kwargs, _TOTAL)
     weight = weight.redistribute(placements=[Replicate()] * weight.device_mesh.ndim)
     dtype = wide(losses.dtype)
     return (losses.sum(dtype=dtype) / weight.to(dtype)).to(losses.dtype), weight
@@ -85,7 +85,7 @@ def nll_loss_backward(op: torch._ops.OpOverload, gradient: Any, *args: Any, **kw
     """
     weight, reduction = args[-1], _reduction(op, (gradient, *args), kwargs)
     if reduction == _MEAN:
-        return _call(op, (gradient / weight, *args), kwargs, _SUM)
+        return _call(op, (gradient / weight, *args), kwargs, _TOTAL)
     if all(p.is_replicate() for p in weight.placements):
         return NotImplemented
     unused = DTensor.from_local(weight.to_local(), weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False)

@@ -19,7 +19,7 @@ from torch_ragged.tensor.placement_types import has_own_rules
 aten = torch.ops.aten
 
 
-def _pending(spec: Any, pending: Any, call: OpCall) -> tuple[Any, ...]:
+def _pending_outputs(spec: Any, pending: Any, call: OpCall) -> tuple[Any, ...]:
     """Output placements: replicated mesh dimensions stay replicated, sharded ones become pending a reduction."""
     if any(isinstance(p, Partial) and (call.op is not aten.sum.default or pending != p) for p in spec.placements):
         raise NoLocalWay("a Partial tensor must be reduced first")
@@ -29,7 +29,7 @@ def _pending(spec: Any, pending: Any, call: OpCall) -> tuple[Any, ...]:
 @rule(aten.sum.default)
 def sum_rule(call: OpCall) -> Sharding:
     (spec,) = tensor_leaves(call)
-    return Sharding([(spec.placements, None)], _pending(spec, Partial("sum"), call))
+    return Sharding([(spec.placements, None)], _pending_outputs(spec, Partial("sum"), call))
 
 
 def _norm_placement(order: float) -> Partial | NormPartial:
@@ -42,7 +42,7 @@ def vector_norm_rule(call: OpCall) -> Sharding:
     (spec,) = tensor_leaves(call)
     if call.argument("dim") or call.argument("keepdim", False) or not 0 <= call.argument("ord", 2) < math.inf:
         raise NoLocalWay("its norms are over some dimensions only, or their order has no sum over shards")
-    return Sharding([(spec.placements, None)], _pending(spec, _norm_placement(call.argument("ord", 2)), call))
+    return Sharding([(spec.placements, None)], _pending_outputs(spec, _norm_placement(call.argument("ord", 2)), call))
 
 
 @rule(aten._foreach_norm.Scalar)
@@ -50,7 +50,7 @@ def foreach_norm_rule(call: OpCall) -> Sharding:
     """The p-norm of every tensor of a list that may mix ragged and other placements."""
     specs = tensor_leaves(call)
     order = call.argument("ord", 2)
-    outputs: Any = [_pending(spec, _norm_placement(order), call) for spec in specs]
+    outputs: Any = [_pending_outputs(spec, _norm_placement(order), call) for spec in specs]
     return Sharding([(spec.placements, None) for spec in specs], outputs)
 
 
@@ -70,7 +70,7 @@ def foreach_max(op: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> Any:
 def vector_norm(
     op: torch._ops.OpOverload, tensor: Any, order: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    if not _is_whole(tensor, dim):
+    if not _names_all_dims(tensor, dim):
         return NotImplemented
     if dim or keepdim:
         return _kept(tensor, keepdim, op(tensor, order, **kwargs))
@@ -82,7 +82,7 @@ def vector_norm(
 
 @decomposition(aten.sum.dim_IntList)
 def sum_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    return _kept(tensor, keepdim, aten.sum.default(tensor, **kwargs)) if _is_whole(tensor, dim) else NotImplemented
+    return _kept(tensor, keepdim, aten.sum.default(tensor, **kwargs)) if _names_all_dims(tensor, dim) else NotImplemented
 
 
 @decomposition(aten.mean.default)
@@ -98,7 +98,7 @@ def mean(op: torch._ops.OpOverload, tensor: DTensor, *, dtype: torch.dtype | Non
 @decomposition(aten.mean.dim)
 def mean_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The same if all cut dimensions are averaged. Other averages are left to torch's rule."""
-    if _is_whole(tensor, dim):
+    if _names_all_dims(tensor, dim):
         return _kept(tensor, keepdim, aten.mean.default(tensor, dtype=dtype))
     if not tensor.ndim:  # Its dimensions 0 and -1 are the tensor.
         return _kept(tensor, keepdim, aten.mean.default(tensor, dtype=dtype))
@@ -122,7 +122,7 @@ def extreme(op: torch._ops.OpOverload, tensor: DTensor) -> Any:
 
 @decomposition(aten.amax.default, aten.amin.default)
 def extreme_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = (), keepdim: bool = False) -> Any:
-    if not _is_whole(tensor, dim):
+    if not _names_all_dims(tensor, dim):
         return NotImplemented
     result = _extreme(tensor, "amax" if op is aten.amax.default else "amin")
     return result if result is NotImplemented else _kept(tensor, keepdim, result)
@@ -137,7 +137,7 @@ def all_or_any(op: torch._ops.OpOverload, tensor: DTensor) -> Any:
     return result.to(torch.uint8) if tensor.dtype == torch.uint8 and result is not NotImplemented else result
 
 
-def _is_whole(tensor: Any, dim: Any) -> bool:
+def _names_all_dims(tensor: Any, dim: Any) -> bool:
     """Whether ``dim`` names all dimensions of a tensor; an empty ``dim`` means all."""
     if not isinstance(tensor, DTensor):
         return False

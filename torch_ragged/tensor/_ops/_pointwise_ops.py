@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._ops._rows import has_ragged_rows
-from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Rule, Sharding, Spec, averages, tensor_leaves
+from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, OpRule, Sharding, Spec, averages, tensor_leaves
 from torch_ragged.tensor.placement_types import has_own_rules, has_ragged
 
 __all__ = ["family_rule", "pointwise_rule"]
@@ -26,7 +26,7 @@ _KEEPS_VALUES = ("detach", "alias", "clone")  # The contributions of ranks to a 
 Wanted = tuple[tuple[Placement, ...], "torch.Size | None"]
 
 
-def family_rule(op: torch._ops.OpOverload) -> Rule | None:
+def family_rule(op: torch._ops.OpOverload) -> OpRule | None:
     """The rule of an op that torch tags as element-wise, or of its foreach or fused form; None for other ops."""
     name = op._schema.name.split("::")[-1]
     if op.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in op.tags:
@@ -60,7 +60,7 @@ def pointwise_rule(call: OpCall, with_views: bool = False) -> Sharding:
     _check_out(call, specs, leader)
     returns = len(call.op._schema.returns)
     outputs: Any = leader.placements if returns == 1 else [leader.placements] * returns
-    return Sharding([_follow(call, spec, leader, specs) for spec in specs], outputs)
+    return Sharding([_follow_leader(call, spec, leader, specs) for spec in specs], outputs)
 
 
 def list_rule(call: OpCall, with_views: bool = False) -> Sharding:
@@ -71,13 +71,13 @@ def list_rule(call: OpCall, with_views: bool = False) -> Sharding:
     inputs: list[Wanted] = []
     for arg in call.args:
         if any(arg is candidate for candidate in lists):
-            inputs += [_follow(call, spec, leader, column) for spec, leader, column in zip(arg, leaders, columns)]
+            inputs += [_follow_leader(call, spec, leader, column) for spec, leader, column in zip(arg, leaders, columns)]
         elif hasattr(arg, "placements"):
             if arg.shape:
                 raise NoLocalWay("a tensor beside tensor lists must be a scalar")
             inputs.append(_replicated(arg))
     for value in call.kwargs.values():
-        if hasattr(value, "placements") and not _is_replicated(value):
+        if hasattr(value, "placements") and not _is_replicated_spec(value):
             raise NoLocalWay("a tensor given by keyword must be replicated")
     if not call.op._schema.returns:
         return Sharding(inputs, None)
@@ -105,17 +105,17 @@ def _check_out(call: OpCall, specs: list[Spec], leader: Spec) -> None:
             raise NoLocalWay(f"out= must be {tuple(leader.shape)} {leader.placements}")
 
 
-def _follow(call: OpCall, spec: Spec, leader: Spec, specs: Any) -> Wanted:
-    if spec.shape == leader.shape and (spec.shape or not _is_replicated(spec)):
+def _follow_leader(call: OpCall, spec: Spec, leader: Spec, specs: Any) -> Wanted:
+    if spec.shape == leader.shape and (spec.shape or not _is_replicated_spec(spec)):
         return leader.placements, None
     if not spec.shape:
         return _replicated(spec)
-    if not _is_replicated(spec) or not has_ragged(leader.placements):
+    if not _is_replicated_spec(spec) or not has_ragged(leader.placements):
         raise NoLocalWay(f"only a replicated tensor can be broadcast to a ragged {tuple(leader.shape)}")
     return leader.placements, leader.shape
 
 
-def _is_replicated(spec: Spec) -> bool:
+def _is_replicated_spec(spec: Spec) -> bool:
     return all(p.is_replicate() for p in spec.placements)
 
 

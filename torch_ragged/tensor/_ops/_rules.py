@@ -32,11 +32,13 @@ __all__ = [
     "is_row_major",
     "is_written",
     "returns_alias",
+    "returns_list",
     "rule",
     "rule_of",
     "tensor_leaves",
     "unsupported",
     "wide",
+    "with_placement",
     "written_leaves",
 ]
 
@@ -152,17 +154,17 @@ class NoLocalWay(Exception):
     """Raised by a rule that cannot run this call on local tensors; the text says why."""
 
 
-Rule = Callable[[OpCall], Sharding]
+OpRule = Callable[[OpCall], Sharding]
 Decomposition = Callable[..., Any]
 
-_rules: dict[torch._ops.OpOverload, Rule] = {}
+_rules: dict[torch._ops.OpOverload, OpRule] = {}
 _decompositions: dict[torch._ops.OpOverload, Decomposition] = {}
 
 
-def rule(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
+def rule(*ops: torch._ops.OpOverload) -> Callable[[OpRule], OpRule]:
     """Register the decorated function as the rule of ``ops``."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: OpRule) -> OpRule:
         _rules.update(dict.fromkeys(ops, function))
         return function
 
@@ -180,7 +182,7 @@ def decomposition(*ops: torch._ops.OpOverload) -> Callable[[Decomposition], Deco
     return register
 
 
-def rule_of(op: torch._ops.OpOverload) -> Rule | None:
+def rule_of(op: torch._ops.OpOverload) -> OpRule | None:
     """The rule registered for ``op``; None if no rule is."""
     return _rules.get(op)
 
@@ -210,6 +212,16 @@ def written_leaves(call: OpCall) -> list[bool]:
 def is_random(op: torch._ops.OpOverload) -> bool:
     """Whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def returns_list(call: OpCall) -> bool:
+    """Whether the output is a list of tensors."""
+    return "[]" in str(call.op._schema.returns[0].type) or "List" in str(call.op._schema.returns[0].type)
+
+
+def with_placement(placements: Sequence[Placement], mesh_dim: int, placement: Placement) -> tuple[Placement, ...]:
+    """``placements`` with ``placement`` on one mesh dimension."""
+    return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
 
 
 def returns_alias(op: torch._ops.OpOverload) -> bool:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch_ragged.tensor._ops._rules import is_written
 from torch_ragged.tensor._redistribute import redistribute_local
 
-__all__ = ["on_whole_tensors", "placed_as", "replaced"]
+__all__ = ["on_whole_tensors", "placed_as", "with_locals"]
 
 
 def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -31,7 +31,7 @@ def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
             raise NotImplementedError(f"{op} gives a {leaf.layout} tensor, which no DTensor can be: call full_tensor() first")
         return DTensor.from_local(leaf, mesh, everywhere, run_check=False) if isinstance(leaf, torch.Tensor) else leaf
 
-    result = op(*replaced(args, whole), **replaced(kwargs, whole))
+    result = op(*with_locals(args, whole), **with_locals(kwargs, whole))
     arguments = op._schema.arguments
     named = [*zip(arguments, args), *[(each, kwargs[each.name]) for each in arguments if each.name in kwargs]]
     for argument, value in named:
@@ -50,7 +50,7 @@ def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     return pytree.tree_map(lambda leaf: originals[id(leaf)] if id(leaf) in originals else placed(leaf), result)
 
 
-def replaced(arguments: Any, locals_: dict[int, torch.Tensor]) -> Any:
+def with_locals(arguments: Any, locals_: dict[int, torch.Tensor]) -> Any:
     return pytree.tree_map(lambda leaf: locals_[id(leaf)] if isinstance(leaf, DTensor) else leaf, arguments)
 
 

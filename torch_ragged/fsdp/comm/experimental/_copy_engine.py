@@ -18,7 +18,7 @@ from torch_ragged.fsdp.comm._collectives import (
 )
 from torch_ragged.fsdp.comm._gloo import sum_parts
 from torch_ragged.fsdp.comm._reduction import SUMS, Reduction
-from torch_ragged.fsdp.comm.experimental._peer_memory import PeerMemory, Step
+from torch_ragged.fsdp.comm.experimental._peer_memory import Half, PeerMemory
 
 __all__ = ["CopyEngineCollectives"]
 
@@ -58,7 +58,7 @@ class CopyEngineCollectives(WrappedCollectives):
         for start in range(0, source.numel(), memory.slot_nbytes):
             stop = min(start + memory.slot_nbytes, source.numel())
             parts = [each[start:stop] for each in outputs]
-            works.append(memory.exchange(*_gather(source[start:stop], parts, memory.rank), nbytes=stop - start))
+            works.append(memory.exchange(*_gather_halves(source[start:stop], parts, memory.rank), nbytes=stop - start))
         return wait_all(works)
 
     def reduce_scatter(
@@ -84,7 +84,7 @@ class CopyEngineCollectives(WrappedCollectives):
         return ReduceScatterTraits(adds_wide, holds_second_buffer=False)
 
 
-def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tuple[Step, Step]:
+def _gather_halves(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tuple[Half, Half]:
     """The two halves of an exchange that fills ``outputs`` with the ``shard`` of each rank. All tensors are bytes."""
     # Each rank begins with the rank after it: if all began with rank 0, they would share the links of rank 0.
     others = [(rank + step) % len(outputs) for step in range(1, len(outputs))]
@@ -102,7 +102,7 @@ def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tupl
     return write, read
 
 
-def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int, divisor: float) -> tuple[Step, Step]:
+def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int, divisor: float) -> tuple[Half, Half]:
     """The two halves of an exchange that sums ``parts[rank]`` over ranks into ``output``, and divides it by ``divisor``."""
     ranks, numel, nbytes, dtype = len(parts), output.numel(), parts[rank].nbytes, parts[rank].dtype
 

@@ -25,17 +25,17 @@ from torch_ragged._ranks.agreement import problems_of_ranks
 from torch_ragged._ranks.groups import timeout_of
 from torch_ragged.fsdp.comm._collectives import Work
 
-__all__ = ["HostPeerMemory", "PeerMemory", "Step", "StreamWork", "SymmetricPeerMemory", "host_of"]
+__all__ = ["HostPeerMemory", "PeerMemory", "Half", "StreamWork", "SymmetricPeerMemory", "host_of"]
 
 TURNS = 2
 """Slots per rank, which exchanges use in turn. Two are enough, with one signal per exchange: a rank that begins exchange n has
 the signals of exchange n - 1 from all ranks. A rank sends this signal after it has read exchange n - 2, so the slot of exchange
 n - 2 may be overwritten."""
 
-_LONGEST_STEP = 10.0
+_LONGEST_PEER_STEP = 10.0
 """Seconds for which an exiting process waits until a thread has ended one half of an exchange."""
 
-Step = Callable[[list[torch.Tensor]], None]
+Half = Callable[[list[torch.Tensor]], None]
 """One half of an exchange. Its argument is the slots of all ranks in the order of ranks, as flat tensors of bytes."""
 
 
@@ -51,7 +51,7 @@ class PeerMemory(Protocol):
     size: int
     slot_nbytes: int
 
-    def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
+    def exchange(self, write: Half, read: Half, nbytes: int) -> Work:
         """Issue an exchange: every rank calls ``write``; when all ranks have written, every rank calls ``read``.
 
         This returns at once. Until ``wait()``, the caller must keep the tensors that ``write`` reads and ``read`` writes alive,
@@ -139,7 +139,7 @@ class HostPeerMemory:
                 os.close(descriptors[0])
         return [[mapped[rank].chunk(TURNS)[turn] for rank in range(self.size)] for turn in range(TURNS)]
 
-    def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
+    def exchange(self, write: Half, read: Half, nbytes: int) -> Work:
         """As :meth:`PeerMemory.exchange`.
 
         ``wait()`` raises RuntimeError if a peer has closed its socket, has sent no signal in time, or exchanges another number
@@ -165,7 +165,7 @@ class HostPeerMemory:
 class _HostExchange:
     """An exchange that the thread makes. If it fails, ``wait()`` raises the error."""
 
-    def __init__(self, write: Step, read: Step, nbytes: int) -> None:
+    def __init__(self, write: Half, read: Half, nbytes: int) -> None:
         self.write, self.read, self.nbytes = write, read, nbytes
         self.done = threading.Event()
         self.error: Exception | None = None
@@ -220,7 +220,7 @@ def _stop_serving() -> None:
         signals.interrupt()
         tasks.put(None)
     for thread in serving:
-        thread.join(_LONGEST_STEP)  # It ends after its last tensors are freed, which is torch's code too.
+        thread.join(_LONGEST_PEER_STEP)  # It ends after its last tensors are freed, which is torch's code too.
 
 
 class _Signals:
@@ -245,7 +245,7 @@ class _Signals:
         # A peer may have sent the signal of the next exchange already. Sockets keep the order of signals: it is read next time.
         for rank, peer in self._peers.items():
             try:
-                found = int.from_bytes(_received(peer, 8), "little")
+                found = int.from_bytes(_received_bytes(peer, 8), "little")
             except OSError as error:
                 raise self._lost(rank, error) from error
             if found != nbytes:
@@ -307,7 +307,7 @@ def _connected(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.soc
             while len(peers) < group.size() - 1:
                 peer, _ = listener.accept()
                 peer.settimeout(timeout)
-                greeting = _received(peer, len(token) + 4)
+                greeting = _received_bytes(peer, len(token) + 4)
                 # Any process in this network namespace can connect; only ranks of this group know the token.
                 if greeting[: len(token)] != token:
                     peer.close()
@@ -320,7 +320,7 @@ def _connected(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.soc
     return dict(sorted(peers.items()))
 
 
-def _received(peer: socket.socket, nbytes: int) -> bytes:
+def _received_bytes(peer: socket.socket, nbytes: int) -> bytes:
     parts: list[bytes] = []
     while nbytes:
         part = peer.recv(nbytes)
@@ -357,7 +357,7 @@ class SymmetricPeerMemory:
         self._slots = [[each.chunk(TURNS)[turn] for each in mapped] for turn in range(TURNS)]
         self._count = 0
 
-    def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
+    def exchange(self, write: Half, read: Half, nbytes: int) -> Work:
         """As :meth:`PeerMemory.exchange`. ``wait()`` blocks the current stream, not the host.
 
         The exchange runs behind the work that the current stream holds when it is issued.
