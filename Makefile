@@ -26,7 +26,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo docs errors test test-all test-gpu test-gpu-ranks fuzz mutants patches upstream matrix clients rehearsal rehearse lint clean
+.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz mutants patches upstream matrix clients rehearsal rehearse lint clean
 demo: $(DEMO_READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -59,12 +59,7 @@ fuzz: $(READY)
 
 # The site: out/docs/index.html. Warnings and broken links between pages are errors.
 docs: $(DOCS_READY)
-	$(BIN)/python docs/make_errors.py --check
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs $(OUT)/docs
-
-# docs/errors.md, made from the raise statements of the package.
-errors: $(READY)
-	$(BIN)/python docs/make_errors.py --write
 
 # The patch series, made from the package's sources and upstream/core.
 patches: $(READY)
