@@ -47,7 +47,7 @@ test-gpu-ranks: $(READY)
 	TORCH_RAGGED_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(or $(TESTS),$(REHEARSED))
 
 # Changes one line of the package at a time and checks that a test fails: a random sample (SAMPLE=15 of each module, SEED=0), or
-# ALL=1, which takes hours and writes docs/mutants.md; GROUPS="ownership planner" chooses modules.
+# ALL=1, which takes hours and writes docs/data/mutants.json; GROUPS="ownership planner" chooses modules.
 mutants: $(READY)
 	$(BIN)/python test/mutants/run.py $(GROUPS) $(MUTANTS) --out $(OUT)/mutants
 	$(if $(ALL),$(BIN)/python test/mutants/run.py --write --out $(OUT)/mutants)

@@ -88,13 +88,15 @@ def skip_parts(app: Any, what: str, name: str, object: Any, skip: bool, options:
 
 
 class Made(SphinxDirective):
-    """What a script of docs/ writes when the site is built: ``entries`` of make_errors.py, ``table`` of combinations.py."""
+    """What a function of a script of docs/ writes when the site is built, for the directive's argument."""
 
     optional_arguments = 1
     final_argument_whitespace = True
     scripts: ClassVar[dict[str, tuple[str, str]]] = {
         "combinations": ("combinations", "table"),
         "errors": ("make_errors", "entries"),
+        "mutants": ("measured", "mutants"),
+        "op_coverage": ("measured", "op_coverage"),
     }
 
     def run(self) -> list[nodes.Node]:

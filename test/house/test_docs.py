@@ -165,6 +165,17 @@ class ReferenceTest(unittest.TestCase):
         texts = "\n".join(message.text for message in errors.messages())
         self.assertEqual([part for part in errors.HINTS if part not in texts], [], "hints that fit no message")
 
+    def test_measured_tables_are_made_of_their_data(self):
+        measured = load("measured")
+        for lines, columns, least in (
+            (measured.op_coverage(), 5, 600),
+            (measured.mutants("modules"), 7, 6),
+            (measured.mutants("survivors"), 5, 100),
+        ):
+            rows = [line for line in lines if line.startswith("|")]
+            self.assertEqual({len(re.split(r"(?<!\\)\|", row)) - 2 for row in rows}, {columns})
+            self.assertGreater(len(rows), least)
+
 
 @pytest.mark.slow
 class CodeTest(unittest.TestCase):
