@@ -74,7 +74,7 @@ matrix: $(READY)
 	$(BIN)/python upstream/matrix.py --venvs $(VENVS) --json $(OUT)/matrix.json --write
 
 # Trains programs of others with FSDP2 and with ours, each in an environment with its released version, and writes
-# docs/integrations/tested.md. It installs about 7 GB; CLIENTS=path has the environments, or gets them.
+# docs/data/programs.json. It installs about 7 GB; CLIENTS=path has the environments, or gets them.
 clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready
 	$(CLIENTS)/programs/bin/python test/clients/run.py $(PROGRAMS) --json $(OUT)/clients/1.json || true
 	$(CLIENTS)/torchtitan/bin/python test/clients/run.py torchtitan --json $(OUT)/clients/2.json || true

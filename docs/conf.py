@@ -95,8 +95,10 @@ class Made(SphinxDirective):
     scripts: ClassVar[dict[str, tuple[str, str]]] = {
         "combinations": ("combinations", "table"),
         "errors": ("make_errors", "entries"),
+        "fsdp2_tests": ("measured", "fsdp2_tests"),
         "mutants": ("measured", "mutants"),
         "op_coverage": ("measured", "op_coverage"),
+        "programs": ("measured", "programs"),
     }
 
     def run(self) -> list[nodes.Node]:

@@ -170,6 +170,10 @@ class ReferenceTest(unittest.TestCase):
         for lines, columns, least in (
             (measured.op_coverage(), 5, 600),
             (measured.mutants("modules"), 7, 6),
+            (measured.programs("rows"), 5, 90),
+            (measured.programs("not_run"), 3, 3),
+            (measured.fsdp2_tests("counts"), 2, 5),
+            (measured.fsdp2_tests("cases"), 4, 150),
             (measured.mutants("survivors"), 5, 100),
         ):
             rows = [line for line in lines if line.startswith("|")]
