@@ -69,7 +69,7 @@ patches: $(READY)
 upstream: $(READY)
 	$(BIN)/python upstream/check.py --out $(OUT)/upstream
 
-# The test suite on several versions of torch, and docs/compatibility.md: VENVS=path has their environments, or gets them.
+# The test suite on several versions of torch, and docs/data/compatibility.json: VENVS=path has their environments, or gets them.
 matrix: $(READY)
 	$(BIN)/python upstream/matrix.py --venvs $(VENVS) --json $(OUT)/matrix.json --write
 

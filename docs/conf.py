@@ -94,6 +94,7 @@ class Made(SphinxDirective):
     final_argument_whitespace = True
     scripts: ClassVar[dict[str, tuple[str, str]]] = {
         "combinations": ("combinations", "table"),
+        "compatibility": ("measured", "compatibility"),
         "errors": ("make_errors", "entries"),
         "fsdp2_tests": ("measured", "fsdp2_tests"),
         "mutants": ("measured", "mutants"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["fsdp2_tests", "mutants", "op_coverage", "programs"]
+__all__ = ["compatibility", "fsdp2_tests", "mutants", "op_coverage", "programs"]
 
 _DATA = Path(__file__).with_name("data")
 
@@ -31,6 +31,14 @@ def programs(part: str) -> list[str]:
     equal = sum(row[-1].startswith("equal") for row in found["rows"])
     counts = f"On {found['machine']}, without a GPU, {equal} of {len(found['rows'])} rows are equal."
     return [counts, "", *_table(("program", "torch", "what", "ranks", "result"), *found["rows"])]
+
+
+def compatibility(part: str) -> list[str]:
+    """What ``upstream/matrix.py`` has counted: the ``versions``, or what failed or was skipped, ``listed`` by version."""
+    rows = _read("compatibility")[part]
+    if part == "versions":
+        return _table(("torch", "Python", "files of tests", "passed", "failed", "skipped", "minutes"), *rows)
+    return _table(("torch", "file", "what"), *((version, f"`{file}`", what) for version, file, what in rows))
 
 
 def fsdp2_tests(part: str) -> list[str]:

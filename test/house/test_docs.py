@@ -170,6 +170,8 @@ class ReferenceTest(unittest.TestCase):
         for lines, columns, least in (
             (measured.op_coverage(), 5, 600),
             (measured.mutants("modules"), 7, 6),
+            (measured.compatibility("versions"), 7, 3),
+            (measured.compatibility("listed"), 3, 50),
             (measured.programs("rows"), 5, 90),
             (measured.programs("not_run"), 3, 3),
             (measured.fsdp2_tests("counts"), 2, 5),
