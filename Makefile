@@ -11,7 +11,7 @@ OUT ?= out
 VENVS ?= $(OUT)/venvs
 CLIENTS ?= $(OUT)/clients/venvs
 REHEARSAL ?= $(OUT)/rehearsal
-REHEARSED = test/tensor/test_redistribute.py test/tensor/test_redistribute_autograd.py test/tensor/test_block_shard.py test/transfer/test_transfer.py \
+REHEARSED = test/tensor/test_redistribute.py test/tensor/test_redistribute_autograd.py test/transfer/test_transfer.py \
 	test/checkpoint/test_checkpoint.py test/checkpoint/test_checkpoint_interop.py test/checkpoint/test_train_checkpoint.py \
 	test/fsdp/test_fsdp.py test/fsdp/test_fsdp_as_fsdp2.py test/fsdp/test_fsdp_composition.py test/fsdp/test_fsdp_experts.py test/fsdp/test_fsdp_knobs.py \
 	test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_segments.py test/fsdp/test_fsdp_training.py test/fsdp/test_fsdp_weights.py test/fsdp/core/test_dbuffer.py \
@@ -26,7 +26,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo docs errors test test-all test-gpu test-gpu-ranks fuzz mutants patches upstream matrix clients rehearsal rehearse lint clean
+.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz mutants patches upstream matrix clients rehearsal rehearse lint clean
 demo: $(DEMO_READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -47,7 +47,7 @@ test-gpu-ranks: $(READY)
 	TORCH_RAGGED_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(or $(TESTS),$(REHEARSED))
 
 # Changes one line of the package at a time and checks that a test fails: a random sample (SAMPLE=15 of each module, SEED=0), or
-# ALL=1, which takes hours and writes docs/mutants.md; GROUPS="ownership planner" chooses modules.
+# ALL=1, which takes hours and writes docs/data/mutants.json; GROUPS="ownership planner" chooses modules.
 mutants: $(READY)
 	$(BIN)/python test/mutants/run.py $(GROUPS) $(MUTANTS) --out $(OUT)/mutants
 	$(if $(ALL),$(BIN)/python test/mutants/run.py --write --out $(OUT)/mutants)
@@ -59,12 +59,7 @@ fuzz: $(READY)
 
 # The site: out/docs/index.html. Warnings and broken links between pages are errors.
 docs: $(DOCS_READY)
-	$(BIN)/python docs/make_errors.py --check
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs $(OUT)/docs
-
-# docs/errors.md, made from the raise statements of the package.
-errors: $(READY)
-	$(BIN)/python docs/make_errors.py --write
 
 # The patch series, made from the package's sources and upstream/core.
 patches: $(READY)
@@ -74,12 +69,12 @@ patches: $(READY)
 upstream: $(READY)
 	$(BIN)/python upstream/check.py --out $(OUT)/upstream
 
-# The test suite on several versions of torch, and docs/compatibility.md: VENVS=path has their environments, or gets them.
+# The test suite on several versions of torch, and docs/data/compatibility.json: VENVS=path has their environments, or gets them.
 matrix: $(READY)
 	$(BIN)/python upstream/matrix.py --venvs $(VENVS) --json $(OUT)/matrix.json --write
 
 # Trains programs of others with FSDP2 and with ours, each in an environment with its released version, and writes
-# docs/integrations/tested.md. It installs about 7 GB; CLIENTS=path has the environments, or gets them.
+# docs/data/programs.json. It installs about 7 GB; CLIENTS=path has the environments, or gets them.
 clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready
 	$(CLIENTS)/programs/bin/python test/clients/run.py $(PROGRAMS) --json $(OUT)/clients/1.json || true
 	$(CLIENTS)/torchtitan/bin/python test/clients/run.py torchtitan --json $(OUT)/clients/2.json || true

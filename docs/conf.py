@@ -1,10 +1,11 @@
 """Sphinx's settings: ``make docs`` builds the site of these pages in out/docs."""
 
+import importlib
 import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.statemachine import StringList
@@ -86,20 +87,33 @@ def skip_parts(app: Any, what: str, name: str, object: Any, skip: bool, options:
     return True if name in vars(FeaturePart) and not name.startswith("__") else None
 
 
-class Combinations(SphinxDirective):
-    """The table of docs/combinations.py."""
+class Made(SphinxDirective):
+    """What a function of a script of docs/ writes when the site is built, for the directive's argument."""
+
+    optional_arguments = 1
+    final_argument_whitespace = True
+    scripts: ClassVar[dict[str, tuple[str, str]]] = {
+        "combinations": ("combinations", "table"),
+        "compatibility": ("measured", "compatibility"),
+        "errors": ("make_errors", "entries"),
+        "fsdp2_tests": ("measured", "fsdp2_tests"),
+        "mutants": ("measured", "mutants"),
+        "op_coverage": ("measured", "op_coverage"),
+        "programs": ("measured", "programs"),
+    }
 
     def run(self) -> list[nodes.Node]:
-        sys.path.insert(0, str(Path(__file__).parent))
-        from combinations import table
-
+        script, function = self.scripts[self.name]
         section = nodes.container()
-        self.state.nested_parse(StringList(table()), 0, section)
+        lines = getattr(importlib.import_module(script), function)(*self.arguments)
+        self.state.nested_parse(StringList(["", *lines]), 0, section)
         return [section]
 
 
 def setup(app: Any) -> None:
-    app.add_directive("combinations", Combinations)
+    sys.path.insert(0, str(Path(__file__).parent))
+    for name in Made.scripts:
+        app.add_directive(name, Made)
     analyzer = ModuleAnalyzer.for_module("torch_ragged.fsdp._fully_shard")
     analyzer.analyze()
     analyzer.overloads.pop("fully_shard")  # Or they would be shown in place of the signature.

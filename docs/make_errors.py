@@ -1,17 +1,14 @@
-"""Writes docs/errors.md, every error message of the package, from its raise statements: ``python docs/make_errors.py --write``.
+"""Every error message of the package, from its raise statements: the lists of docs/errors.md when `make docs` builds the site.
 
-``--check`` only compares. What the messages of a part mean, and what to do, is written in error_areas.py. A part that it leaves
-out, and a hint that fits no message any more, are errors.
+The page says what the messages of a part mean, and what to do; error_areas.py has the modules of each part.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import functools
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,18 +16,6 @@ from error_areas import AREAS, HINTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torch_ragged"
-PAGE = ROOT / "docs/errors.md"
-INTRODUCTION = """\
-# Every error message
-
-This page is for a reader who has an error and searches for its text. `<name>` stands for a value that the message has.
-`make errors` makes the page from the raise statements of the package; [troubleshooting](troubleshooting.md) is about
-runs that hang, are slow or need too much memory. An error "... does not support ..." of two features is in the table of
-[features that do not work together](combinations.md).
-
-A wrong collective call raises before any rank changes anything. If a call is wrong on some ranks only, these ranks raise the
-error below. All others raise `<call> failed on rank ...`, which quotes it.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +97,7 @@ def area_of(module: str) -> str:
     Raises:
         ValueError: no area has this module.
     """
-    found = [(prefix, title) for title, (prefixes, _) in AREAS.items() for prefix in prefixes]
+    found = [(prefix, title) for title, prefixes in AREAS.items() for prefix in prefixes]
     fitting = [(len(prefix), title) for prefix, title in found if module == prefix or module.startswith(f"{prefix}.")]
     if not fitting:
         raise ValueError(f"{module} raises errors, but no area of docs/error_areas.py has it: add it to one")
@@ -128,34 +113,7 @@ def entry(message: Message) -> str:
     return f"- `{code}`\\\n  {kind.get(message.kind, message.kind)}, from `{message.module}`.{' ' + hint if hint else ''}"
 
 
-def page() -> str:
-    """The text of docs/errors.md.
-
-    Raises:
-        ValueError: a module has no area, or a hint fits no message.
-    """
+def entries(title: str) -> list[str]:
+    """The lines of the list under the heading ``title`` of docs/errors.md."""
     found = sorted(set(messages()), key=lambda message: (message.text.lower(), message.module))
-    needless = [part for part in HINTS if not any(part in message.text for message in found)]
-    if needless:
-        raise ValueError(f"hints of docs/error_areas.py that fit no message: {needless}")
-    parts = [INTRODUCTION]
-    for title, (_, explanation) in AREAS.items():
-        entries = {entry(message): None for message in found if area_of(message.module) == title}
-        if entries:
-            parts.append(f"## {title}\n\n{textwrap.dedent(explanation).strip()}\n\n" + "\n".join(entries) + "\n")
-    return "\n".join(parts)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/errors.md")
-    parser.add_argument("--check", action="store_true", help="end with an error if docs/errors.md is not what would be written")
-    args = parser.parse_args()
-    if args.write:
-        PAGE.write_text(page())
-    if args.check and PAGE.read_text() != page():
-        raise SystemExit("docs/errors.md does not list the errors of the package as they are: run make errors")
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join({entry(message): None for message in found if area_of(message.module) == title}).splitlines()

@@ -4,7 +4,7 @@
 
 FOLDER holds torch's test files (``test/distributed/_composable/fsdp`` and others). They must not change on disk: in memory,
 ``cuda`` becomes ``cpu`` and ``nccl`` becomes ``gloo``. A case runs on as many ranks as it asks for GPUs, at least two. Cases
-run one after another, in processes of their own. ``docs/fsdp2_tests.md`` is made from the outcomes. If a case fails with FSDP2,
+run one after another, in processes of their own. ``docs/data/fsdp2_tests.json`` has the outcomes. If a case fails with FSDP2,
 its outcome with this package has no meaning.
 """
 

@@ -4,7 +4,7 @@
 
 Each version has its own environment in ``--venvs``: t211, t213 and so on. If it is missing, it is made; it must never be the
 environment of the caller. The JSON file keeps the results by version and test file, so that a run can continue or be done in
-parts. ``--write`` writes docs/compatibility.md from them.
+parts. ``--write`` writes docs/data/compatibility.json from them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from series import RELEASES, ROOT
+from series import ROOT
 
 VERSIONS = ("2.11.0", "2.13.0", "2.15.0")
-DOCUMENT = ROOT / "docs/compatibility.md"
+DATA = ROOT / "docs/data/compatibility.json"
 
 
 def environment(venvs: Path, version: str) -> Path:
@@ -72,47 +72,31 @@ def summary(report: ElementTree.Element) -> dict[str, dict[str, Any]]:
     return files
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """A Markdown table with one line per version."""
-    lines = ["| torch | Python | files of tests | passed | failed | skipped | minutes |", "|---|---|---|---|---|---|---|"]
-    every = {path.name for path in (ROOT / "test").rglob("test_*.py")}
-    for found in (results[version] for version in VERSIONS if version in results):
-        files = found["files"].values()
-        missing = every - {Path(file).name for file in found["files"]}
-        numbers = [
-            f"{len(every) - len(missing)} of {len(every)}" if missing else f"all {len(every)}",
+def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """For each version: torch, Python, files of tests, passed, failed, skipped, minutes."""
+    every, found = {path.name for path in (ROOT / "test").rglob("test_*.py")}, []
+    for result in (results[version] for version in VERSIONS if version in results):
+        files = result["files"].values()
+        missing = every - {Path(file).name for file in result["files"]}
+        counts = [
             sum(file["passed"] for file in files),
-            sum(len(file["failed"]) for file in files),
-            sum(len(file["skipped"]) for file in files),
-            f"{sum(file['seconds'] for file in files) / 60:.1f}",
+            *(sum(len(file[kind]) for file in files) for kind in ("failed", "skipped")),
         ]
-        lines.append("| " + " | ".join(map(str, [found["torch"], found["python"], *numbers])) + " |")
-    return "\n".join(lines)
+        ran = f"{len(every) - len(missing)} of {len(every)}" if missing else f"all {len(every)}"
+        minutes = f"{sum(file['seconds'] for file in files) / 60:.1f}"
+        found.append([result["torch"], result["python"], ran, *map(str, counts), minutes])
+    return found
 
 
-def document(results: dict[str, dict[str, Any]]) -> str:
-    """The text of docs/compatibility.md."""
-    parts = [
-        "# Versions of torch",
-        "Written by `make matrix` (`upstream/matrix.py`): this package's everyday tests on each version, on CPU, with a stock "
-        "torch. Minutes were measured on a shared machine. Torch's own tests of FSDP2: [fsdp2_tests.md](fsdp2_tests.md).",
-        table(results),
-    ]
-    absent = [version for version in VERSIONS if version not in results]
-    if absent:
-        parts.append(f"Not run: {', '.join(absent)}.")
+def listed(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """What failed or was skipped: version, file, and what."""
+    found = []
     for version in (version for version in VERSIONS if version in results):
-        files = results[version]["files"].items()
-        listed = [f"- `{file}`: {name} failed" for file, found in files for name in found["failed"]]
-        reasons = ((file, why, count) for file, found in files for why, count in Counter(found["skipped"].values()).items())
-        listed += [f"- `{file}`: {count} skipped ({why})" for file, why, count in reasons]
-        if listed:
-            parts.append(f"On {version}:\n\n" + "\n".join(listed))
-    parts.append(
-        f"The patches of `upstream/` are for {' and '.join(RELEASES)}; `make upstream` tests them. On a newer torch, if "
-        "all that the package extends has the expected layout, the import warns. If not, it raises an `ImportError`."
-    )
-    return "\n\n".join(parts) + "\n"
+        for file, result in results[version]["files"].items():
+            found += [[version, file, f"{name} failed"] for name in result["failed"]]
+            reasons = Counter(result["skipped"].values()).items()
+            found += [[version, file, f"{count} skipped ({why})"] for why, count in reasons]
+    return found
 
 
 def main() -> int:
@@ -124,7 +108,7 @@ def main() -> int:
     parser.add_argument("--tests", nargs="*", default=[], help="test files; by default all")
     parser.add_argument("--json", type=Path, default=ROOT / "out/matrix.json", help="the file that keeps the results")
     parser.add_argument("--resume", action="store_true", help="skip versions that are in the JSON file")
-    parser.add_argument("--write", action="store_true", help="write docs/compatibility.md")
+    parser.add_argument("--write", action="store_true", help="write docs/data/compatibility.json")
     options = parser.parse_args()
     results = json.loads(options.json.read_text()) if options.json.exists() else {}
     for version in options.versions:
@@ -136,9 +120,11 @@ def main() -> int:
         results[version] = found
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
+    print("\n".join(" ".join(row) for row in rows(results)))
     if options.write:
-        DOCUMENT.write_text(document(results))
+        lists = {"versions": rows(results), "listed": listed(results)}
+        texts = [f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, each)) + "\n ]" for name, each in lists.items()]
+        DATA.write_text("{\n" + ",\n".join(texts) + "\n}\n")
     return int(any(file["failed"] for version in options.versions for file in results[version]["files"].values()))
 
 

@@ -32,7 +32,7 @@ ALIGNMENT = 64  # 128 bytes of bfloat16.
 
 
 def row_of(model: str, ranks: int) -> dict[str, Any]:
-    """The plan of a model under the policy, beside the plan without one: as ``torch-ragged-plan --muon`` shows it."""
+    """The plan of a model under the policy, beside the plan without one: as ``torch-ragged plan --muon`` shows it."""
     plan = muon_plan(Model(model, BUILT_IN[model]()), ranks, lambda _: elements(), ALIGNMENT)
     return {
         "model": model,

@@ -81,7 +81,7 @@ def check_model_that_fails_on_one_rank(path):
 
 def check_folder_that_rank_0_cannot_read(path):
     save_trained(path)
-    with mock.patch.object(_api, "resolve", side_effect=PermissionError(13, "Permission denied", "here")):  # On rank 0.
+    with mock.patch.object(_api, "checkpoint_at", side_effect=PermissionError(13, "Permission denied", "here")):  # On rank 0.
         refused(path, make_state(1), "Permission denied: here (rank 0)")
 
 

@@ -1,4 +1,4 @@
-"""Run clients with torch's FSDP2 and with ours, compare their numbers, and write docs/integrations/tested.md.
+"""Run clients with torch's FSDP2 and with ours, compare their numbers, and write docs/data/programs.json.
 
     python test/clients/run.py accelerate peft --json out/clients/main.json     # in an environment that has these programs
     python test/clients/run.py --table out/clients/*.json                       # the page, from all environments' results
@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from case import Case, versions  # noqa: E402
 from common import run_ranks, stop_ranks  # noqa: E402
 
-_PAGE = _HERE.parent.parent / "docs" / "integrations" / "tested.md"
+_DATA = _HERE.parent.parent / "docs" / "data" / "programs.json"
 _TIMEOUT = 900.0  # seconds for one training run
 
 
@@ -97,31 +97,16 @@ def machine() -> str:
 
 
 def write_table(files: list[str]) -> None:
-    """Write the page from the results of several environments."""
+    """Write the results of several environments to docs/data/programs.json, of which docs/measured.py makes the tables."""
     results: list[dict[str, Any]] = [json.loads(pathlib.Path(file).read_text()) for file in files]
-    rows = [Row(**row) for result in results for row in result["rows"]]
-    lines = [
-        "# Which programs were tested with it?",
-        "",
-        f"`test/clients/run.py`, the command of `make clients`, wrote this page on {results[0]['machine']}, without a GPU,",
-        "with gloo. Each row is a training run of ten steps, with torch's FSDP2 and with ours. *Equal* means that all losses,",
-        "and norms if the case has them, are the same to the last bit; *equal to x*, that they differ by at most x of their",
-        "value, because sums are added in another order.",
-        "",
-        f"{sum(row.result.startswith('equal') for row in rows)} of {len(rows)} rows are equal.",
-        "",
-        "| program | torch | what | ranks | result |",
-        "|---|---|---|---|---|",
-        *[f"| {row.programs} | {row.torch} | {row.what} | {row.ranks} | {row.result} |" for row in rows],
-        "",
-        "## Not run",
-        "",
-        "| program | what | why |",
-        "|---|---|---|",
-    ]
-    lines += [f"| {', '.join(n['programs'])} | {n['what']} | {n['why']} |" for result in results for n in result["not_run"]]
-    _PAGE.write_text("\n".join(lines).replace("|  |", "| |") + "\n")
-    print(f"{_PAGE}: {len(rows)} rows")
+    rows = [dataclasses.astuple(Row(**row)) for result in results for row in result["rows"]]
+    not_run = [(", ".join(n["programs"]), n["what"], n["why"]) for result in results for n in result["not_run"]]
+    lists = (
+        f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, each)) + "\n ]"
+        for name, each in (("rows", rows), ("not_run", not_run))
+    )
+    _DATA.write_text(f'{{\n "machine": {json.dumps(results[0]["machine"])},\n' + ",\n".join(lists) + "\n}\n")
+    print(f"{_DATA}: {len(rows)} rows")
 
 
 def main() -> None:
@@ -129,7 +114,7 @@ def main() -> None:
     parser.add_argument("programs", nargs="*", help="names of *_cases.py in this folder")
     parser.add_argument("--json", default="out/clients.json", help="where to write the rows")
     parser.add_argument("--only", default="", metavar="TEXT", help="run the cases with this text in their description")
-    parser.add_argument("--table", nargs="+", metavar="JSON", help="write the page from these files")
+    parser.add_argument("--table", nargs="+", metavar="JSON", help="write docs/data/programs.json from these files")
     arguments = parser.parse_args()
     if arguments.table:
         write_table(arguments.table)

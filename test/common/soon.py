@@ -24,9 +24,9 @@ def soon() -> Iterator[None]:
         for module, values in {
             peers: {"HELD": 0.8, "_SLICE": slice_, "_PATIENCE": 2.0},
             standstill: {"_PERIOD": 0.2, "_PAUSE": 0.8, "_NOTICE": 0.3},
-            agreement: {"_SLICE": _SLICE},
-            _call_log: {"_SLICE": slice_, "_FIRST_SLICE": slice_, "_PATIENCE": 2.0},
-            _watch: {"_SLICE": _SLICE, "_PATIENCE": 2.0},
+            agreement: {"_ANSWER_SLICE": _SLICE},
+            _call_log: {"_CALL_SLICE": slice_, "_FIRST_SLICE": slice_, "_CALL_PATIENCE": 2.0},
+            _watch: {"_TRANSFER_SLICE": _SLICE, "_TRANSFER_PATIENCE": 2.0},
         }.items():
             for name, value in values.items():
                 stack.enter_context(mock.patch.object(module, name, value))

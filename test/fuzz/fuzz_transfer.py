@@ -46,7 +46,7 @@ def random_case(seed: int) -> dict[str, Any]:
     size = rng.choice(RANKS)
     case: dict[str, Any] = {"seed": seed, "size": size, "max_bytes": rng.choice((1 << 20, 1 << 20, 2000, 600))}
     runs = [
-        {"delta": rng.choice((None, "checksum", "version")), "async": rng.random() < 0.2} for _ in range(rng.choice((1, 2, 3)))
+        {"delta": rng.choice((None, "checksum", "checksum")), "async": rng.random() < 0.2} for _ in range(rng.choice((1, 2, 3)))
     ]
     case["runs"] = [{**run, "write": rng.choice(WRITES)} for run in runs]
     if size == 4 and rng.random() < 0.2:

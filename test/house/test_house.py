@@ -287,6 +287,50 @@ class ImportsTest(unittest.TestCase):
         self.assertEqual(unnamed, set())
 
 
+# Names at the top of more than one module: what each means. The list may only become shorter.
+DOUBLES = {
+    "Phase": "spmd's INIT and RUN, which users write; what FSDP's buffers are used for next",
+    "Plan": "spmd.Plan and transfer.Plan, which users write with their module",
+    "Spec": "transfer.Spec, which users write; the part of torch's DTensorSpec that rules of operators read",
+    "visualize": "debug.visualize draws a tensor, transfer.visualize the traffic of a plan",
+    "main": "the function of a command line",
+    "quantize": "one name for each code, called with its module; a Triton kernel has the name of its twin",
+    "dequantize": "as quantize",
+    "aten": "torch.ops.aten",
+    "_aten": "torch.ops.aten",
+    "_ADVICE": "what the errors of a module tell the user to do",
+    "_AT_LEAST": "the oldest version of the library that a module integrates",
+    "_CALL": "the name of a module's call in the errors of ranks",
+}
+
+
+def names_at_the_top(tree):
+    """The functions, classes and constants that a module defines, but for dunder names, the logger and one-letter names."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            stored = [part for target in targets for part in ast.walk(target)]
+            for part in stored:
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    if len(part.id.strip("_")) > 1 and not part.id.startswith("__") and part.id != "_logger":
+                        yield part.id
+
+
+class NamesTest(unittest.TestCase):
+    def test_a_name_at_the_top_means_one_thing(self):
+        """Rename one of two so that the names say what differs, or share it."""
+        places = {}
+        for name in SOURCES:
+            for found in names_at_the_top(TREES[name]):
+                places.setdefault(found, set()).add(short(name))
+        doubles = {name: sorted(found) for name, found in places.items() if len(found) > 1}
+        self.assertEqual({name: found for name, found in doubles.items() if name not in DOUBLES}, {})
+        self.assertEqual(set(DOUBLES) - set(doubles), set(), "these are not double any more: take them off the list")
+        self.assertLessEqual(len(DOUBLES), 12)
+
+
 # The functions of torch that make a tensor of no other tensor.
 FACTORIES = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"}
 FACTORIES |= {"randn", "randperm", "tensor", "zeros"}

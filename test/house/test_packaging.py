@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 
 import torch_ragged
+from torch_ragged._command_line import main as command_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,8 +86,8 @@ class PackagingTest(unittest.TestCase):
         self.assertRegex((ROOT / "CHANGELOG.md").read_text(), rf"(?m)^## {re.escape(torch_ragged.__version__)}\b")
 
     def test_console_scripts_name_functions_that_are_there(self):
-        scripts = re.findall(r'^torch-ragged-\w+ = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-        self.assertEqual(len(scripts), 3)
+        scripts = re.findall(r'^torch-ragged[-\w]* = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        self.assertEqual(len(scripts), 4)
         for module, function in scripts:
             self.assertTrue(callable(getattr(importlib.import_module(module), function)))
 
@@ -94,7 +95,12 @@ class PackagingTest(unittest.TestCase):
         scripts = dict(re.findall(r'^(torch-ragged-\w+) = "([\w.]+)\._cli:main"$', (ROOT / "pyproject.toml").read_text(), re.M))
         self.assertEqual(set(scripts), {"torch-ragged-plan", "torch-ragged-checkpoint", "torch-ragged-spmd"})
         for script, module in scripts.items():
-            for typed, name in ((f"/usr/bin/{script}", script), (f"{module}/__main__.py", f"python -m {module}")):
+            of_one = script.replace("torch-ragged-", "torch-ragged ")
+            for typed, name in (
+                (f"/usr/bin/{script}", script),
+                ("/usr/bin/torch-ragged", of_one),
+                (f"{module}/__main__.py", f"python -m {module}"),
+            ):
                 help_text, wrong = io.StringIO(), io.StringIO()
                 main = importlib.import_module(f"{module}._cli").main
                 with mock.patch.object(sys, "argv", [typed]), contextlib.redirect_stdout(help_text):
@@ -104,8 +110,19 @@ class PackagingTest(unittest.TestCase):
                         main(["--wrong"])
                 self.assertTrue(help_text.getvalue().startswith(f"usage: {name} "), help_text.getvalue())
                 self.assertIn(f"{name}: error: ", wrong.getvalue())
-                other = f"python -m {module}" if name == script else script
-                self.assertNotIn(other, help_text.getvalue() + wrong.getvalue())
+                for other in {script, of_one, f"python -m {module}"} - {name}:
+                    self.assertNotIn(other, help_text.getvalue() + wrong.getvalue())
+
+    def test_one_command_has_the_three_others(self):
+        out, err = io.StringIO(), io.StringIO()
+        with mock.patch.object(sys, "argv", ["torch-ragged"]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            self.assertEqual(command_line(["plan", "llama-3-70b", "--ranks", "8"]), 0)
+            self.assertEqual(command_line(["spmd", "check"]), 2)
+            self.assertEqual(command_line(["checkpoint", "verify", "no folder"]), 1)
+            self.assertRaises(SystemExit, command_line, ["plans"])
+        self.assertIn("llama-3-70b", out.getvalue())
+        self.assertIn("torch-ragged spmd: error: ", err.getvalue())
+        self.assertIn("argument command: invalid choice: 'plans'", err.getvalue())
 
     def test_no_text_names_a_package_that_no_registry_has(self):
         """Until the package is published, pip finds it in a clone only."""

@@ -71,12 +71,9 @@ def float8():
             for aligned in (True, False):
                 constants = {"aligned": aligned, "per_row": height == 64, "height": height, "width": 128}
                 every, text = {**types, "values_ptr": values}, f"{values} {height} {aligned}"
-                yield (
-                    f"quantize {text}",
-                    compiled(kernels.quantize_float4_kernel, every, constants, num_warps=kernels._CAST_WARPS),
-                )
+                yield f"quantize {text}", compiled(kernels.quantize_kernel, every, constants, num_warps=kernels._WARPS)
                 constants["step"] = kernels._STEP_ROWS
-                yield f"dequantize {text}", compiled(kernels.dequantize_float4_kernel, every, constants, num_warps=4)
+                yield f"dequantize {text}", compiled(kernels.dequantize_kernel, every, constants, num_warps=4)
 
 
 def float4():
@@ -147,8 +144,8 @@ def philox():
     for kind, lanes, dtype in kinds:
         for dims, vector, index in ((1, 0, tl.int32), (4, 8, tl.int64)):
             constants = {"dims": dims, "index": index, "kind": kind, "lanes": lanes, "vector": vector, "is_bool": False}
-            constants["block"] = kernels._CAST_BLOCK
-            options = {"num_warps": kernels._CAST_WARPS, "enable_reflect_ftz": False, "alignment": 0}
+            constants["block"] = kernels._DRAW_BLOCK
+            options = {"num_warps": kernels._DRAW_WARPS, "enable_reflect_ftz": False, "alignment": 0}
             types = {**annotated, "out_ptr": dtype}
             yield f"philox {kind} {lanes} {dtype} {dims}", compiled(kernel, types, constants, **options)
 

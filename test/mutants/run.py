@@ -318,7 +318,7 @@ def main() -> int:
     parser.add_argument("--more", action="store_true", help="those that the last run did not reach, and keep its results")
     parser.add_argument("--seconds", type=float, default=30.0, help="of tests for one mutant")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no mutant of a group after so many")
-    parser.add_argument("--write", action="store_true", help="write docs/mutants.md from the results in --out, and run nothing")
+    parser.add_argument("--write", action="store_true", help="write docs/data/mutants.json from --out, and run nothing")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.write:

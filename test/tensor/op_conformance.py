@@ -1,9 +1,9 @@
 """Torch's own OpInfo database on DTensors: does an op give the single-device result, or a clear error?
 
-``python test/tensor/op_conformance.py --write docs/op_coverage.md`` sweeps ragged DTensors on 4 ranks; the test takes a sample.
-``--family interleaved`` sweeps InterleavedShard on 2 ranks. ``--family plan`` sweeps what flows through a model under a plan:
-Replicate, Partial and Shard over two mesh dimensions, with the handlers of ``parallelize``, torch's modules too, and dimensions
-counted from the back in every second case.
+``python test/tensor/op_conformance.py --write docs/data/op_coverage.json`` sweeps ragged DTensors on 4 ranks; the test takes a
+sample. ``--family interleaved`` sweeps InterleavedShard on 2 ranks. ``--family plan`` sweeps what flows through a model under a
+plan: Replicate, Partial and Shard over two mesh dimensions, with the handlers of ``parallelize``, torch's modules too, and
+dimensions counted from the back in every second case.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import math
 import pathlib
@@ -506,37 +507,19 @@ def reason_of(tally: Tally) -> str:
     )  # No link.
 
 
-def table(tallies: dict[str, Tally], command: str) -> str:
-    """``docs/op_coverage.md``."""
+def record(tallies: dict[str, Tally]) -> str:
+    """``docs/data/op_coverage.json``, of which docs/measured.py makes the table."""
     taken = {name: t for name, t in tallies.items() if t.equal or t.error or t.torch}
-    full = sum(not t.error for t in taken.values())
-    none = sum(not t.equal for t in taken.values())
-    known = sorted(name for name, t in taken.items() if t.torch)
-    lines = [
-        "# Operators on ragged DTensors",
-        "",
-        f"Written by `{command}` with torch {torch.__version__} on {platform.machine()} CPUs, {RANKS} ranks, gloo: every op of "
-        "torch's OpInfo database (`op_db`) that has a tensor argument, as a function and in place, with its samples' tensors "
-        "under even and uneven units, units with zeros, one owner, and units that cut rows. The result is compared with a "
-        "single device: shape, stride, type and values.",
-        "",
-        f"- {len(taken)} ops: {full} always equal, {len(taken) - full - none} equal or a clear error by placement, "
-        f"{none} always a clear error.",
-        f"- {sum(t.equal for t in taken.values())} cases equal, {sum(t.local for t in taken.values())} of them with no "
-        f"communication; {sum(t.error for t in taken.values())} clear errors; "
-        f"{sum(len(t.wrong) for t in taken.values())} wrong.",
-        f"- Left out: {sum(len(t.torch) for t in taken.values())} cases in which this torch is wrong in the same way with "
-        f"`Replicate` or `Shard(0)` and no ragged tensor at all ({', '.join(known) or 'none'}).",
-        "",
-        "Cases that are equal but communicate redistribute to what torch's own rule takes, as DTensor does.",
-        "",
-        "| op | equal | no communication | clear error | most frequent error |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| `{n}` | {t.equal} | {t.local} | {t.error} | {reason_of(t).replace('|', '/')} |" for n, t in sorted(taken.items())
-    ]
-    return "\n".join(lines) + "\n"
+    head = {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "ranks": RANKS,
+        "wrong": sum(len(t.wrong) for t in taken.values()),
+        "left_out": sum(len(t.torch) for t in taken.values()),
+        "left_out_ops": sorted(name for name, t in taken.items() if t.torch),
+    }
+    rows = [[name, t.equal, t.local, t.error, reason_of(t).replace("|", "/")] for name, t in sorted(taken.items())]
+    return json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]\n}\n"
 
 
 def main() -> None:
@@ -544,14 +527,14 @@ def main() -> None:
     parser.add_argument("--names", default=".*", help="a regular expression of op names")
     parser.add_argument("--samples", type=int, default=3, help="samples of each op")
     parser.add_argument("--family", default="ragged", choices=FAMILIES, help="the placements")
-    parser.add_argument("--write", type=pathlib.Path, help="the table to write")
+    parser.add_argument("--write", type=pathlib.Path, help="the JSON to write")
     options = parser.parse_args()
     ranks, family = math.prod(FAMILIES[options.family].mesh), options.family
     answers = run_ranks(ranks, sweep, options.names, options.samples, False, True, 1, family, timeout=3 * 3600)
     for text in wrong_of(answers):
         print("WRONG", text)
     if options.write:
-        options.write.write_text(table(answers[0], f"python test/tensor/op_conformance.py --write {options.write}"))
+        options.write.write_text(record(answers[0]))
     sys.exit(bool(wrong_of(answers)))
 
 

@@ -74,5 +74,5 @@ class TransferRunTest(unittest.TestCase):
 
         text = error_of(transfer.plan, Broken(source) if rank == 1 else source, target)
         assert text.startswith("KeyError" if rank == 1 else "RuntimeError: transfer.plan failed on rank 1: KeyError"), text
-        plan.run(source, target, delta="version")
+        plan.run(source, target, delta="checksum")
         assert plan.is_complete and target["w"].to_local().all()

@@ -16,8 +16,8 @@ must not count: otherwise an optimizer's results would depend on which matrices 
 def gram(x: torch.Tensor, halves: bool = True) -> torch.Tensor:
     """``x @ x.mT`` for each matrix of a batch.
 
-    On CUDA, if ``x`` is bfloat16 with at least :data:`FEWEST_ROWS` rows, a Triton kernel computes half of the tiles; its result is
-    exactly symmetric. Otherwise torch's product runs. Both sum in float32 and round the sum once. Before this rounding, the
+    On CUDA, if ``x`` is bfloat16 with at least :data:`FEWEST_ROWS` rows, a Triton kernel computes half of the tiles; its result
+    is exactly symmetric. Otherwise torch's product runs. Both sum in float32 and round the sum once. Before this rounding, the
     error is at most ``K * 2**-24 * |x| @ |x|.mT``, where K is the number of columns of ``x``.
 
     Args:

@@ -1,6 +1,6 @@
 """``save``, ``async_save`` and ``load``: the calls of a training script.
 
-Every step that can fail on one rank runs inside ``agree`` or ``raise_on_all``: no rank starts a collective that another rank,
+Every step that can fail on one rank runs inside ``on_all`` or ``raise_on_all``: no rank starts a collective that another rank,
 after an error, does not join.
 """
 

@@ -1,4 +1,4 @@
-"""``torch-ragged-checkpoint inspect|verify|diff``, which is also ``python -m torch_ragged.checkpoint``.
+"""``torch-ragged checkpoint inspect|verify|diff``, which is also ``python -m torch_ragged.checkpoint``.
 
 It looks at a checkpoint from the command line. It runs in one process, needs no model, unpickles no object and changes no file.
 """

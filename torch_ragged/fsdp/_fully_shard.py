@@ -117,9 +117,8 @@ def fully_shard(
             backward all-gathers among these k ranks only. The sharded parameters are registered meanwhile. For tensor types
             with their own all-gather, an integer means True.
         shard_placement_fn: a function ``parameter -> placement``. It returns a granularity, as below; or ``Shard(d)``, for a
-            parameter that is sharded as by FSDP2, in a buffer of its own; or torch's ``BlockShard``, whose blocks of whole rows
-            are then not cut: the planner chooses their owners; or torch's ``ShardPlacementResult``, which also names a mesh; or
-            None.
+            parameter that is sharded as by FSDP2, in a buffer of its own; or torch's ``ShardPlacementResult``, which also names
+            a mesh; or None.
         mp_policy: the dtypes of computation, reduction and outputs, as in the installed FSDP2. If it has no ``reduce_dtype``,
             gradients are reduced in ``param_dtype`` (before torch 2.15) or in the parameters' dtype (since torch 2.15). With a
             :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.

@@ -1,4 +1,4 @@
-"""The offline planner: ``torch-ragged-plan MODEL``; ``--help`` documents it.
+"""The offline planner: ``torch-ragged plan MODEL``; ``--help`` documents it.
 
 It must not need a GPU or a process group.
 

@@ -1,4 +1,4 @@
-"""The command line of ``torch-ragged-plan``, which is also ``python -m torch_ragged.offline``.
+"""The command line of ``torch-ragged plan``, which is also ``python -m torch_ragged.offline``.
 
 It must check all options before it plans anything.
 """
@@ -12,11 +12,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Optional
+from typing import Optional
 
 import torch
 
-from torch_ragged._command_line import command_name, ends_quietly
+from torch_ragged._command_line import OneLineParser, check_file, command_name, ends_quietly
 from torch_ragged.fsdp import Granularity, blocks, elements, rows, segments, tensor
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.layout._weighted import check_weights
@@ -55,13 +55,6 @@ _FORMS: dict[str, Callable[..., Granularity]] = {
 _FORMS_TEXT = "elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor"
 Fused = dict[str, list[tuple[int, Optional[Granularity]]]]
 """By parameter: the size and the granularity of each segment; None for that of the parameter."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors have one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 @ends_quietly
@@ -110,7 +103,7 @@ def _explain(plan: ModelPlan, group: str, report: Report, svg: str | None) -> st
 
 
 def _plan_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog=command_name("torch_ragged.offline"),
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -197,9 +190,7 @@ def _check_options(options: argparse.Namespace) -> tuple[Granularity, Fused, Pre
     if options.explain and len(options.ranks or ()) != 1:
         raise ValueError("--explain draws one FSDP size: give one size with --ranks")
     for option in ("svg", "json", "plot"):
-        path = getattr(options, option)
-        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise ValueError(f"--{option} {path}: expected the path of a file in an existing folder")
+        check_file(option, getattr(options, option))
     if options.plot:
         check_plot_path(options.plot)
     if options.weights:

@@ -639,7 +639,7 @@ class _GraphMemory:
 
 
 def _scalar_columns(scalars: Sequence[AdamStep], device: torch.device) -> torch.Tensor:
-    """The floats of the kernel's ``FLOATS``, a row for each region, made on the device."""
+    """The floats of the kernel's ``FLOAT_FIELDS``, a row for each region, made on the device."""
     return torch.stack([_column(values, device) for values in zip(*map(_floats, scalars))], 1).float()
 
 
@@ -655,7 +655,7 @@ def _column(values: Sequence[Any], device: torch.device) -> torch.Tensor:
 
 
 def _integers(region: Region, numbers: AdamStep, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
-    """The integers of a region for the kernel: its ``INTEGERS`` without the first, ``program``."""
+    """The integers of a region for the kernel: its ``INTEGER_FIELDS`` without the first, ``program``."""
     firsts = (region.start, region.start, region.start, region.first_block, region.start, region.first_block)
     addresses = (tensor.data_ptr() + first * tensor.element_size() for tensor, first in zip(tensors, firsts))
     rows, columns = region.sizes[1:]

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torch_ragged._register._random import check_before_init, forget_tensors
 from torch_ragged.random._replay import prune, values_of
-from torch_ragged.random._tape import End, Entry, StoragePart, Stream, Tape, is_random, read_state, write_state
+from torch_ragged.random._tape import End, Entry, StoragePart, Stream, Tape, read_state, write_state
+from torch_ragged.tensor._ops._rules import is_random
 
 __all__ = ["ORIGIN", "DeferredTensor", "Origin", "Recorder", "check_draws", "known_ends", "has_fakes"]
 

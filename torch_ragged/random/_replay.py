@@ -18,9 +18,10 @@ from typing import Any, Optional, Union
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_ragged.random._tape import START, End, Entry, Point, StoragePart, Tape, is_random, read_state, write_state
+from torch_ragged.random._tape import START, End, Entry, Point, StoragePart, Tape, read_state, write_state
 from torch_ragged.tensor._draw import draw_owned
 from torch_ragged.tensor._exchange import clipped, paired_views, views_of
+from torch_ragged.tensor._ops._rules import is_random
 from torch_ragged.tensor._ownership import Box, row_major
 from torch_ragged.tensor._sampler import Sampler
 

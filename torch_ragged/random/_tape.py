@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["End", "Entry", "StoragePart", "Point", "Tape", "is_random", "read_state", "write_state"]
+__all__ = ["End", "Entry", "StoragePart", "Point", "Tape", "read_state", "write_state"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Entry:
     """One op.
 
     Attributes:
-        args, kwargs: of the op, with a :class:`StoragePart` in place of each tensor that the tape made. Other tensors are constants.
+        args, kwargs: of the op, with a :class:`StoragePart` for each tensor that the tape made. Other tensors are constants.
         made: for each of the op's flattened results, its part if the op has made its storage; else None.
         written: the storages that the op writes to.
         device_type: of the tensors.
@@ -115,11 +115,6 @@ class Tape:
     devices: list[torch.device] = field(default_factory=list)
     streams: dict[str, Stream] = field(default_factory=dict)
     is_pruned: bool = False
-
-
-def is_random(op: torch._ops.OpOverload) -> bool:
-    """Whether the op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def read_state(device_type: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The command line of ``torch-ragged-spmd``, which is also ``python -m torch_ragged.spmd``.
+"""The command line of ``torch-ragged spmd``, which is also ``python -m torch_ragged.spmd``.
 
 It must check all options before it runs a model, and load no weights.
 """
@@ -13,12 +13,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from torch_ragged._command_line import command_name, ends_quietly
+from torch_ragged._command_line import OneLineParser, check_file, command_name, ends_quietly
 from torch_ragged.spmd._explain import check, explain
 from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolved import MeshShape
@@ -41,13 +41,6 @@ plan.json is what Plan.to_json() returns. The plan "transformers" is the model's
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors have one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 @ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool with the arguments ``argv`` (default: the command line's). Returns the exit status, 2 for bad input.
@@ -58,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_args(argv)
         for name in ("json", "svg"):
-            _check_file(name, getattr(options, name))
+            check_file(name, getattr(options, name))
         mesh = _mesh_option(options.mesh)
         model = _model(options.model)
         plan = _plan_option(options.plan, model, mesh)
@@ -83,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog=command_name("torch_ragged.spmd"),
         description=_SPMD_DESCRIPTION,
         epilog=_SPMD_EXAMPLES,
@@ -105,11 +98,6 @@ def _positive_count(text: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
-
-
-def _check_file(name: str, path: str | None) -> None:
-    if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise ValueError(f"--{name} {path}: expected the path of a file in an existing folder")
 
 
 def _mesh_option(text: str) -> MeshShape:

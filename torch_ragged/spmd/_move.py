@@ -163,7 +163,11 @@ def clean(placements: Sequence[Placement]) -> PerDim:
 
 
 def make_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: PerDim, shape: Sequence[int], stride: tuple[int, ...] | None = None
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: PerDim,
+    shape: Sequence[int],
+    stride: tuple[int, ...] | None = None,
 ) -> DTensor:
     """A DTensor on ``local``, without a check and without autograd. ``stride`` is that of the whole; None: row-major."""
     key = (id(mesh), placements, tuple(shape), stride, local.dtype)  # An equal mesh may have other process groups.

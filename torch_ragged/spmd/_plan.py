@@ -37,6 +37,7 @@ from torch_ragged.spmd._text import (
 )
 from torch_ragged.spmd._torchtitan import layers_of, layouts_of
 from torch_ragged.spmd._transformers import batch_of, shards_of, units_of
+from torch_ragged.tensor.interleaved_placement_types import is_int
 
 __all__ = [
     "FACTORY_FUNCTIONS",
@@ -248,9 +249,9 @@ class SegmentsRule(Rule):
         if activation_path(self.path):
             raise ValueError(f"segments: {path_text(self.path)} is an activation: name a parameter or a buffer")
         sizes = self.sizes if isinstance(self.sizes, tuple) else ()
-        if len(sizes) < 2 or not all(_is_int(size) and size > 0 for size in sizes):
+        if len(sizes) < 2 or not all(is_int(size) and size > 0 for size in sizes):
             raise ValueError(f"segments: sizes must be two or more positive integers, got {self.sizes!r}")
-        if not _is_int(self.dim):
+        if not is_int(self.dim):
             raise TypeError(f"segments: dim must be an integer, got {self.dim!r}")
 
 
@@ -718,10 +719,6 @@ def _each(placement: Placements, names: tuple[str, ...]) -> tuple[Placement, ...
 
 def _each_or_none(placement: Optional[Placements], names: tuple[str, ...]) -> Optional[tuple[Placement, ...]]:
     return None if placement is None else _each(placement, names)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _field_text(name: str, value: Any) -> str:

@@ -1,6 +1,6 @@
 """The zoo: plans for models of transformers and diffusers, whose classes stay as they are. One function per family.
 
-It must not import these libraries: a plan is names and placements.
+It must not import these libraries: a plan is names and placements. ``print(zoo.llama())`` shows the rules of a plan.
 """
 
 from __future__ import annotations
@@ -27,22 +27,9 @@ def llama(
     unit: bool = True,
     cp: Optional[str] = None,
 ) -> Plan:
-    r"""A plan for ``LlamaForCausalLM``, and for models with the same names: Mistral, Qwen2, Olmo.
+    """A plan for ``LlamaForCausalLM``, and for models with the same names: Mistral, Qwen2, Olmo.
 
-    Heads, hidden features of the feed-forward part and the vocabulary are cut over ``tp``; each layer is a unit over ``dp``::
-
-        layer = r"model\.layers\.\d+"
-        plan = Plan()
-        plan.shard(rf"{layer}\.self_attn\.(q|k|v)_proj\.weight", Shard(0), "tp")
-        plan.shard(rf"{layer}\.self_attn\.o_proj\.weight", Shard(1), "tp")
-        plan.shard(rf"{layer}\.(self_attn|mlp)\.<out:0>", Replicate(), "tp")
-        plan.shard(r"(model\.embed_tokens|lm_head)\.weight", Shard(0), "tp")
-        plan.shard(r"(model\.embed_tokens|lm_head)\.<out>", Replicate(), "tp")
-        plan.shard("<in:input_ids>", Shard(0), "dp")
-        plan.shard("<in:labels>", Shard(0), "dp")
-        plan.shard(rf"{layer}\.mlp\.(gate|up)_proj\.weight", Shard(0), "tp")
-        plan.shard(rf"{layer}\.mlp\.down_proj\.weight", Shard(1), "tp")
-        plan.unit(layer, "dp")
+    Heads, hidden features of the feed-forward part and the vocabulary are cut over ``tp``; each layer is a unit over ``dp``.
 
     All functions of the zoo take these arguments, but for ``cp``, which those of dense language models take:
 
@@ -78,20 +65,7 @@ def qwen3(**options: Any) -> Plan:
 
 
 def mixtral(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
-    r"""A plan for ``MixtralForCausalLM``. Each rank of ``tp`` has a part of the hidden features of all experts::
-
-        layer = r"model\.layers\.\d+"
-        plan = Plan()
-        plan.shard(rf"{layer}\.self_attn\.(q|k|v)_proj\.weight", Shard(0), "tp")
-        plan.shard(rf"{layer}\.self_attn\.o_proj\.weight", Shard(1), "tp")
-        plan.shard(rf"{layer}\.(self_attn|mlp)\.<out:0>", Replicate(), "tp")
-        plan.shard(r"(model\.embed_tokens|lm_head)\.weight", Shard(0), "tp")
-        plan.shard(r"(model\.embed_tokens|lm_head)\.<out>", Replicate(), "tp")
-        plan.shard("<in:input_ids>", Shard(0), "dp")
-        plan.shard("<in:labels>", Shard(0), "dp")
-        plan.shard(rf"{layer}\.mlp\.experts\.gate_up_proj", InterleavedShard(1, 2), "tp")
-        plan.shard(rf"{layer}\.mlp\.experts\.down_proj", Shard(2), "tp")
-        plan.unit(layer, "dp")
+    """A plan for ``MixtralForCausalLM``. Each rank of ``tp`` has a part of the hidden features of all experts.
 
     The router is replicated. Tokens are sorted by expert over the whole batch, as on a single device: the layer all-gathers
     them over ``dp``, and each rank computes an equal part of the sorted tokens.
@@ -110,21 +84,7 @@ def qwen3_moe(**options: Any) -> Plan:
 
 
 def gpt_oss(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
-    r"""A plan for ``GptOssForCausalLM``. Its projections have biases, and its experts have gate and up features by turns::
-
-        layer = r"model\.layers\.\d+"
-        plan = Plan()
-        plan.shard(rf"{layer}\.self_attn\.(q|k|v)_proj\.weight", Shard(0), "tp")
-        plan.shard(rf"{layer}\.self_attn\.o_proj\.weight", Shard(1), "tp")
-        plan.shard(rf"{layer}\.(self_attn|mlp)\.<out:0>", Replicate(), "tp")
-        plan.shard(r"(model\.embed_tokens|lm_head)\.weight", Shard(0), "tp")
-        plan.shard(r"(model\.embed_tokens|lm_head)\.<out>", Replicate(), "tp")
-        plan.shard("<in:input_ids>", Shard(0), "dp")
-        plan.shard("<in:labels>", Shard(0), "dp")
-        plan.shard(rf"{layer}\.self_attn\.((q|k|v)_proj\.bias|sinks)", Shard(0), "tp")
-        plan.shard(rf"{layer}\.mlp\.experts\.gate_up_proj", Shard(2), "tp")
-        plan.shard(rf"{layer}\.mlp\.experts\.(gate_up_proj_bias|down_proj)", Shard(1), "tp")
-        plan.unit(layer, "dp")
+    """A plan for ``GptOssForCausalLM``. Its projections have biases, and its experts have gate and up features by turns.
 
     Experts and tokens are as in :func:`mixtral`.
 
@@ -138,22 +98,7 @@ def gpt_oss(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bo
 
 
 def deepseek_v3(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
-    r"""A plan for ``DeepseekV3ForCausalLM``: multi-head latent attention, dense layers, experts and shared experts::
-
-        layer = r"model\.layers\.\d+"
-        plan = Plan()
-        plan.shard(rf"{layer}\.self_attn\.(q|q_b|kv_b)_proj\.weight", Shard(0), "tp")
-        plan.shard(rf"{layer}\.self_attn\.o_proj\.weight", Shard(1), "tp")
-        plan.shard(rf"{layer}\.(self_attn|mlp)\.<out:0>", Replicate(), "tp")
-        plan.shard(r"(model\.embed_tokens|lm_head)\.weight", Shard(0), "tp")
-        plan.shard(r"(model\.embed_tokens|lm_head)\.<out>", Replicate(), "tp")
-        plan.shard("<in:input_ids>", Shard(0), "dp")
-        plan.shard("<in:labels>", Shard(0), "dp")
-        plan.shard(rf"{layer}\.mlp\.(shared_experts\.)?(gate|up)_proj\.weight", Shard(0), "tp")
-        plan.shard(rf"{layer}\.mlp\.(shared_experts\.)?down_proj\.weight", Shard(1), "tp")
-        plan.shard(rf"{layer}\.mlp\.experts\.gate_up_proj", InterleavedShard(1, 2), "tp")
-        plan.shard(rf"{layer}\.mlp\.experts\.down_proj", Shard(2), "tp")
-        plan.unit(layer, "dp")
+    """A plan for ``DeepseekV3ForCausalLM``: multi-head latent attention, dense layers, experts and shared experts.
 
     The projections to the latents and their norms are replicated; the heads that come out of the latents are cut. Experts and
     tokens are as in :func:`mixtral`.
@@ -169,19 +114,7 @@ def deepseek_v3(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel
 
 
 def t5(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
-    r"""A plan for ``T5ForConditionalGeneration``, whose feed-forward part has one matrix ``wi``, or ``wi_0`` and ``wi_1``::
-
-        block = r"(encoder|decoder)\.block\.\d+"
-        part = rf"{block}\.layer\.\d\.(\w+Attention|DenseReluDense)"
-        plan = Plan()
-        plan.shard(rf"{part}\.(q|k|v|wi|wi_\d)\.weight", Shard(0), "tp")
-        plan.shard(rf"{part}\.(o|wo|relative_attention_bias)\.weight", Shard(1), "tp")
-        plan.shard(rf"{part}\.<out:0>", Replicate(), "tp")
-        plan.shard(r"(shared|lm_head)\.weight", Shard(0), "tp")
-        plan.shard(r"((en|de)coder\.embed_tokens|lm_head)\.<out>", Replicate(), "tp")
-        plan.shard("<in:input_ids>", Shard(0), "dp")
-        plan.shard("<in:labels>", Shard(0), "dp")
-        plan.unit(block, "dp")
+    """A plan for ``T5ForConditionalGeneration``, whose feed-forward part has one matrix ``wi``, or ``wi_0`` and ``wi_1``.
 
     The table of position biases has a column per head, and is cut by heads. A batch with ``attention_mask`` or
     ``decoder_input_ids`` needs a rule such as ``shard("<in:attention_mask>", Shard(0), "dp")``.
@@ -205,16 +138,7 @@ def t5(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = 
 
 
 def vit(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
-    r"""A plan for ``ViTForImageClassification``::
-
-        layer = r"vit\.layers\.\d+"
-        plan = Plan()
-        plan.shard(rf"{layer}\.(attention\.(q|k|v)_proj|mlp\.fc1)\.(weight|bias)", Shard(0), "tp")
-        plan.shard(rf"{layer}\.(attention\.o_proj|mlp\.fc2)\.weight", Shard(1), "tp")
-        plan.shard(rf"{layer}\.(attention|mlp)\.<out:0>", Replicate(), "tp")
-        plan.shard("<in:pixel_values>", Shard(0), "dp")
-        plan.shard("<in:labels>", Shard(0), "dp")
-        plan.unit(layer, "dp")
+    """A plan for ``ViTForImageClassification``.
 
     Args: as :func:`llama`.
     """
@@ -231,17 +155,7 @@ def vit(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool =
 
 
 def dit(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
-    r"""A plan for ``DiTTransformer2DModel`` of diffusers::
-
-        block = r"transformer_blocks\.\d+"
-        plan = Plan()
-        plan.shard(rf"{block}\.(attn1\.to_(q|k|v)|ff\.net\.0\.proj)\.(weight|bias)", Shard(0), "tp")
-        plan.shard(rf"{block}\.(attn1\.to_out\.0|ff\.net\.2)\.weight", Shard(1), "tp")
-        plan.shard(rf"{block}\.(attn1|ff)\.<out>", Replicate(), "tp")
-        plan.shard("<in:hidden_states>", Shard(0), "dp")
-        plan.shard("<in:timestep>", Shard(0), "dp")
-        plan.shard("<in:class_labels>", Shard(0), "dp")
-        plan.unit(rf"{block}(\.norm1\.emb)?", "dp")
+    """A plan for ``DiTTransformer2DModel`` of diffusers.
 
     The embedding of time and class is a unit of its own: the model calls that of the first block once more, after the blocks.
 
@@ -268,23 +182,7 @@ def flux2(
     unit: bool = True,
     mlp_ratio: int = 3,
 ) -> Plan:
-    r"""A plan for ``Flux2Transformer2DModel`` of diffusers, whose single blocks have one matrix for q, k, v, gate and up::
-
-        double, single = r"transformer_blocks\.\d+", r"single_transformer_blocks\.\d+"
-        plan = Plan()
-        plan.shard(rf"{double}\.attn\.(to_(q|k|v)|add_(q|k|v)_proj)\.weight", Shard(0), "tp")
-        plan.shard(rf"{double}\.attn\.(to_out\.0|to_add_out)\.weight", Shard(1), "tp")
-        plan.shard(rf"{double}\.ff(_context)?\.linear_in\.weight", InterleavedShard(0, 2), "tp")
-        plan.shard(rf"{double}\.ff(_context)?\.linear_out\.weight", Shard(1), "tp")
-        plan.shard(rf"{single}\.attn\.to_qkv_mlp_proj\.weight", InterleavedShard(0, (1, 1, 1, 3, 3)), "tp")
-        plan.shard(rf"{single}\.attn\.to_out\.weight", InterleavedShard(1, (1, 3)), "tp")
-        plan.shard(rf"({double}\.(attn|ff|ff_context)|{single}\.attn)\.<out:0>", Replicate(), "tp")
-        plan.shard(rf"{double}\.attn\.<out:1>", Replicate(), "tp")
-        plan.shard("<in:hidden_states>", Shard(0), "dp")
-        plan.shard("<in:encoder_hidden_states>", Shard(0), "dp")
-        plan.shard("<in:timestep>", Shard(0), "dp")
-        plan.shard("<in:guidance>", Shard(0), "dp")
-        plan.unit(rf"(single_)?{double}", "dp")
+    """A plan for ``Flux2Transformer2DModel`` of diffusers, whose single blocks have one matrix for q, k, v, gate and up.
 
     Args: as :func:`llama`, and
         mlp_ratio: ``mlp_ratio`` of the model's config. The segments of the fused matrices are in these proportions.

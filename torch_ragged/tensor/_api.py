@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -28,13 +27,10 @@ from torch_ragged.tensor._redistribute import REDUCTIONS, broadcast_local, in_or
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import (
     _Ragged,
-    block_local_shape,
     cuts_of,
     has_ragged,
-    is_block_shard,
     normalize_placements,
     whole_shape,
-    with_blocks_ragged,
 )
 
 __all__ = ["RaggedExtension", "ragged_extension", "spec_of"]
@@ -133,7 +129,6 @@ class RaggedExtension(PlacementExtension):
                 f"cannot redistribute a DTensor on a mesh of {given[0]} to a mesh of {given[1]}: use the tensor's own mesh"
             )
         normalized = normalize_placements(tuple(placements), tensor.shape, own.shape)
-        normalized = tuple(given if is_block_shard(given) else found for given, found in zip(placements, normalized))
         return _RaggedRedistribute.apply(tensor, normalized, *_redistribute_options(**options))
 
     def redistribute_local_tensor(
@@ -145,10 +140,6 @@ class RaggedExtension(PlacementExtension):
         if mesh.get_coordinate() is None or (old == new and shape == target.shape):
             return local
         with _recorded(local, old, new, is_explicit):
-            mesh_shape = tuple(mesh.shape)
-            if any(map(is_block_shard, old)):  # Its local tensor is a matrix of the elements that a flat one has.
-                local, old = local.reshape(-1), with_blocks_ragged(old, shape, mesh_shape)
-            given, new = new, with_blocks_ragged(new, shape, mesh_shape)
             if shape != target.shape:
                 return on_each_rank(broadcast_local, local, mesh, target.shape, new)
             view = next((p for p in (*old, *new) if isinstance(p, _Ragged) and p.redistribute_view is not None), None)
@@ -159,9 +150,6 @@ class RaggedExtension(PlacementExtension):
                     local, old = _reduced(local, mesh, dim, placement), (*old[:dim], Replicate(), *old[dim + 1 :])
             is_async = async_op and not _are_we_tracing()
             pending = redistribute_local(local, mesh, shape, old, new, is_async)
-            rows = block_local_shape(given, shape, math.prod(pending.local_shape))
-            if rows is not None:
-                pending.local_shape = rows
             if is_async and pending.in_flight and not is_permuted(target.stride):
                 return async_local(pending)
             return in_order_of(pending.wait(), target.stride)

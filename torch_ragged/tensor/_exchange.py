@@ -30,7 +30,7 @@ __all__ = [
     "overlap",
     "paired_views",
     "part_of",
-    "parts_of",
+    "parts_on",
     "parts_within",
     "views_of",
 ]
@@ -126,7 +126,7 @@ def merged_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(result)
 
 
-def parts_of(found: Iterable[Common], side: int) -> tuple[Part, ...]:
+def parts_on(found: Iterable[Common], side: int) -> tuple[Part, ...]:
     """The parts of one local tensor, in the order of ``found``."""
     return merged_parts(each.part(side) for each in found)
 
@@ -147,13 +147,13 @@ def views_of(local: torch.Tensor, boxes: Iterable[Box]) -> list[torch.Tensor]:
     if local.is_contiguous():
         offset = local.storage_offset()
         return [local.as_strided(box.sizes, box.local_strides, offset + box.local_offset) for box in boxes]
-    return [local[_slices(coordinate_at(box.local_offset, local.shape), box.sizes)] for box in boxes]
+    return [local[_box_slices(coordinate_at(box.local_offset, local.shape), box.sizes)] for box in boxes]
 
 
 def paired_views(local: torch.Tensor, whole: torch.Tensor, boxes: Sequence[Box]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each box of a local tensor, as its view there and as its view in the whole tensor."""
-    return zip(views_of(local, boxes), [whole[_slices(box.offsets, box.sizes)] for box in boxes])
+    return zip(views_of(local, boxes), [whole[_box_slices(box.offsets, box.sizes)] for box in boxes])
 
 
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+def _box_slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple([slice(start, start + size) for start, size in zip(offsets, sizes)])

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged.tensor._exchange import overlap
 from torch_ragged.tensor._owned_boxes import owned_part
 from torch_ragged.tensor._ownership import Box, coordinate_at, row_major
+from torch_ragged.tensor.interleaved_placement_types import is_int
 
 __all__ = ["GlobalLayout", "coverage_problem", "global_layout_of"]
 
@@ -70,7 +71,7 @@ class GlobalLayout:
         for name in _FIELDS:
             value = getattr(self, name)
             rows = (value,) if name == "global_shape" else value
-            if not isinstance(rows, tuple) or not all(isinstance(row, tuple) and all(map(_is_int, row)) for row in rows):
+            if not isinstance(rows, tuple) or not all(isinstance(row, tuple) and all(map(is_int, row)) for row in rows):
                 expected = "a tuple of integers" if name == "global_shape" else "a tuple with one tuple of integers per box"
                 raise TypeError(f"GlobalLayout: {name} must be {expected}, got {value!r}: GlobalLayout.of(fields) converts")
         counts = tuple(len(getattr(self, name)) for name in _FIELDS[1:])
@@ -318,10 +319,6 @@ def _slices(boxes: Sequence[Box]) -> Iterator[tuple[Box, tuple[int, ...]]]:
     unit = math.prod(pieces[0].sizes[outer:])
     for single in itertools.chain(*(_single_boxes(piece, outer - 1) for piece in pieces)):
         yield single, (*(0,) * (outer - 1), single.local_offset // unit, *(0,) * (ndim - outer))
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _ints(values: Any, name: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Union
 
-from torch_ragged.tensor._exchange import Common, Part, common, merged_parts, part_of, parts_of
+from torch_ragged.tensor._exchange import Common, Part, common, merged_parts, part_of, parts_on
 from torch_ragged.tensor._ownership import (
     Chunk,
     Cut,
@@ -258,14 +258,14 @@ class Route:
         target = self.replace(mesh_dim, Whole())
         here, there = self._owned(self.cuts), self._owned(target)
         shared, was_whole = common(here, there), isinstance(self.cuts[mesh_dim], Whole)
-        self.steps.append(Fill(mesh_dim, operation, was_whole, parts_of(shared, 0), parts_of(shared, 1), there.local_shape))
+        self.steps.append(Fill(mesh_dim, operation, was_whole, parts_on(shared, 0), parts_on(shared, 1), there.local_shape))
         self.cuts = target
 
     def _cut(self, target: tuple[Cut, ...]) -> None:
         """Each rank selects its new elements from those that it holds. No communication."""
         here, there = self._owned(self.cuts), self._owned(target)
         shared, stays = common(here, there), _contents(here) == _contents(there)
-        self.steps.append(Move(parts_of(shared, 0), parts_of(shared, 1), there.local_shape, stays))
+        self.steps.append(Move(parts_on(shared, 0), parts_on(shared, 1), there.local_shape, stays))
 
     def _gather(self, mesh_dim: int) -> None:
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
@@ -371,8 +371,8 @@ def _slab(shape: tuple[int, ...], cut: Cut, size: int, rank: int, start: int, st
     else:
         whole = owned(shape, (3,), (Run(len(shape), Units.of((start, stop - start, numel - stop))),), (1,))
     peers = {p: common(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
-    receives = parts_of(itertools.chain(*peers.values()), 1)
-    return Slab(start, stop, _numels(peers, size), parts_of(peers[rank], 0), receives)
+    receives = parts_on(itertools.chain(*peers.values()), 1)
+    return Slab(start, stop, _numels(peers, size), parts_on(peers[rank], 0), receives)
 
 
 # --- stretches of storage ------------------------------------------------------------------------------------------
@@ -515,8 +515,8 @@ def _exchange_of(
         mesh_dims,
         _numels(sends, size),
         _numels(receives, size),
-        parts_of(itertools.chain(*sends.values()), 0),
-        parts_of(itertools.chain(*receives.values()), 1),
+        parts_on(itertools.chain(*sends.values()), 0),
+        parts_on(itertools.chain(*receives.values()), 1),
         local_shape,
     )
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._ownership import Chunk
 
-__all__ = ["InterleavedShard", "has_interleaved"]
+__all__ = ["InterleavedShard", "has_interleaved", "is_int"]
 
 _MOST_SEGMENTS = 65536
 
@@ -60,7 +60,7 @@ class InterleavedShard(Placement):
     def __init__(self, dim: int, sizes: Union[int, Sequence[int]]) -> None:
         super().__init__()
         given: Any = tuple(sizes) if isinstance(sizes, Sequence) else sizes
-        if not _is_int(dim) or not all(map(_is_int, given if isinstance(given, tuple) else (given,))):
+        if not is_int(dim) or not all(map(is_int, given if isinstance(given, tuple) else (given,))):
             raise TypeError(f"InterleavedShard takes a dimension and integers, got dim={dim!r}, sizes={sizes!r}")
         count = given if isinstance(given, int) else len(given)
         if not 1 <= count <= _MOST_SEGMENTS or (isinstance(given, tuple) and min(given) < 1):
@@ -149,5 +149,5 @@ def has_interleaved(placements: Sequence[Placement]) -> bool:
     return any(type(placement) is InterleavedShard for placement in placements)
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

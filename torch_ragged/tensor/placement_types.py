@@ -11,21 +11,17 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged.tensor._ownership import Chunk, Cut, Run, Whole, check_cuts, chunk_range, run_range
+from torch_ragged.tensor._ownership import Chunk, Cut, Run, Whole, check_cuts
 from torch_ragged.tensor._units import Units
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
 
 __all__ = [
     "RaggedShard",
-    "block_local_shape",
-    "block_split",
     "cuts_of",
     "has_own_rules",
     "has_ragged",
-    "is_block_shard",
     "normalize_placements",
     "whole_shape",
-    "with_blocks_ragged",
 ]
 
 _Self = TypeVar("_Self", bound="_Ragged")
@@ -182,8 +178,7 @@ class RaggedShard(_Ragged):
     def of_blocks(cls, shape: Sequence[int], block_numel: int, ranks: int) -> RaggedShard:
         """Cut a tensor of ``shape`` into blocks of ``block_numel`` consecutive elements; each rank owns a run of whole blocks.
 
-        Of ``n`` blocks, each rank owns ``ceil(n / ranks)``, except the last ranks, which own the rest or nothing. If a block is
-        a slice of the trailing dimensions, this is the ownership of ``BlockShard((block_numel,))`` in torch's proposal.
+        Of ``n`` blocks, each rank owns ``ceil(n / ranks)``, except the last ranks, which own the rest or nothing.
 
         Raises:
             ValueError: ``block_numel`` or ``ranks`` is not a positive integer, or a block does not divide the tensor.
@@ -198,53 +193,6 @@ class RaggedShard(_Ragged):
         dims = next(k for k in range(len(shape) + 1) if math.prod(shape[:k]) % count == 0)
         most = -(-count // ranks)
         return cls(range(dims), [min(most, max(0, count - rank * most)) for rank in range(ranks)])
-
-    @classmethod
-    def from_block_shard(cls, placement: Any, shape: Sequence[int], ranks: int) -> RaggedShard:
-        """The RaggedShard that owns what torch's ``BlockShard`` owns of a tensor of ``shape`` on ``ranks`` ranks.
-
-        ::
-
-            RaggedShard.from_block_shard(BlockShard((5,)), (3, 4, 5), 2)     # rows of 5 elements: 6 of 12 on each rank
-            RaggedShard(dims=(0, 1), local_units=(6, 6))
-
-        The local tensors differ: that of ``BlockShard`` is a matrix of whole rows, here ``(6, 5)``, the other one is flat. Any
-        object with the fields ``block_numels`` and ``block_repeats`` counts as a ``BlockShard``.
-
-        Raises:
-            ValueError: blocks of several sizes, or of another size than the last dimensions of the tensor have together; or
-                blocks that are slices of dimension 0, for which torch has ``Shard(0)``; or the tensor has no elements.
-
-        Source: branches of pytorch/pytorch (test/distributed/tensor/test_block_shard.py). No released torch has it yet.
-        """
-        split = block_split(placement, shape)
-        return cls.of_blocks(shape, math.prod(shape[split:]), ranks)
-
-    def to_block_shard(self, shape: Sequence[int], block_shard: Callable[[tuple[int, ...]], Any]) -> Any:
-        """torch's ``BlockShard`` that owns what this placement owns of a tensor of ``shape``.
-
-        Args:
-            block_shard: makes the placement from ``block_numels``: torch's class ``BlockShard``.
-
-        Raises:
-            ValueError: no BlockShard owns that: ranks do not have equal numbers of rows of the last dimensions, all but the
-                last ones, or the rows are slices of dimension 0.
-        """
-        shape, ranks = tuple(shape), len(self._units)
-        numel = math.prod(shape)
-        owned = [run_range(numel, self._units, rank) for rank in range(ranks)] if numel % self._units.total == 0 else []
-        # The split that the dims say first: several may own the same, with local tensors of other shapes.
-        for split in sorted(range(2, len(shape) + 1), key=lambda k: k != len(self._dims)):
-            row = math.prod(shape[split:])
-            if numel and owned == [
-                (start * row, stop * row) for start, stop in (chunk_range(numel // row, ranks, rank) for rank in range(ranks))
-            ]:
-                return block_shard((row,))
-        raise ValueError(
-            f"{self!r} of a tensor of shape {shape} has no BlockShard, which gives each rank an equal number of rows of the "
-            "last dimensions, and the last ranks the rest: redistribute to RaggedShard.of_blocks(shape, block_numel, ranks), "
-            "or to Shard(0) for slices of dimension 0"
-        )
 
     @property
     def cut(self) -> Run:
@@ -274,61 +222,6 @@ def _int_tuple(placement: str, name: str, values: Sequence[int]) -> tuple[int, .
     return tuple(values)
 
 
-def is_block_shard(placement: Any) -> bool:
-    """Whether a placement is torch's ``BlockShard``, which no released torch has: it is known by its fields."""
-    return hasattr(placement, "block_numels") and hasattr(placement, "block_repeats")
-
-
-def block_split(placement: Any, shape: Sequence[int]) -> int:
-    """The dimension from which on a ``BlockShard`` keeps slices of a tensor of ``shape`` whole. Its local tensor has these.
-
-    Raises:
-        ValueError: as :meth:`RaggedShard.from_block_shard`.
-    """
-    shape, numels = tuple(shape), tuple(placement.block_numels)
-    if len(set(numels)) != 1:
-        raise ValueError(
-            f"{placement!r} has blocks of several sizes, which torch does not support either: give one block_numel"
-        )
-    split = next((k for k in range(len(shape) + 1) if math.prod(shape[k:]) == numels[0]), None)
-    if split is None or not math.prod(shape):
-        raise ValueError(
-            f"{placement!r} does not fit a tensor of shape {shape}: its {numels[0]} elements must be a slice of the last "
-            f"dimensions, such as {[math.prod(shape[k:]) for k in range(2, len(shape) + 1)]} elements"
-        )
-    if split < 2:
-        raise ValueError(f"{placement!r} of a tensor of shape {shape} has blocks of whole slices of dimension 0: use Shard(0)")
-    return split
-
-
-def with_blocks_ragged(
-    placements: tuple[Placement, ...], shape: Sequence[int], mesh_shape: Sequence[int]
-) -> tuple[Placement, ...]:
-    """The placements, with a RaggedShard of equal ownership in the place of each ``BlockShard``.
-
-    Raises:
-        ValueError: as :meth:`RaggedShard.from_block_shard`, or another placement cuts the tensor, too.
-    """
-    if not any(map(is_block_shard, placements)):
-        return placements
-    if any(not isinstance(p, (Replicate, Partial)) for p in placements if not is_block_shard(p)) or (
-        sum(map(is_block_shard, placements)) > 1
-    ):
-        raise ValueError(
-            f"{placements}: a BlockShard can stand beside Replicate and Partial only: use RaggedShard, which can stand beside "
-            "Shard"
-        )
-    return tuple(
-        RaggedShard.from_block_shard(p, shape, ranks) if is_block_shard(p) else p for p, ranks in zip(placements, mesh_shape)
-    )
-
-
-def block_local_shape(placements: tuple[Placement, ...], shape: Sequence[int], local_numel: int) -> tuple[int, ...] | None:
-    """The shape of a local tensor with ``local_numel`` elements if a placement is a ``BlockShard``: whole rows; else None."""
-    split = next((block_split(p, shape) for p in placements if is_block_shard(p)), None)
-    return None if split is None else (local_numel // math.prod(shape[split:]), *shape[split:])
-
-
 def has_ragged(placements: Sequence[Placement]) -> bool:
     """Whether any of the placements is ragged."""
     for placement in placements:  # Every redistribution of plain DTensors runs this: isinstance takes four times as long.
@@ -356,8 +249,6 @@ def normalize_placements(
 ) -> tuple[Placement, ...]:
     """Check placements, one of them ragged or interleaved, against a tensor shape and a mesh shape; normalize negative dims.
 
-    Of torch's ``BlockShard``, the result has the RaggedShard of equal ownership.
-
     It is integer arithmetic without communication: all ranks that pass the same arguments get the same result or error.
 
     Raises:
@@ -377,7 +268,6 @@ def _normalized(
         raise ValueError(
             f"placements must have one placement per mesh dimension: got {len(placements)} for a mesh of shape {mesh_shape}"
         )
-    placements = with_blocks_ragged(placements, shape, mesh_shape)
     result = tuple(_normalize(p, i, len(shape), size) for i, (p, size) in enumerate(zip(placements, mesh_shape)))
     check_cuts(tuple(shape), tuple(mesh_shape), cuts_of(result))
     operations = {p.reduce_op for p in result if isinstance(p, Partial)}

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch_ragged.tensor._exchange import Common, Part, clipped, common, merged_parts, parts_of, parts_within
+from torch_ragged.tensor._exchange import Common, Part, clipped, common, merged_parts, parts_on, parts_within
 from torch_ragged.tensor._ownership import Owned
 from torch_ragged.transfer._sides import Holder, Side
 
@@ -78,7 +78,7 @@ class _SharedRegion:
         senders, receivers = self.source.ranks, self.receivers
         # Other regions start with another sender, so that the senders of many regions get about equal loads.
         turn, numel = sum(self.target.ranks) % len(senders), sum(each.numel for each in self.shared)
-        both, keys = [parts_of(self.shared, side) for side in (0, 1)], (self.source.key, self.target.key)
+        both, keys = [parts_on(self.shared, side) for side in (0, 1)], (self.source.key, self.target.key)
         for i, receiver in enumerate(receivers):
             sender = senders[(turn + i) % len(senders)]
             if not spreads or len(receivers) <= len(senders):

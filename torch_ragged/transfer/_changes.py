@@ -16,11 +16,10 @@ import torch
 from torch_ragged.tensor._carry import pack, part_view
 from torch_ragged.tensor._exchange import Part, parts_within
 
-__all__ = ["DELTAS", "Delta", "checksum"]
+__all__ = ["Delta", "checksum"]
 
-Delta = Literal["checksum", "version"]
-DELTAS = ("checksum", "version")
-"""What ``run(delta=)`` takes. ``"version"`` once compared version counters; it is the same as ``"checksum"`` now."""
+Delta = Literal["checksum"]
+"""What ``run(delta=)`` takes."""
 
 _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344), (0x082EFA98EC4E6C89, 0x452821E638D01377)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages, group_of, timeout_of
 from torch_ragged.transfer._background import Handle, in_background, in_turn
-from torch_ragged.transfer._changes import DELTAS, Delta
+from torch_ragged.transfer._changes import Delta
 from torch_ragged.transfer._check import Readable, check_memory, checked_shapes, completed, held_tensors, read_once, side_of
 from torch_ragged.transfer._engine_layout import EngineLayout
 from torch_ragged.transfer._execution import Execution
@@ -222,7 +222,7 @@ class Plan:
             delta: ``"checksum"``: send only what differs between source and target now. Senders and receivers compare
                 checksums of 128 bits of what they hold, cast to the target's dtype. So it does not matter how a tensor was
                 written, on which side, or whether it is a new tensor. It costs one pass over the source and over the target,
-                and buffers of up to 1 MB on a CPU and 64 MB on an accelerator. ``"version"``: an old name of the same.
+                and buffers of up to 1 MB on a CPU and 64 MB on an accelerator.
             async_op: return a handle at once; the run goes on in the background. Do not change the source and do not use the
                 target until its ``wait()`` returns. Runs of one group happen in order.
 
@@ -246,7 +246,7 @@ class Plan:
         given: list[dict[str, Readable]] = [{}, {}]
         problem: Exception | None = None
         try:
-            if delta is not None and delta not in DELTAS:
+            if delta not in (None, "checksum"):
                 raise ValueError(f'run(delta=) takes None or "checksum", got {delta!r}')
             given = [held_tensors(source, self.source, "source"), held_tensors(target, self.target, "target")]
             check_memory(given[0], given[1], self._device)

@@ -30,7 +30,7 @@ IMPLEMENTATIONS = ("nccl", "symm", "copy_engine", "multimem", "auto")
 
 _AUTO = {"cpu": "copy_engine"}
 """By type of device: the implementation that ``auto`` tries. On GPUs ``auto`` is the process group, as long as the other
-implementations are experimental there: what is known of them is rehearsed or modelled (docs/hopper.md)."""
+implementations are experimental there: what is known of them is rehearsed or modelled (docs/measurements.md)."""
 
 _LARGEST_SLOT = {"cuda": 64 << 20, "cpu": 16 << 20}
 """Bytes of the largest slot, by type of device. A larger transfer is cut into pieces. A rank has two slots for all-gathers and

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union
@@ -33,8 +32,7 @@ from torch_ragged.fsdp.core.encodings._tensor_types import TypePart
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
-from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy, elements, rows
-from torch_ragged.tensor.placement_types import block_split, is_block_shard
+from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy, elements
 
 __all__ = [
     "CPUOffloadPart",
@@ -50,7 +48,7 @@ __all__ = [
 
 RegisteredNames = list[tuple[nn.Module, str]]
 ShardPlacementFn = Callable[[nn.Parameter], Optional[Union[Shard, Granularity, Any]]]
-"""parameter -> ``Shard``, torch's ``BlockShard``, a granularity, FSDP2's result with ``placement`` and ``mesh_info``, None."""
+"""parameter -> ``Shard``, a granularity, FSDP2's result with ``placement`` and ``mesh_info``, None."""
 
 _logger = logging.getLogger("torch_ragged.fsdp")
 
@@ -248,12 +246,6 @@ def _cut_of(
         dp, placement = DataParallelMesh.of_info(placement.mesh_info), placement.placement
     if placement is None:
         return granularity or elements(), dp
-    if is_block_shard(placement):  # Its blocks stay whole; the planner chooses their owners, so that shards are equal.
-        try:
-            split = block_split(placement, param.shape)
-        except ValueError as error:
-            raise ValueError(f"shard_placement_fn for {fqn}: {error}") from error
-        placement = elements() if split == param.ndim else rows(math.prod(param.shape[split:-1]))
     if not isinstance(placement, (Shard, Granularity)):
         raise ValueError(
             f"Invalid shard_placement_fn result: {placement} for {fqn}; expected Shard(d), elements(), rows(n), blocks(h, w), "

@@ -22,7 +22,7 @@ from torch_ragged.integrations.torchtitan.state_dict_adapter import with_ragged_
 
 __all__ = ["ragged"]
 
-ConfigT = TypeVar("Config")
+ConfigT = TypeVar("ConfigT")
 
 
 def ragged(config: ConfigT, *, orig_param_policy: Callable[[str, nn.Parameter], Any] | None = None, **options: Any) -> ConfigT:

@@ -25,7 +25,9 @@ from torch_ragged.tensor._ops._rules import (
     Spec,
     fits_out,
     is_random,
+    returns_list,
     tensor_leaves,
+    with_placement,
     written_leaves,
 )
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
@@ -70,7 +72,7 @@ def interleaved_rule(call: OpCall) -> Sharding:
         layouts = call.torch.output_layouts([(_as_shards(given), spec.shape) for given, spec in zip(inputs, specs)])
         outputs = None if layouts is None else _outputs(layouts, specs, inputs, kinds)
         if outputs is not None and fits_out(call, outputs):
-            single = len(call.op._schema.returns) == 1 and not _is_list(call)
+            single = len(call.op._schema.returns) == 1 and not returns_list(call)
             return Sharding([(given, None) for given in inputs], outputs[0] if single else outputs)  # type: ignore[arg-type]
     raise NoLocalWay("torch's rule for Shard would redistribute its arguments first")
 
@@ -178,26 +180,18 @@ def _joined_segments(call: OpCall, specs: Sequence[Spec]) -> Sharding | None:
         cut = own if isinstance(own, InterleavedShard) and own.dim == dim else InterleavedShard(dim, 1)
         if isinstance(own, Partial) or not cut.fits(spec.shape[dim], spec.mesh.size(mesh_dim)):
             return None
-        inputs.append(_with(spec.placements, mesh_dim, cut))
+        inputs.append(with_placement(spec.placements, mesh_dim, cut))
         sizes += [size for size in cut.segments(spec.shape[dim]) if size]
     output = InterleavedShard(dim, sizes or 1)
-    return Sharding([(given, None) for given in inputs], _with(specs[0].placements, mesh_dim, output))
+    return Sharding([(given, None) for given in inputs], with_placement(specs[0].placements, mesh_dim, output))
 
 
 def _cuts(placement: Placement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard, InterleavedShard)) and placement.dim == dim
 
 
-def _with(placements: Sequence[Placement], mesh_dim: int, placement: Placement) -> tuple[Placement, ...]:
-    return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
-
-
 def _without(placements: Sequence[Placement], mesh_dim: int) -> tuple[Placement, ...]:
     return (*placements[:mesh_dim], *placements[mesh_dim + 1 :])
-
-
-def _is_list(call: OpCall) -> bool:
-    return "[]" in str(call.op._schema.returns[0].type) or "List" in str(call.op._schema.returns[0].type)
 
 
 # --- views ---------------------------------------------------------------------------------------------------------
@@ -251,7 +245,7 @@ def _split(call: OpCall, spec: Spec, dim: int, mesh_dims: list[int], sizes: Sequ
         if start not in edges or stop not in edges or start == stop:
             raise NoLocalWay(f"it would cut inside of a segment of {placement}, at rows {start} and {stop}")
         inside = [b - a for a, b in zip(edges, edges[1:]) if start <= a and b <= stop]
-        outputs.append(_with(spec.placements, mesh_dims[0], InterleavedShard(dim, inside)))
+        outputs.append(with_placement(spec.placements, mesh_dims[0], InterleavedShard(dim, inside)))
         pieces.append((start // ranks, size // ranks))
         start = stop
 

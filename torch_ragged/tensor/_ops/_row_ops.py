@@ -35,6 +35,7 @@ from torch_ragged.tensor._ops._rules import (
     is_row_major,
     returns_alias,
     tensor_leaves,
+    with_placement,
     written_leaves,
 )
 from torch_ragged.tensor.interleaved_placement_types import has_interleaved
@@ -125,10 +126,6 @@ def _rounds_down(spec: Spec, output: Meta | None) -> bool:
     return output.dtype == torch.bool or (spec.tensor_meta.dtype.is_floating_point and not output.dtype.is_floating_point)
 
 
-def _with(placements: Sequence[Placement], mesh_dim: int, placement: Placement) -> tuple[Placement, ...]:
-    return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
-
-
 def _choices(spec: Spec, leader: Spec, rows: Rows) -> list[_Input]:
     """The legal inputs for ``spec`` beside the leader, which is cut as ``rows``; empty for a ragged tensor with other rows.
 
@@ -143,7 +140,7 @@ def _choices(spec: Spec, leader: Spec, rows: Rows) -> list[_Input]:
             return None
         flat = dims == tuple(range(len(dims)))
         placement = RaggedShard(dims, rows.counts) if flat else RaggedRows(dims, rows.counts)
-        return _Input(spec, _with(clean, rows.mesh_dim, placement), Rows(rows.mesh_dim, dims, rows.counts, flat))
+        return _Input(spec, with_placement(clean, rows.mesh_dim, placement), Rows(rows.mesh_dim, dims, rows.counts, flat))
 
     left, right = cut(rows.dims), cut(tuple(dim + len(spec.shape) - len(leader.shape) for dim in rows.dims))
     if has_ragged(spec.placements):
@@ -153,7 +150,7 @@ def _choices(spec: Spec, leader: Spec, rows: Rows) -> list[_Input]:
         if (own.counts, len(own.dims)) == (rows.counts, len(rows.dims)):
             return [_Input(spec, spec.placements, own)]
         return [left] if own.flat and left is not None else []
-    replicated = _Input(spec, _with(spec.placements, rows.mesh_dim, Replicate()), None)
+    replicated = _Input(spec, with_placement(spec.placements, rows.mesh_dim, Replicate()), None)
     anywhere = [cut((dim,)) for dim in range(len(spec.shape))] if len(same) == 1 else []
     return [replicated, left or replicated, right or replicated, *(choice for choice in anywhere if choice is not None)]
 
@@ -187,7 +184,7 @@ def _row_outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -
             if item.rows is not None:
                 dim = item.rows.dims[position]
                 shape[dim] = slices
-                placements = _with(placements, rows.mesh_dim, Shard(dim))
+                placements = with_placement(placements, rows.mesh_dim, Shard(dim))
             asked.append((placements, shape))
         answer = call.torch.output_layouts(asked)
         if answer is None:
@@ -221,7 +218,7 @@ def _output(
     call: OpCall, meta: Meta, layouts: Sequence[Layout], leader: Spec, rows: Rows, ratios: list[Fraction]
 ) -> _Output | None:
     """The output that all of torch's ``layouts`` imply, or None. Each layout has ``ratios`` of the true number of slices."""
-    placed = {_with(placements, rows.mesh_dim, Replicate()) for placements, _ in layouts}
+    placed = {with_placement(placements, rows.mesh_dim, Replicate()) for placements, _ in layouts}
     if len(placed) != 1:
         return None
     others = placed.pop()
@@ -231,7 +228,7 @@ def _output(
     if pending or (not meta.shape and all(p.is_replicate() for p in here)):
         if returns_alias(call.op) or any(shape != list(meta.shape) for shape in shapes):
             return None
-        return _Output(meta, _with(others, rows.mesh_dim, here[0]), None, None)
+        return _Output(meta, with_placement(others, rows.mesh_dim, here[0]), None, None)
     if not all(type(p) is Shard for p in here) or any(not p.is_replicate() and not isinstance(p, Partial) for p in others):
         return None
     dims = tuple(p.dim for p in here)[::2]  # type: ignore[attr-defined]
@@ -242,7 +239,7 @@ def _output(
             return None
     own, flat = _output_placement(call, meta, dims, leader, rows)
     cut = Rows(rows.mesh_dim, dims, rows.counts, flat)
-    return _Output(meta, _with(others, rows.mesh_dim, own), cut, cut.local_shape(meta.shape, rows.count(leader)))
+    return _Output(meta, with_placement(others, rows.mesh_dim, own), cut, cut.local_shape(meta.shape, rows.count(leader)))
 
 
 def _output_placement(call: OpCall, meta: Meta, dims: tuple[int, ...], leader: Spec, rows: Rows) -> tuple[Placement, bool]:

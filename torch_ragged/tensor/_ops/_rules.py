@@ -32,11 +32,13 @@ __all__ = [
     "is_row_major",
     "is_written",
     "returns_alias",
+    "returns_list",
     "rule",
     "rule_of",
     "tensor_leaves",
     "unsupported",
     "wide",
+    "with_placement",
     "written_leaves",
 ]
 
@@ -210,6 +212,16 @@ def written_leaves(call: OpCall) -> list[bool]:
 def is_random(op: torch._ops.OpOverload) -> bool:
     """Whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def returns_list(call: OpCall) -> bool:
+    """Whether the output is a list of tensors."""
+    return "[]" in str(call.op._schema.returns[0].type) or "List" in str(call.op._schema.returns[0].type)
+
+
+def with_placement(placements: Sequence[Placement], mesh_dim: int, placement: Placement) -> tuple[Placement, ...]:
+    """``placements`` with ``placement`` on one mesh dimension."""
+    return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
 
 
 def returns_alias(op: torch._ops.OpOverload) -> bool:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch_ragged.tensor._local_tensor import coordinate_of
 from torch_ragged.tensor._ops._row_ops import row_rule
 from torch_ragged.tensor._ops._rows import RaggedRows, Rows, flat_cut, flat_placement, rows_of
-from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Sharding, Spec, is_row_major, rule, tensor_leaves
+from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Sharding, Spec, is_row_major, returns_list, rule, tensor_leaves
 from torch_ragged.tensor._units import Units
 from torch_ragged.tensor.placement_types import RaggedShard
 
@@ -38,11 +38,11 @@ def view_rule(call: OpCall) -> Sharding:
     (spec,) = specs
     outputs = _outputs_on_one_device(call)
     plain = all(out.dtype == spec.tensor_meta.dtype and not (out.is_conj() or out.is_neg()) for out in outputs)
-    if plain and not _is_list(call) and _is_same(spec, outputs[0]):
+    if plain and not returns_list(call) and _is_same(spec, outputs[0]):
         return Sharding([(spec.placements, None)], spec.placements, lambda local, *args, **kwargs: aten.alias.default(local))
     cut = flat_cut(spec)
     if plain and cut is not None and all(is_row_major(_meta(out)) for out in outputs):
-        return _intervals(spec, cut, outputs, single=len(call.op._schema.returns) == 1 and not _is_list(call))
+        return _intervals(spec, cut, outputs, single=len(call.op._schema.returns) == 1 and not returns_list(call))
     rows = rows_of(spec)
     if rows is None:
         if cut is None:
@@ -56,10 +56,6 @@ def view_rule(call: OpCall) -> Sharding:
     if (packet in _RESHAPES and call.op is not aten.view.dtype) or packet is aten.expand:
         return _reshaped_rows(spec, rows, outputs[0], expands=packet is aten.expand)
     return row_rule(call)
-
-
-def _is_list(call: OpCall) -> bool:
-    return "[]" in str(call.op._schema.returns[0].type) or "List" in str(call.op._schema.returns[0].type)
 
 
 def _is_same(spec: Spec, out: torch.Tensor) -> bool:
