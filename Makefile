@@ -26,7 +26,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz mutants patches upstream matrix clients rehearsal rehearse lint clean
+.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz pairs mutants patches upstream matrix clients rehearsal rehearse lint clean
 demo: $(DEMO_READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -56,6 +56,11 @@ mutants: $(READY)
 # SEED=100000 choose others.
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --cases $(or $(CASES),10000) --seed $(or $(SEED),100000) --json $(OUT)/fuzz.json
+
+# Every legal pair of values of the features of training (pairs), and of layouts, checkpoints and transfers (states), in one run
+# at least, against one process; every illegal pair is refused. Five minutes.
+pairs: $(READY)
+	for kind in pairs states; do OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --kind $$kind --json $(OUT)/$$kind.json || exit 1; done
 
 # The site: out/docs/index.html. Warnings and broken links between pages are errors.
 docs: $(DOCS_READY)

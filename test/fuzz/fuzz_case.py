@@ -26,6 +26,7 @@ import fuzz_program
 import fuzz_program_training
 import fuzz_random
 import fuzz_shapes
+import fuzz_states
 import fuzz_training
 import fuzz_transfer
 import torch
@@ -45,6 +46,7 @@ __all__ = ["KINDS", "PLANTS", "describe", "forget_meshes", "know", "run_case", "
 KINDS = {
     "fsdp": fuzz_fsdp,
     "pairs": fuzz_pairs,
+    "states": fuzz_states,
     "dtensor": fuzz_dtensor,
     "transfer": fuzz_transfer,
     "plan": fuzz_plan,
@@ -89,6 +91,8 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
             digest, details = fuzz_training.Training(case).run(), ""
         elif kind == "pairs":
             digest, details = fuzz_pairs_training.PairTraining(case).run(), ""
+        elif kind == "states":
+            digest, details = fuzz_states.StateMove(case).run(), ""
         elif kind == "transfer":
             digest, details = fuzz_transfer.run_case(case)
         elif kind == "plan":
@@ -99,7 +103,7 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
             digest, details = (fuzz_random if kind == "random" else fuzz_dtensor).run_program(case)
     except Exception as error:
         text = "".join(traceback.format_exception(error))[-6000:]
-        known = (_known or sentences()) if kind == "program" else () if kind == "pairs" else REFUSALS
+        known = (_known or sentences()) if kind == "program" else () if kind in ("pairs", "states") else REFUSALS
         clear = not isinstance(error, AssertionError) and any(re.search(each, " ".join(str(error).split())) for each in known)
         return ("refused" if clear else "failed"), text
     fuzz_shapes.check_shapes()
@@ -149,6 +153,7 @@ def forget_meshes() -> None:
     """Drop what has the meshes of a process group that is destroyed."""
     fuzz_training._meshes.clear()
     fuzz_pairs_training._meshes.clear()
+    fuzz_states._made.clear()
     fuzz_dtensor._meshes.clear()
     fuzz_random._meshes.clear()
     fuzz_transfer._meshes.clear()

@@ -1,30 +1,13 @@
-"""The features of ``fully_shard``, of models and of loops with their values; runs in which every legal pair of values occurs.
-
-A run has one value of each feature. :func:`runs` makes few of them, so that each pair of values that may come together occurs
-in one at least; :func:`missing` counts. (The package allpairspy made three times as many, 74 of them with pairs that are
-refused: it cannot look ahead at constraints.)
-"""
+"""The features of ``fully_shard``, of models and of loops with their values, and which of them do not come together."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import random
-from collections.abc import Iterator
 from typing import Any
 
-__all__ = [
-    "FEATURES",
-    "Pair",
-    "legal_pairs",
-    "missing",
-    "pairs_of",
-    "random_case",
-    "refused_pairs",
-    "runs",
-    "size_of",
-    "why_not",
-]
+from fuzz_cover import Cover, Pair, Rule, find_rule
+
+__all__ = ["COVER", "FEATURES", "random_case", "size_of", "why_not"]
 
 FEATURES: dict[str, tuple[str, ...]] = {
     # What fully_shard gets. The first value of each is the plain one.
@@ -76,15 +59,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "optimizer": ("SGD", "AdamW", "loop", "fused", "Muon", "AdamW8bit", "Shampoo", "SOAP", "in backward", "offloaded"),
     "state": ("", "full state dict", "DCP", "checkpoint", "reshard_to", "NeighbourCopies"),
 }
-PLAIN = {name: values[0] for name, values in FEATURES.items()}
-_PLACE = {name: index for index, name in enumerate(FEATURES)}
 SIZES = {"dp1": 1, "dp2": 2, "dp3": 3, "hsdp": 4, "tp": 4}
 
 _MOVES = ("reshard_to", "NeighbourCopies")
-Pair = tuple[tuple[str, str], tuple[str, str]]
-
 # Pairs that are errors, beyond what the parts of arguments say of each other: what is raised.
-REFUSED: list[tuple[tuple[str, Any], tuple[str, Any], str]] = [
+REFUSED: list[Rule] = [
     (("placements", "HIERARCHICAL"), ("mesh", ("dp1", "dp2", "dp3", "tp")), "HIERARCHICAL is for a mesh with 2 dimensions"),
     (("placements", ("ZERO1", "ZERO2", "ZERO3")), ("mesh", "hsdp"), "is for a mesh with 1 dimensions"),
     (("type", "complex"), ("optimizer", ("Muon", "Shampoo", "SOAP", "AdamW8bit")), "expected a real"),
@@ -98,7 +77,7 @@ REFUSED: list[tuple[tuple[str, Any], tuple[str, Any], str]] = [
     (("call", "optional"), ("recompute", "reentrant checkpoint"), "is optional and is recomputed in backward"),
 ]
 # Pairs without a meaning, or that the reference cannot follow: why.
-LEFT_OUT: list[tuple[tuple[str, Any], tuple[str, Any], str]] = [
+LEFT_OUT: list[Rule] = [
     (
         ("recompute", "reentrant checkpoint"),
         ("outputs", ("kept", "dict")),
@@ -134,14 +113,8 @@ def size_of(seed: int) -> int:
 
 
 def random_case(seed: int) -> dict[str, Any]:
-    """Run number ``seed``: a value of each feature. From ``len(runs())`` on, one for each pair that is refused.
-
-    Such a run has ``refused``, what is raised, and plain values of all other features.
-    """
-    if seed < len(runs()):
-        return {"seed": seed, **runs()[seed]}
-    pair, error = refused_pairs()[seed - len(runs())]
-    return {"seed": seed, **_plain_around(pair), "refused": error}
+    """Run number ``seed``: see :meth:`Cover.case`."""
+    return COVER.case(seed)
 
 
 # -- which pairs are legal ---------------------------------------------------------------------------------------------------
@@ -197,20 +170,6 @@ def _parts(feature: str, value: str) -> list[Any]:
     return made() if made is not None else parts_of(arguments(feature, value))
 
 
-def _find(table: list[Any], pair: Pair) -> str | None:
-    for one, other, why in table:
-        for first, second in (pair, pair[::-1]):
-            if _is(first, one) and _is(second, other):
-                return why
-    return None
-
-
-def _is(found: tuple[str, str], listed: tuple[str, Any]) -> bool:
-    values = listed[1] if isinstance(listed[1], tuple) else (listed[1],)
-    return found[0] == listed[0] and found[1] in values
-
-
-@functools.cache
 def why_not(pair: Pair) -> tuple[str, str] | None:
     """Why two values do not come together: ("refused", what is raised) or ("left out", the reason); None: they do."""
     for mine, others in (pair, pair[::-1]):
@@ -218,80 +177,11 @@ def why_not(pair: Pair) -> tuple[str, str] | None:
         for part in _parts(*mine):
             if sentence := part.refuses(theirs):
                 return "refused", sentence
-    if why := _find(REFUSED, pair):
+    if why := find_rule(REFUSED, pair):
         return "refused", why
-    if why := _find(LEFT_OUT, pair):
+    if why := find_rule(LEFT_OUT, pair):
         return "left out", why
     return None
 
 
-def every_pair() -> Iterator[Pair]:
-    """Each two values of two features."""
-    for (one, values), (other, others) in itertools.combinations(FEATURES.items(), 2):
-        for value, another in itertools.product(values, others):
-            yield (one, value), (other, another)
-
-
-def legal_pairs() -> list[Pair]:
-    return [pair for pair in every_pair() if why_not(pair) is None]
-
-
-def refused_pairs() -> list[tuple[Pair, str]]:
-    """Each pair that is an error, and what is raised."""
-    return [(pair, why[1]) for pair in every_pair() if (why := why_not(pair)) and why[0] == "refused"]
-
-
-# -- the runs ----------------------------------------------------------------------------------------------------------------
-
-
-def pairs_of(run: dict[str, str]) -> set[Pair]:
-    """The pairs that occur in a run."""
-    return set(itertools.combinations([(name, run[name]) for name in FEATURES if name in run], 2))
-
-
-def missing(made: list[dict[str, str]]) -> set[Pair]:
-    """The legal pairs that occur in no run."""
-    return set(legal_pairs()).difference(*map(pairs_of, made))
-
-
-@functools.cache
-def runs() -> list[dict[str, str]]:
-    """The runs, the same ones in each process: each has a pair that is missing, and as many others as fit."""
-    rng, made, left = random.Random(0), list[dict[str, str]](), set(legal_pairs())
-    for pair in sorted(left):
-        if pair in left:
-            # The best of a few: features that are chosen first find more free places.
-            best = max((_filled(pair, left, rng) for _ in range(8)), key=lambda run: len(pairs_of(run) & left))
-            made.append(best)
-            left -= pairs_of(best)
-    return made
-
-
-def _filled(pair: Pair, left: set[Pair], rng: random.Random) -> dict[str, str]:
-    """A legal run with ``pair``: of each other feature, the value that brings most of the pairs that are ``left``."""
-    for _ in range(100):
-        run = dict(pair)
-        for name in rng.sample(sorted(set(FEATURES) - set(run)), len(FEATURES) - 2):
-            new = {value: [_ordered((name, value), known) for known in run.items()] for value in FEATURES[name]}
-            legal = {value: pairs for value, pairs in new.items() if not any(map(why_not, pairs))}
-            if not legal:
-                break  # Two values that are there leave no value for this feature.
-            # Else the plainest one: a failure then has less around it.
-            run[name] = max(legal, key=lambda value: len(left.intersection(legal[value])))
-        else:
-            return {name: run[name] for name in FEATURES}
-    raise AssertionError(f"{pair} has no place in any legal run: it is a pair to refuse, or to leave out with a reason")
-
-
-def _plain_around(pair: Pair) -> dict[str, str]:
-    """``pair``, which is refused, and the first legal values of the other features."""
-    run = dict(pair)
-    for name in FEATURES:
-        if name not in run:
-            fitting = (v for v in FEATURES[name] if not any(why_not(_ordered((name, v), known)) for known in run.items()))
-            run[name] = next(fitting)
-    return {name: run[name] for name in FEATURES}
-
-
-def _ordered(one: tuple[str, str], other: tuple[str, str]) -> Pair:
-    return (one, other) if _PLACE[one[0]] < _PLACE[other[0]] else (other, one)
+COVER = Cover(FEATURES, why_not)

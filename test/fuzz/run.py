@@ -19,6 +19,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "common"), str(HERE.parent.parent)]
 KINDS = ("fsdp", "dtensor", "transfer", "plan", "program", "random")
+TABLES = ("pairs", "states")
 BATCH = 100  # Seeds in a row, of which those of one size share a process group. Each mesh adds groups, whose threads poll.
 
 
@@ -92,9 +93,9 @@ def compact(report: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Returns 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=100, help="how many, of all kinds together")
+    parser.add_argument("--cases", type=int, help="how many, of all kinds together: 100, or all pairs of a table")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--kind", choices=(*KINDS, "pairs", "all"), default="all")
+    parser.add_argument("--kind", choices=(*KINDS, *TABLES, "all"), default="all")
     parser.add_argument("--json", help="write the report to this file")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per case; a longer one hangs")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run this case only, and print it")
@@ -110,7 +111,15 @@ def main() -> int:
         options.cases, options.seed = len(kinds), options.replay
         for kind in kinds:
             print(f"{kind} seed {options.replay}:\n{describe(kind, options.replay)}")
-    run(kinds, options.cases, options.seed, options.limit, report, options.json)
+    if options.kind in TABLES:
+        from fuzz_case import KINDS as modules
+
+        table = modules[options.kind].COVER
+        print(
+            f"{len(table.legal)} legal pairs of values in {len(table.runs)} runs, {len(table.refused)} pairs that are refused"
+        )
+        options.cases = options.cases or len(table.runs) + len(table.refused)
+    run(kinds, options.cases or 100, options.seed, options.limit, report, options.json)
     counts = {kind: dict(found["counts"]) for kind, found in report["kinds"].items()}
     rate = sum(found["cases"] for found in report["kinds"].values()) / report["seconds"]
     print(f"{counts}, {report['seconds']} s, {rate:.1f} cases/s; failures: {[f['seed'] for f in report['failures']]}")

@@ -37,6 +37,35 @@ class FuzzTest(unittest.TestCase):
     def test_some_random_models_train_as_in_one_process(self):
         self.check("fsdp", 2, 3)
 
+    def test_each_legal_pair_of_values_is_in_a_run_and_some_of_them_train_as_in_one_process(self):
+        for kind, least in (("pairs", 5000), ("states", 900)):
+            cover = fuzz_case.KINDS[kind].COVER
+            self.assertGreater(len(cover.legal), least)
+            self.assertEqual(cover.legal - set().union(*map(cover.pairs_of, cover.runs)), set())
+            for run in cover.runs:
+                self.assertEqual([pair for pair in cover.pairs_of(run) if cover.why_not(pair)], [])
+        runs, refused = len(fuzz_case.KINDS["pairs"].COVER.runs), [pair for pair, _ in fuzz_case.KINDS["pairs"].COVER.refused]
+        self.check("pairs", 2, 5)
+        self.assertGreater(len(refused), 50)
+        self.check("pairs", 2, 3, runs)
+        self.check("states", 4, 3)
+
+    @pytest.mark.slow
+    def test_each_legal_pair_of_values_trains_as_in_one_process_and_others_are_refused(self):
+        workers = Workers()
+        self.addCleanup(workers.stop)
+        for kind in ("pairs", "states"):
+            cover = fuzz_case.KINDS[kind].COVER
+            for size in (1, 2, 3, 4):
+                seeds = [each for each in range(len(cover.runs) + len(cover.refused)) if fuzz_case.size_of(kind, each) == size]
+                for seed, status, details in workers.run(kind, seeds, size) if seeds else ():
+                    self.assertEqual(status, "ok", f"{kind} {seed}:\n{details}")
+
+    def test_a_wrong_divisor_is_found_by_pairs(self):
+        for answers in run_ranks(2, fuzz_case.run_seeds, "pairs", seeds_of("pairs", 2, 2), "divisor"):
+            self.assertEqual(answers[-1][1], "failed")
+            self.assertIn("Mismatch", answers[-1][2])
+
     def test_some_random_programs_on_dtensors_have_the_values_of_plain_tensors(self):
         self.check("dtensor", 2, 6)
 

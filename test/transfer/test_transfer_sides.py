@@ -132,6 +132,22 @@ class TransferSidesTest(unittest.TestCase):
             transfer.plan, source, target
         )
 
+    @ranks(3)
+    def test_a_model_that_is_not_sharded_is_whole_on_each_rank_that_gives_it():
+        """From shards to one process, on to two others, and back to shards: each time of the values before."""
+        rank, mesh, block = dist.get_rank(), mesh_of([0, 1]), Block(1)
+        whole = {name: value.clone() for name, value in block.state_dict().items()}
+        for alone in ([0], [2], [1, 2]):  # The ranks with a model that is not sharded.
+            shards = {name: dtensor(value, mesh, [Shard(0)]) for name, value in whole.items()}
+            again = {name: dtensor(torch.zeros_like(value), mesh, [Shard(0)]) for name, value in whole.items()}
+            model = Block(2) if rank in alone else None
+            transfer.plan(shards, model).run(shards, model)
+            if model is not None:
+                assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items()), alone
+            transfer.plan(model, again).run(model, again)
+            if rank < 2:
+                assert all(torch.equal(again[name].full_tensor(), value) for name, value in whole.items()), alone
+
     @ranks(2)
     def test_extra_states_are_left_out():
         mesh = init_device_mesh("cpu", (2,))

@@ -323,7 +323,7 @@ def specs_of(given: object, side: str) -> dict[str, AnySpec]:
             plain[name] = value
     if plain:
         meshes = {spec.mesh for spec in specs.values() if isinstance(spec, Spec)}
-        if not meshes and specs:
+        if not meshes:  # A model that is not sharded, or boxes: each rank that gives a tensor has all of it.
             for name, value in plain.items():
                 whole = GlobalLayout.of(tuple(value.shape), (1,), [Replicate()], (0,))
                 specs[name] = BoxSpec.of_local(value, whole, dist.get_rank())

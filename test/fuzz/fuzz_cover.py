@@ -1,0 +1,115 @@
+"""Runs in which every legal pair of values of a table of features occurs.
+
+The package allpairspy was tried first: with the constraints of ``fully_shard`` it made three times as many runs, 74 of them
+with pairs that are refused, since it cannot look ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["Cover", "Pair", "Rule", "find_rule"]
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+"""Two features, in the order of the table, with a value each."""
+Run = dict[str, str]
+Rule = tuple[tuple[str, Any], tuple[str, Any], str]
+"""Two features with a value or several values each, and why they do not come together."""
+
+
+class Cover:
+    """The pairs of a table, and runs that have them all.
+
+    Args:
+        features: the values of each feature; the first one is the plainest.
+        why_not: why two values do not come together: ("refused", what is raised) or ("left out", the reason); None: they do.
+    """
+
+    def __init__(self, features: Mapping[str, tuple[str, ...]], why_not: Callable[[Pair], tuple[str, str] | None]) -> None:
+        self.features, self.why_not = features, functools.cache(why_not)
+        self._place = {name: index for index, name in enumerate(features)}
+
+    def case(self, seed: int) -> dict[str, Any]:
+        """Run number ``seed``: a value of each feature. From ``len(runs)`` on, one for each pair that is refused.
+
+        Such a run has ``refused``, what is raised, and plain values of all other features.
+        """
+        if seed < len(self.runs):
+            return {"seed": seed, **self.runs[seed]}
+        pair, error = self.refused[seed - len(self.runs)]
+        return {"seed": seed, **self._plain_around(pair), "refused": error}
+
+    def every_pair(self) -> Iterator[Pair]:
+        """Each two values of two features."""
+        for (one, values), (other, others) in itertools.combinations(self.features.items(), 2):
+            for value, another in itertools.product(values, others):
+                yield (one, value), (other, another)
+
+    @functools.cached_property
+    def legal(self) -> set[Pair]:
+        return {pair for pair in self.every_pair() if self.why_not(pair) is None}
+
+    @functools.cached_property
+    def refused(self) -> list[tuple[Pair, str]]:
+        """Each pair that is an error, and what is raised."""
+        return [(pair, why[1]) for pair in self.every_pair() if (why := self.why_not(pair)) and why[0] == "refused"]
+
+    def pairs_of(self, run: Run) -> set[Pair]:
+        """The pairs that occur in a run."""
+        return set(itertools.combinations([(name, run[name]) for name in self.features], 2))
+
+    @functools.cached_property
+    def runs(self) -> list[Run]:
+        """The same ones in each process. Each has a legal pair that no earlier one has, and as many others as fit."""
+        rng, made, left = random.Random(0), list[Run](), set(self.legal)
+        for pair in sorted(left):
+            if pair in left:
+                # The best of a few: features that are chosen first find more free places.
+                best = max((self._filled(pair, left, rng) for _ in range(8)), key=lambda run: len(self.pairs_of(run) & left))
+                made.append(best)
+                left -= self.pairs_of(best)
+        return made
+
+    def _filled(self, pair: Pair, left: set[Pair], rng: random.Random) -> Run:
+        """A legal run with ``pair``: of each other feature, the value that brings most of the pairs that are ``left``."""
+        for _ in range(100):
+            run = dict(pair)
+            for name in rng.sample(sorted(set(self.features) - set(run)), len(self.features) - 2):
+                new = {value: [self._pair((name, value), known) for known in run.items()] for value in self.features[name]}
+                legal = {value: pairs for value, pairs in new.items() if not any(map(self.why_not, pairs))}
+                if not legal:
+                    break  # Two values that are there leave no value for this feature.
+                # Else the plainest one: a failure then has less around it.
+                run[name] = max(legal, key=lambda value: len(left.intersection(legal[value])))
+            else:
+                return {name: run[name] for name in self.features}
+        raise AssertionError(f"{pair} has no place in any legal run: it is a pair to refuse, or to leave out with a reason")
+
+    def _plain_around(self, pair: Pair) -> Run:
+        """``pair``, which is refused, and the first legal values of the other features."""
+        run = dict(pair)
+        for name, values in self.features.items():
+            if name not in run:
+                pairs = {value: [self._pair((name, value), known) for known in run.items()] for value in values}
+                run[name] = next((value for value in values if not any(map(self.why_not, pairs[value]))), values[0])
+        return {name: run[name] for name in self.features}
+
+    def _pair(self, one: tuple[str, str], other: tuple[str, str]) -> Pair:
+        return (one, other) if self._place[one[0]] < self._place[other[0]] else (other, one)
+
+
+def find_rule(rules: list[Rule], pair: Pair) -> str | None:
+    """What the first rule says that is of these two values."""
+
+    def is_of(found: tuple[str, str], listed: tuple[str, Any]) -> bool:
+        values = listed[1] if isinstance(listed[1], tuple) else (listed[1],)
+        return found[0] == listed[0] and found[1] in values
+
+    for one, other, why in rules:
+        if any(is_of(first, one) and is_of(second, other) for first, second in (pair, pair[::-1])):
+            return why
+    return None
