@@ -48,7 +48,7 @@ NOT_FOUND = {
         "fsdp/offload/_tiers.py",
         "_StreamCopies.__init__",
     ): "the ranks' agreement at the end of offloaded() waits for the stream, too",
-    ("fsdp/core/_fsdp_param_group.py", "FSDPParamGroup._make_room"): "gloo: over NCCL, a reduction has no second buffer",
+    ("fsdp/core/_fsdp_param_group.py", "FSDPParamGroup.make_room"): "gloo: over NCCL, a reduction has no second buffer",
     ("fsdp/tools/_monitor.py", "_CudaClock.seconds"): "a wait of the host for an event: the step before has waited",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.update"): "the host waits for its own thread",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.recover"): "the host waits for its own thread, after a death",

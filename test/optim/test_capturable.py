@@ -120,7 +120,7 @@ def _same_on_two_ranks():
 def test_a_pinned_table_is_left_for_each_launch_of_a_step():
     """What a capture takes: as many as the step before had, of their sizes; not those of steps before it."""
     memory, device, is_captured = _GraphMemory(), torch.device("cuda", 0), [False]
-    kernel = {"torch_ragged._kernels._triton_adam8bit": SimpleNamespace(INTEGERS=range(14))}
+    kernel = {"torch_ragged._kernels._triton_adam8bit": SimpleNamespace(INTEGER_FIELDS=range(14))}
     allocated = mock.patch.object(torch, "empty", lambda *sizes, **_: torch.zeros(sizes))
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_captured[0])
     with allocated, capturing, mock.patch.dict(sys.modules, kernel):

@@ -48,7 +48,7 @@ def complete(result):
 def smaller(slab, in_place=_redistribute._SMALLEST_IN_PLACE):
     """Tensors of a test count as large."""
     plan = _redistribute.plan_of.__wrapped__  # The plans in the cache may have their slabs already.
-    with mock.patch.multiple(_redistribute, _SMALLEST_IN_PLACE=in_place, plan=plan):
+    with mock.patch.multiple(_redistribute, _SMALLEST_IN_PLACE=in_place, plan_of=plan):
         with mock.patch.object(_route, "_SMALLEST_SLAB", slab):
             yield
 
