@@ -234,6 +234,7 @@ class FSDPParamGroup:
     def _init_unsharded_param(self, index: int, param: FSDPParam, value: torch.Tensor) -> None:
         """Make an unsharded parameter of ``value``. Its gradients go to the gradient buffer."""
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
+        # Not of small ones: their copy into the gradient buffer costs less than to notice their matmuls.
         makes, made = self.plan.compute_parameter, None
         if makes is not None and value.numel() >= SMALLEST_WRITTEN_IN_PLACE:
             made = makes(self, index, value)
@@ -527,11 +528,13 @@ class FSDPParamGroup:
 
     def show_waiting(self) -> None:
         """A pass is over: show the gradients that wait for a later reduction in ``.grad``, if there are any."""
+        # On all ranks or on none, also of parameters that this rank has not used: reading one of them is a collective.
         if self.is_unsynchronized and self.view is None and self.settings.view is not None:
             self.view = self.settings.view(self.reduction, self.needs_reduction)
 
     def take_back(self) -> None:
         """Gradients may change next: ``.grad`` has what is reduced again."""
+        # Mostly None: a step without accumulation asks nothing more here.
         view, self.view = self.view, None
         if view is not None:
             view.take_back()

@@ -454,6 +454,7 @@ class GradReduction:
         """
         # As they do it, so that bits are those of the reduction that follows.
         copy, reduction = self._shards(is_partial=True), self.settings.reduction
+        # Equal on all ranks, as each step of the reduction is: the program reads on all of them.
         if source is not None:
             source.redistribute(copy.placements, self._collectives, copy, reduction).wait()
             copy = copy if self._dp.levels is None else self._over_nodes(copy)
