@@ -36,12 +36,14 @@ class Cover:
     def case(self, seed: int) -> dict[str, Any]:
         """Run number ``seed``: a value of each feature. From ``len(runs)`` on, one for each pair that is refused.
 
-        Such a run has ``refused``, what is raised, and plain values of all other features.
+        Such a run has ``refused``, of which one is raised, and plain values of all other features.
         """
         if seed < len(self.runs):
             return {"seed": seed, **self.runs[seed]}
-        pair, error = self.refused[seed - len(self.runs)]
-        return {"seed": seed, **self._plain_around(pair), "refused": error}
+        pair, _ = self.refused[seed - len(self.runs)]
+        run = self._plain_around(pair)
+        errors = [why[1] for each in self.pairs_of(run) if (why := self.why_not(each)) and why[0] == "refused"]
+        return {"seed": seed, **run, "refused": errors}  # Several, if no value of another feature fits to both.
 
     def every_pair(self) -> Iterator[Pair]:
         """Each two values of two features."""

@@ -74,10 +74,10 @@ REFUSED: list[Rule] = [
     (("knob", "set_separate_reduce_scatter_group"), ("state", _MOVES), "has a second process group"),
     (("knob", ("set_collectives", "monitor")), ("state", _MOVES), "has collectives that belong to its mesh"),
     (("optimizer", "in backward"), ("state", _MOVES), "has hooks on its gradient"),
-    (("call", "optional"), ("recompute", "reentrant checkpoint"), "is optional and is recomputed in backward"),
 ]
 # Pairs without a meaning, or that the reference cannot follow: why.
 LEFT_OUT: list[Rule] = [
+    (("call", "optional"), ("recompute", "reentrant checkpoint"), "raises in backward, on ranks that recompute it"),
     (
         ("recompute", "reentrant checkpoint"),
         ("outputs", ("kept", "dict")),

@@ -8,13 +8,18 @@
 ``comm/``          collectives over process groups and gloo; ``experimental/``: copy engine and multicast
 ``core/``          a parameter, its group, the buffers, gradients, the root, and the hooks of modules; in a folder,
                    ``encodings/``: what an all-gather sends
+``grads/``         matmuls that write weight gradients into the buffer; ``FSDPGrad``, a gradient that is not reduced yet
+``gates/``         what ranks agree on around calls: optional modules, equal replicas, untrained parameters
+``memory/``        what stays gathered: ``ZERO1``, ``ZERO2``, persistent buffers. ``files/``: shards in mapped files
+``_state_dict``    the checks of ``load_state_dict``
 ``codes/``         parameters that are all-gathered in 8 or 4 bits: ``Float8Policy``, ``Float4Policy``
 ``offload/``       ``offloaded``: optimizers whose states lie in host memory, by the policy ``Offload``
 ``elastic/``       ``reshard_to``: moves a model that trains to another mesh; ``NeighbourCopies``
 ``tools/``         ``monitor``, ``memory_report`` and ``token_scale``
 =================  =========================================================================================
 
-Imports point one way: ``layout <- comm <- core <- _fsdp_module, _groups, codes <- elastic, offload, tools <- _fully_shard``.
+Imports point one way: ``layout <- comm <- core <- grads, memory <- codes, gates <- _fsdp_module <- elastic, offload, tools <-
+_fully_shard``; CONTRIBUTING.md has the whole line.
 The offline planner is :mod:`torch_ragged.offline`.
 "Life of a parameter" in docs/design.md follows one parameter through the files.
 """
