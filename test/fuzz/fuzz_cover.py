@@ -12,11 +12,12 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Cover", "Pair", "Rule", "find_rule"]
+__all__ = ["RANDOM", "Cover", "Pair", "Rule", "find_rule"]
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
 """Two features, in the order of the table, with a value each."""
 Run = dict[str, str]
+RANDOM = 10_000
 Rule = tuple[tuple[str, Any], tuple[str, Any], str]
 """Two features with a value or several values each, and why they do not come together."""
 
@@ -36,8 +37,11 @@ class Cover:
     def case(self, seed: int) -> dict[str, Any]:
         """Run number ``seed``: a value of each feature. From ``len(runs)`` on, one for each pair that is refused.
 
-        Such a run has ``refused``, of which one is raised, and plain values of all other features.
+        Such a run has ``refused``, of which one is raised, and plain values of all other features. From :data:`RANDOM` on, runs
+        are random ones of legal pairs, in which many triples occur.
         """
+        if seed >= RANDOM:
+            return {"seed": seed, **self._random(random.Random(seed))}
         if seed < len(self.runs):
             return {"seed": seed, **self.runs[seed]}
         pair, _ = self.refused[seed - len(self.runs)]
@@ -90,6 +94,21 @@ class Cover:
             else:
                 return {name: run[name] for name in self.features}
         raise AssertionError(f"{pair} has no place in any legal run: it is a pair to refuse, or to leave out with a reason")
+
+    def _random(self, rng: random.Random) -> Run:
+        """Values drawn at random, of which no two exclude each other."""
+        while True:
+            run: Run = {}
+            for name in rng.sample(list(self.features), len(self.features)):
+                values = self.features[name]
+                pairs = {value: [self._pair((name, value), known) for known in run.items()] for value in values}
+                legal = [value for value in values if not any(map(self.why_not, pairs[value]))]
+                if not legal:
+                    break
+                # Half of them the plainest: else most runs have all rare values at once, and few train undisturbed.
+                run[name] = legal[0] if rng.random() < 0.5 else rng.choice(legal)
+            else:
+                return {name: run[name] for name in self.features}
 
     def _plain_around(self, pair: Pair) -> Run:
         """``pair``, which is refused, and the first legal values of the other features."""
