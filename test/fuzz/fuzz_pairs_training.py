@@ -141,6 +141,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(run, dtype, tp) for _ in range(2))
         self.head = nn.Linear(width, 9, bias=False, dtype=dtype)
         if run["ties"] == "tied":
+            self.table.weight.data.mul_(0.2)  # Else a head of such weights lets the steps of SGD grow without end.
             self.head.weight = self.table.weight
         if run["trains"] == "frozen":
             self.blocks[0].up.weight.requires_grad_(False)
