@@ -30,7 +30,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "set_keep_unsharded_storage",
         "set_persistent_buffers",
         "set_manual_backward_finalization",
-        "set_unshard_in_backward",
         "set_collectives",
         "prefetch",
         "monitor",

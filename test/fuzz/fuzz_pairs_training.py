@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
-import tempfile
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fuzz_ops import bytes_of
 from fuzz_pairs import FEATURES, why_not
-from fuzz_training import Mismatch, OnPurpose, clip, full, largest
+from fuzz_training import Mismatch, OnPurpose, clip, full, largest, shared_folder
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -180,7 +178,7 @@ def mesh_of(name: str) -> DeviceMesh:
 
 
 class PairTraining:
-    """One run: :meth:`run` raises a :class:`Mismatch`, or whatever the sharded run raises."""
+    """One run. :meth:`run` raises a :class:`Mismatch` if something differs from one process."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.case, self.where, self.number = case, "at first", 0
@@ -214,18 +212,6 @@ class PairTraining:
 
     # -- the sharded model -------------------------------------------------------------------------------------------------
 
-    def folder(self) -> str:
-        """A new folder, the same one on all ranks."""
-        found = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(found, 0)
-
-        def remove() -> None:
-            dist.barrier()
-            shutil.rmtree(found[0], ignore_errors=True)
-
-        self.closes.callback(remove)
-        return found[0]
-
     def options(self) -> dict[str, Any]:
         """What all calls of ``fully_shard`` get."""
         case, shards = self.case, self.mesh.size(-1)
@@ -246,7 +232,7 @@ class PairTraining:
         if case["offload"] == "CPUOffloadPolicy":
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         elif case["offload"] == "files":
-            options["offload_policy"] = fsdp.Offload(parameters="files", to=self.folder())
+            options["offload_policy"] = fsdp.Offload(parameters="files", to=shared_folder(self.closes))
         elif case["offload"]:
             options["offload_policy"] = {
                 "Offload(parameters=True)": fsdp.Offload(parameters=True),
@@ -311,7 +297,7 @@ class PairTraining:
             for index, part in enumerate(parts):
                 part.set_modules_to_forward_prefetch(parts[index + 1 : index + 3])
                 part.set_modules_to_backward_prefetch(parts[max(0, index - 2) : index][::-1])
-        elif knob in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms", "set_unshard_in_backward"):
+        elif knob in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
             for part in parts:
                 getattr(part, knob)({"set_gradient_divide_factor": 3.0}.get(knob, True))
         elif knob == "set_collectives":
@@ -583,7 +569,7 @@ class PairTraining:
         self.check_values("after load_state_dict", exact=True)
 
     def do_dcp(self) -> None:
-        folder, optimizer = self.folder(), self.optimizers[0]
+        folder, optimizer = shared_folder(self.closes), self.optimizers[0]
         given = [] if optimizer is None else [optimizer]
         model_state, optimizer_state = get_state_dict(self.model, given)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
@@ -595,7 +581,7 @@ class PairTraining:
 
     def do_checkpoint(self) -> None:
         """Resume in a model of other layouts."""
-        folder = self.folder()
+        folder = shared_folder(self.closes)
         ragged_checkpoint.save(folder, ragged_checkpoint.TrainState(self.model, self.optimizers[0]))
         if self.watch is not None:
             self.watch.close()

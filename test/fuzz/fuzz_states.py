@@ -7,15 +7,13 @@ equal bit by bit; what is trained is compared with one process.
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fuzz_cover import Cover, Pair, Rule, find_rule
-from fuzz_training import Mismatch, full, largest
+from fuzz_training import Mismatch, full, largest, shared_folder
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -136,7 +134,7 @@ def made_once(what: str, count: int) -> Any:
 
 
 class StateMove:
-    """One run: :meth:`run` raises a :class:`Mismatch`, or whatever the package raises."""
+    """One run. :meth:`run` raises a :class:`Mismatch` if a tensor has changed on its way."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.case, self.closes = case, contextlib.ExitStack()
@@ -246,19 +244,8 @@ class StateMove:
 
     # -- ways ----------------------------------------------------------------------------------------------------------------
 
-    def folder(self) -> str:
-        found = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(found, 0)
-
-        def remove() -> None:
-            dist.barrier()
-            shutil.rmtree(found[0], ignore_errors=True)
-
-        self.closes.callback(remove)
-        return found[0]
-
     def by_save(self, source: Any, first: Any, target: Any, second: Any, in_background: bool = False) -> None:
-        folder = self.folder()
+        folder = shared_folder(self.closes)
         if self.has(0):
             state = checkpoint.TrainState(source, first)
             if in_background:
@@ -273,7 +260,7 @@ class StateMove:
         self.by_save(*sides, in_background=True)
 
     def by_dcp(self, source: Any, first: Any, target: Any, second: Any) -> None:
-        folder = self.folder()
+        folder = shared_folder(self.closes)
         for side, model, optimizer in ((0, source, first), (1, target, second)):
             if self.has(side):
                 given, group = [] if optimizer is None else [optimizer], self.groups[side]

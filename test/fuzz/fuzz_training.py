@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -473,6 +475,19 @@ def clip(params: list[torch.Tensor], limit: float) -> torch.Tensor:
     for mine in meshes.values():
         nn.utils.clip_grads_with_norm_(mine, limit, total)
     return total
+
+
+def shared_folder(closes: contextlib.ExitStack) -> str:
+    """A new folder, the same one on all ranks, which ``closes`` removes when no rank reads it any more."""
+    found = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(found, 0)
+
+    def remove() -> None:
+        dist.barrier()
+        shutil.rmtree(found[0], ignore_errors=True)
+
+    closes.callback(remove)
+    return found[0]
 
 
 def largest(tensor: torch.Tensor) -> float:

@@ -221,6 +221,13 @@ class GradientHooksTest(unittest.TestCase):
                     assert seen == calls, (used, seen)
                 handle.remove()
                 model.zero_grad()
+            seen = []
+            register(weight, lambda given, seen=seen: seen.append("weight"))
+            weight.requires_grad_(False)  # Its hooks stay, and do not run.
+            model(torch.ones(2, DIM)).sum().backward()
+            if is_manual:
+                model.finalize_backward()
+            assert seen == [] and extra.grad is not None
 
     def test_a_hook_that_one_rank_alone_has_is_an_error_on_all(self):
         for error in run_ranks(2, a_hook_on_one_rank):

@@ -584,8 +584,7 @@ class FSDPStateContext:
 
     def pause_backward(self) -> None:
         """A backward pass is over; others may follow before ``finalize_backward``."""
-        current = self.current
-        assert current is not None
+        current = self.current  # None, if a hook of this pass has dropped its gradients.
         try:
             # Other ranks may have reached modules that backward did not reach here: take part in their collectives.
             self.finish_orders()
@@ -596,7 +595,9 @@ class FSDPStateContext:
                 for param in group.params if group.has_hooks and group.was_reached else ():
                     check_hooks_run_once(param)
         except BaseException:
-            current.fail()
+            # As in end_backward(): the next pass drops these gradients, on all ranks.
+            if current is not None:
+                current.fail()
             raise
         # Not running: the next backward queues a callback of its own.
         self.awaits_finalize = True

@@ -475,7 +475,8 @@ def check_hooks_run_once(param: FSDPParam) -> None:
         RuntimeError: this backward has both parts.
     """
     sharded: Any = param.sharded
-    has_hooks = sharded._backward_hooks or sharded._post_accumulate_grad_hooks
+    # A frozen one gets no gradient, and autograd has no node for it.
+    has_hooks = sharded.requires_grad and (sharded._backward_hooks or sharded._post_accumulate_grad_hooks)
     if has_hooks and gradient_use(get_gradient_edge(sharded).node) is not GradientUse.NONE:
         raise RuntimeError(
             f"the hooks on {param.fqn!r} would run twice in this backward: its unit has used it, and so has code outside of "

@@ -21,6 +21,8 @@ def compute_parameter(group: FSDPParamGroup, index: int, value: torch.Tensor) ->
 
     A matmul that writes there leaves nothing to copy and nothing to allocate.
     """
+    # The buffer must take the gradient as the matmul computes it: the same dtype and order of elements, and no sum over the
+    # model's ranks before it.
     has_layout = not group.shards.are_typed and group.param_dtype == group.grad_buffer.dtype
     reduces = group.params[index].distribution.reduces_gradient
     if not (value.ndim in (2, 3) and value.is_floating_point() and has_layout and not reduces and allows_split_backward()):
@@ -32,6 +34,7 @@ def compute_parameter(group: FSDPParamGroup, index: int, value: torch.Tensor) ->
         made = nn.Parameter(value)
     else:
         return None
+    # Weakly: autograd keeps the parameter of a graph that outlives the model, and the group holds the memory of its buffers.
     made.gradient_target = _Target(weakref.ref(group), index)
     return made
 

@@ -15,10 +15,7 @@ __all__ = ["UnsynchronizedView"]
 
 
 class UnsynchronizedView:
-    """Sets ``.grad`` of the parameters of one group. It is the ``GradSource`` of their FSDPGrads.
-
-    A parameter that this rank has not used gets one, too: another rank may have used it, and reading is collective.
-    """
+    """Sets ``.grad`` of the parameters of one group. It is the ``GradSource`` of their FSDPGrads."""
 
     has_memory = True
 
@@ -26,6 +23,7 @@ class UnsynchronizedView:
         self._reduction, self._holds_unreduced = reduction, holds_unreduced
         self._shown: dict[int, FSDPGrad] = {}  # By parameter. The same parameters on all ranks.
         self._copy: DBuffer | None = None  # What reading one of them has reduced. Equal on all ranks: reading is collective.
+        # Also of parameters that this rank has not used: another rank may have, and reading is a collective of all of them.
         for index, param in enumerate(reduction.params):
             sharded: Any = param.sharded
             if sharded.requires_grad:
@@ -86,6 +84,7 @@ class UnsynchronizedView:
                 "reading a gradient that is not synchronized would call the hook of set_all_reduce_hook, or leave it out: call "
                 "synchronize_gradients() on every rank first"
             )
+        # One reduction for all parameters of the group. All ranks have a copy or none, as all of them read, and change, alike.
         if self._copy is None:
             self._copy = reduction.reduced_copy(_unreduced(reduction) if self._holds_unreduced else None)
         begin, end = reduction.intervals[index]
