@@ -9,7 +9,8 @@ root of two Linears, each a group; forward and backward of a group of one small 
     upward                    calls from a file to one that imports it, directly or not: the callee stands on a higher floor
     depth                     the package's frames on the stack at most
 
-Wrappers of the package that only call what they wrap are not counted. ``--upward`` lists the upward calls.
+Wrappers of the package that only call what they wrap are not counted, nor are comprehensions: from Python 3.12 on, they are
+no calls. ``--upward`` lists the upward calls.
 
 "the argument module" counts of construction's calls those that get the module itself as an argument, alone or in a collection:
 through so many files one thing passes. ``--files`` lists the files of each walk, with their functions.
@@ -42,7 +43,8 @@ ROOTS = {
     "torch_ragged": Path(torch_ragged.__file__).parent,
     "FSDP2": Path(torch.__file__).parent / "distributed/fsdp",
 }
-_WRAPPERS = {("_spmd_types.py", "call"), ("_torch.py", "call")}
+_WRAPPERS = {("_spmd_types.py", "call"), ("_torch.py", "call"), ("_autograd.py", "_engine_run_backward")}
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 
 @dataclass
@@ -114,13 +116,15 @@ def traced(package: str, action: Callable[[], Any], thing: Any = None) -> Walk:
 
     @functools.cache
     def is_own(file: str, name: str) -> bool:
-        return file.startswith(root) and (Path(file).name, name) not in _WRAPPERS
+        return file.startswith(root) and name not in _COMPREHENSIONS and (Path(file).name, name) not in _WRAPPERS
 
     def own(frame: FrameType | None) -> bool:
         return frame is not None and is_own(frame.f_code.co_filename, frame.f_code.co_name)
 
     def is_wrapper(frame: FrameType | None) -> bool:
-        return frame is not None and (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in _WRAPPERS
+        if frame is None or frame.f_code.co_name in _COMPREHENSIONS:
+            return frame is not None
+        return (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in _WRAPPERS
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not own(frame):

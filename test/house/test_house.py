@@ -19,7 +19,7 @@ EVERYWHERE = None
 PRIVATE = {
     "torch.utils._python_dispatch": (
         (
-            *("random._recording", "spmd._recorder", "spmd._static", "spmd._static_trial"),
+            *("_ranks.groups", "random._recording", "spmd._recorder", "spmd._static", "spmd._static_trial"),
             *("tensor._plain_ops", "tensor._redistribute"),
         ),
         "sees every op of a construction or a step that is recorded; a mesh's ranks are read "

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import hashlib
 import inspect
+import math
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "backend_of",
@@ -27,6 +29,7 @@ __all__ = [
     "groups_of",
     "is_gloo",
     "is_nccl",
+    "ranks_ascend",
     "timeout_of",
 ]
 
@@ -47,6 +50,9 @@ _is_nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDi
 """Both are asked several times per collective, and slow to find out."""
 
 
+_ascending: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], bool]] = weakref.WeakKeyDictionary()
+
+
 def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's device in ``mesh``."""
     if mesh.device_type == "cpu":
@@ -57,6 +63,17 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """The process groups of the mesh's dimensions. None if this rank is not in the mesh: it agrees with no other rank."""
     return [] if mesh.get_coordinate() is None else mesh.get_all_groups()
+
+
+def ranks_ascend(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
+    """Whether the ranks along ``mesh_dims`` are in ascending order everywhere in ``mesh``, as those of torch's groups are."""
+    known = _ascending.setdefault(mesh, {})
+    if mesh_dims not in known:
+        order = (*(dim for dim in range(mesh.ndim) if dim not in mesh_dims), *mesh_dims)
+        with _disable_current_modes():  # torch.compile traces on fake tensors, and the ranks are no part of the graph.
+            lines = mesh.mesh.permute(order).reshape(-1, math.prod(mesh.size(dim) for dim in mesh_dims))
+            known[mesh_dims] = bool((lines.diff() > 0).all())
+    return known[mesh_dims]
 
 
 def group_of(ranks: Sequence[int], purpose: str = "", parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

@@ -231,7 +231,8 @@ def fully_shard(
         for kit in kits:
             groups.append(make_group(kit.plan, kit))
         claim.append("groups")  # One may fail on one rank: then no rank replaces a parameter.
-    note_ignored(ignored)
+    if ignored:
+        note_ignored(ignored)
     owners: dict[nn.Module, str] = {}
     for plan in plans:
         for param in plan.params:

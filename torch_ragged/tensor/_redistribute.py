@@ -41,7 +41,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from torch_ragged._ranks.groups import can_order_groups, group_of
+from torch_ragged._ranks.groups import can_order_groups, group_of, ranks_ascend
 from torch_ragged.tensor import _carry
 from torch_ragged.tensor._carry import Pending, copy_into, covers, part_view
 from torch_ragged.tensor._exchange import Part, paired_views
@@ -58,7 +58,6 @@ __all__ = [
     "broadcast_local",
     "mesh_group",
     "plan_of",
-    "ranks_ascend",
     "in_order_of",
     "is_permuted",
     "redistribute_local",
@@ -628,20 +627,6 @@ def mesh_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGrou
     with _disable_current_modes():
         ranks = mesh.mesh[where].flatten().tolist()
     return group_of(ranks, parent=mesh.get_group(mesh_dims[0]) if len(mesh_dims) == 1 else None)
-
-
-_ascending: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], bool]] = weakref.WeakKeyDictionary()
-
-
-def ranks_ascend(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
-    """Whether the ranks along ``mesh_dims`` are in ascending order everywhere in ``mesh``, as those of torch's groups are."""
-    known = _ascending.setdefault(mesh, {})
-    if mesh_dims not in known:
-        order = (*(dim for dim in range(mesh.ndim) if dim not in mesh_dims), *mesh_dims)
-        with _disable_current_modes():  # torch.compile traces on fake tensors, and the ranks are no part of the graph.
-            lines = mesh.mesh.permute(order).reshape(-1, math.prod(mesh.size(dim) for dim in mesh_dims))
-            known[mesh_dims] = bool((lines.diff() > 0).all())
-    return known[mesh_dims]
 
 
 def warn_of_order(mesh: DeviceMesh, placements: Sequence[Placement]) -> None:

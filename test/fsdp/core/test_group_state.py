@@ -1,16 +1,13 @@
 """The states that a group goes through in a step, and that no other way between them is taken."""
 
-import itertools
 import unittest
 
 import torch
 import torch.distributed as dist
-from common import fake_group, run_ranks
+from common import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._fsdp_param import ShardedState
 
 
 def states_in_a_step():
@@ -66,23 +63,3 @@ class GroupStateTest(unittest.TestCase):
                     ("finalize_backward", "SHARDED", "EMPTY"),
                 ],
             )
-
-    def test_wrong_transitions_raise(self):
-        legal = {
-            ("SHARDED", "GATHERING"),
-            ("GATHERING", "UNSHARDED"),
-            ("GATHERING", "SHARDED"),
-            ("UNSHARDED", "SHARDED"),
-        }
-        with fake_group(2):
-            model = fully_shard(nn.Linear(2, 2, bias=False), mesh=init_device_mesh("cpu", (2,)))
-            (group,) = model._ragged_groups(recurse=False)
-        for state, following in itertools.product(ShardedState, ShardedState):
-            group._sharded_state = state
-            if (state.name, following.name) in legal:
-                group._move_to(following)
-                self.assertIs(group._sharded_state, following)
-                continue
-            with self.assertRaisesRegex(RuntimeError, f"^weight cannot go from {state.name} to {following.name}$"):
-                group._move_to(following)
-            self.assertIs(group._sharded_state, state)

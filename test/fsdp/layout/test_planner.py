@@ -267,10 +267,10 @@ class PlannerTest(unittest.TestCase):
                 other = layout.rotated(first)
                 rotated += first > 0
                 for index, rank in itertools.product(range(len(layout.tensors)), range(ranks)):
-                    mine = other.local_range(index, rank), other.local_offset(index, rank)
+                    mine = other.local_range(index, rank), other.interval(index, rank)
                     there = (rank + first) % ranks
                     if mine[0][0] < mine[0][1]:
-                        self.assertEqual(mine, (layout.local_range(index, there), layout.local_offset(index, there)))
+                        self.assertEqual(mine, (layout.local_range(index, there), layout.interval(index, there)))
                     held = layout.local_range(index, there)
                     self.assertEqual(held[1] - held[0], mine[0][1] - mine[0][0])
         self.assertGreater(rotated, 60)

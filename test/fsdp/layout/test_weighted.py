@@ -21,7 +21,7 @@ def edges_of(weights, unit):
 
 def violations(layout):
     """What is wrong with a layout, element by element."""
-    owners, edges = [None] * layout.numel, [layout.shard_range(rank)[0] for rank in range(layout.ranks)]
+    owners, edges = [None] * layout.numel, list(layout.edges[:-1])
     for index, (offset, one) in enumerate(zip(layout.offsets, layout.tensors, strict=True)):
         for element in range(offset, offset + one.numel):
             if owners[element] is not None:

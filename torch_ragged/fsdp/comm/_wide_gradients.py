@@ -98,7 +98,7 @@ class WideGradients:
     def _add(self, received: torch.Tensor, output: torch.Tensor) -> None:
         """Add this rank's reduced part to its shard."""
         for index, offset, start, stop in self._intervals[self._rank]:
-            first = self._layout.offsets[index] + start - self._layout.shard_range(self._rank)[0]
+            first = self._layout.offsets[index] + start - self._layout.edges[self._rank]
             output[first : first + stop - start].add_(received[offset : offset + stop - start])
 
 

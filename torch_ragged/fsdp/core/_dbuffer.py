@@ -154,10 +154,9 @@ class BufferMemory:
 
     Attributes:
         keeps_address: whether the memory has the same address after each :meth:`allocate`.
-        is_borrowed: whether :meth:`free` drops a reference to memory of another owner. It cannot be allocated again.
     """
 
-    keeps_address = is_borrowed = False
+    keeps_address = False
 
     def __init__(self, flat: torch.Tensor, pool: torch.cuda.MemPool | None = None) -> None:
         self.flat, self.nbytes, self._pool = flat, flat.nbytes, pool
@@ -216,7 +215,7 @@ class Borrowed(MemoryPool):
 
 
 class _BorrowedMemory(BufferMemory):
-    is_borrowed = True
+    """Memory of another owner. After :meth:`free`, it cannot be allocated again."""
 
     def free(self) -> None:
         # The owner's memory stays as it is: autograd or a hook of the user may hold it longer.
@@ -280,7 +279,7 @@ class DBuffer:
             if not isinstance(each, (Shard, Replicate, Partial)):
                 raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {each}")
         self.layout, self.rank, self.is_pinned, self.levels = layout, rank, is_pinned, levels
-        start, stop = layout.shard_range(rank)
+        start, stop = layout.edges[rank], layout.edges[rank + 1]
         numel = stop - start
         self.is_sharded, own = isinstance(placements[-1], Shard), 0  # Where this rank's shard begins in the buffer.
         if not self.is_sharded:
@@ -333,7 +332,7 @@ class DBuffer:
         """The part of tensor ``index`` in this buffer, as a view with its own version counter."""
         flat = self.flat.data  # Autograd must not see that the buffer is filled again: it may have saved the view.
         if self.is_sharded:
-            begin, end = self.interval(index)
+            begin, end = self.layout.interval(index, self.rank)
             return flat[begin:end]
         tensor = self.layout.tensors[index]
         offset = self.layout.offsets[index]
@@ -342,12 +341,6 @@ class DBuffer:
             sizes = self.layout.sizes(index)
             return flat.view(self.layout.ranks, -1)[:, offset : offset + math.prod(sizes[1:])].view(sizes)
         return flat[offset : offset + tensor.numel].view(tensor.shape)
-
-    def interval(self, index: int) -> tuple[int, int]:
-        """Where the part of tensor ``index`` that this rank holds begins and ends in its shard."""
-        start, stop = self.layout.local_range(index, self.rank)
-        begin = self.layout.local_offset(index, self.rank)
-        return (begin, begin + stop - start) if stop > start else (0, 0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, lies in the memory of this buffer."""
@@ -365,7 +358,7 @@ class DBuffer:
 
     def zero_padding(self) -> None:
         """Fill the padding with zeros, so that reductions do not read undefined values. One operation for all gaps."""
-        start, sizes, at = self.layout.shard_range(self.rank)[0] if self.is_sharded else 0, list[int](), 0
+        start, sizes, at = self.layout.edges[self.rank] if self.is_sharded else 0, list[int](), 0
         for begin, end in self.layout.gaps:
             begin, end = max(begin - start, 0), min(end - start, self.flat.numel())
             if begin < end:

@@ -58,20 +58,12 @@ class ShardedState(Enum):
     Equal on all ranks between the hooks of modules.
     """
 
-    following: tuple[ShardedState, ...]
-
     SHARDED = auto()
     """The sharded DTensors are registered; the unsharded buffer is free."""
     GATHERING = auto()
     """The same, with an all-gather in flight."""
     UNSHARDED = auto()
     """The unsharded parameters are registered."""
-
-
-# A tuple on the member itself, not a dict of members: looking these up calls Enum.__hash__, several times a step.
-ShardedState.SHARDED.following = (ShardedState.GATHERING,)
-ShardedState.GATHERING.following = (ShardedState.UNSHARDED, ShardedState.SHARDED)
-ShardedState.UNSHARDED.following = (ShardedState.SHARDED,)
 
 
 class Reading:

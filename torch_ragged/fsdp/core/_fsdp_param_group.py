@@ -336,12 +336,6 @@ class FSDPParamGroup:
         """Whether the parameters are unsharded, or their all-gather is in flight."""
         return self._sharded_state is not ShardedState.SHARDED
 
-    def _move_to(self, state: ShardedState) -> None:
-        if state not in self._sharded_state.following:
-            # A bug of this package, on this rank or on all: an error is better than parameters that are views of freed memory.
-            raise RuntimeError(f"{self.names} cannot go from {self._sharded_state.name} to {state.name}")
-        self._sharded_state = state
-
     @untyped
     def unshard(self, wait: bool = True, phase: Phase = Phase.BOTH) -> None:
         """Issue the all-gather for ``phase``, unless it was issued. If ``wait``, wait, and register the unsharded parameters.
@@ -373,7 +367,7 @@ class FSDPParamGroup:
                         self._all_gather = encoding.all_gather(self.shards, self.named)
                     else:
                         self._all_gather = self.keeper.all_gather(self.shards, encoding, self._gathered_versions, self.named)
-                self._move_to(ShardedState.GATHERING)
+                self._sharded_state = ShardedState.GATHERING
             if not wait:
                 return
             work, self._all_gather = self._all_gather, None
@@ -399,7 +393,7 @@ class FSDPParamGroup:
             raise
         if self.keeper is not None:
             self.keeper.drop()  # The all-gather has read it.
-        self._move_to(ShardedState.UNSHARDED)
+        self._sharded_state = ShardedState.UNSHARDED
         with as_plain_tensors():
             self.guard.allow_reads()
         # Registered last: if anything above raises, the modules still have the sharded parameters.
@@ -409,8 +403,7 @@ class FSDPParamGroup:
         """An all-gather has failed: all ranks can issue it again."""
         self._all_gather = None
         # Other ranks may have issued it: they find out when they wait.
-        if self.is_gathered:
-            self._move_to(ShardedState.SHARDED)
+        self._sharded_state = ShardedState.SHARDED
         self.invalidate_kept()
         self.encoding.free(self._keeps_buffer)
 
@@ -445,8 +438,7 @@ class FSDPParamGroup:
         """
         before = self._sharded_state
         # First: if the wait below raises, the group is sharded, too, and the next unshard issues a new all-gather.
-        if before is not ShardedState.SHARDED:
-            self._move_to(ShardedState.SHARDED)
+        self._sharded_state = ShardedState.SHARDED
         # An all-gather in flight writes to the buffer that is freed below.
         if self._all_gather is not None:
             try:

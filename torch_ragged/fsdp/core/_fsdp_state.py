@@ -462,7 +462,7 @@ class FSDPStateContext:
 
         forward            start_iteration()
         first hook         start_backward()       has autograd call the root at the end of the pass
-        hooks              reach(order)           backward is in this forward; run_skipped() for what this rank skips in it
+        hooks              reach(order)           backward is in this forward; run_skipped() for each event that this rank skips
         end of the pass    end_backward(), or pause_backward() if ``finalize_backward`` ends it later
 
     Attributes:
@@ -571,16 +571,16 @@ class FSDPStateContext:
     def finish_orders(self) -> None:
         """Backward reaches no further call of the orders that it has reached."""
         for order in self.orders:
-            self.run_skipped(order, order.finish())
+            for event in order.finish():
+                self.run_skipped(order, event)
 
-    def run_skipped(self, order: ForwardOrder, events: Sequence[Event]) -> None:
-        """Run events of calls that backward has skipped on this rank: other ranks unshard or reduce for them now."""
-        for event in events:
-            state: Any = order.states[event.position]
-            if event.is_pre_backward:
-                state.pre_backward(self.current, order, event.position)
-            else:
-                state.post_backward(order.is_first(event.position))
+    def run_skipped(self, order: ForwardOrder, event: Event) -> None:
+        """Run the event of a call that backward has skipped on this rank: other ranks unshard or reduce for it now."""
+        state: Any = order.states[event.position]
+        if event.is_pre_backward:
+            state.pre_backward(self.current, order, event.position)
+        else:
+            state.post_backward(order.is_first(event.position))
 
     def pause_backward(self) -> None:
         """A backward pass is over; others may follow before ``finalize_backward``."""

@@ -74,6 +74,7 @@ class GradBuffer:
         # A reduction in float16 divides the buffer in place, against overflow.
         self.may_borrow = len(params) == 1 and not pool.is_required and reduce_dtype != torch.float16
         self.holds_gradients = self.is_open = self._holds_sum = False
+        self._is_borrowed = False  # Whether autograd's gradient is the buffer now.
         self._unreduced: DBuffer | None = None
         self._widened: DBuffer | None = None
         self._views: list[torch.Tensor] = []  # Of ``_unreduced``, one per parameter.
@@ -108,7 +109,7 @@ class GradBuffer:
         if before is not None and is_borrowed:  # Its owner, such as a user's hook, may read it later.
             unreduced.flat.copy_(before.flat)
             before.free()
-            self._views = []
+            self._views, self._is_borrowed = [], False
         if not self._views:
             self._views = [unreduced.tensor(index) for index in range(len(self.params))]
         self.is_open = True
@@ -144,7 +145,7 @@ class GradBuffer:
         self._unreduced = DBuffer(
             self._layout, Partial(), self._rank, self.dtype, self.device, pool=Borrowed(gradient), log=self._log
         )
-        self._views = [self._unreduced.tensor(0)]
+        self._views, self._is_borrowed = [self._unreduced.tensor(0)], True
         self._gather_streams(current_stream(self.device))
         self.mark(0)
         return True
@@ -286,18 +287,13 @@ class GradBuffer:
             param.pending = None
             param.unsharded.grad = None  # A program may have assigned it.
 
-    @property
-    def _is_borrowed(self) -> bool:
-        """Whether autograd's gradient is the buffer now."""
-        return self._unreduced is not None and self._unreduced.memory.is_borrowed
-
     def _free_unreduced(self) -> None:
         self.is_open = False
         if self._unreduced is not None:
             self._unreduced.free()
             if self._is_borrowed:
                 # The memory is its owner's: the reference is dropped, and the next pass makes a buffer of its own.
-                self._unreduced, self._views = None, []
+                self._unreduced, self._views, self._is_borrowed = None, [], False
 
     def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype, is_overwritten: bool = False) -> DBuffer:
         """Allocate ``buffer``, or a new one if it is None, and return it. ``is_overwritten``: the caller writes all of it."""

@@ -150,7 +150,7 @@ class GradReduction:
     ) -> None:
         self.buffer, self.params, self._device = buffer, buffer.params, buffer.device
         self.sharded, self._collectives, self._dp, self.settings, self._log = sharded, collectives, dp, settings, log
-        self.intervals = [sharded.interval(index) for index in range(len(self.params))]
+        self.intervals = [sharded.layout.interval(index, sharded.rank) for index in range(len(self.params))]
         self._placements = dp.placements  # Of reduced shards.
         self.in_flight: Work | None = None
         self._output: DBuffer | None = None  # The output of either, also after it has ended.
@@ -408,10 +408,11 @@ class GradReduction:
             # Each gradient has its own version counter, as a tensor of the optimizer.
             shard = shards[sharded.grad_dtype or reduced.flat.dtype]
             gradient: Any = self.gradient(param, shard.flat.data[begin:end])
-            if backward_id() != -1:  # Otherwise it was checked when the pass ended.
-                check_hooks_run_once(param)
             # Autograd would run these hooks for a leaf: before it adds to .grad, and after that. Optimizers that step in
             # backward are hooks of the second kind.
+            has_hooks = sharded._backward_hooks or sharded._post_accumulate_grad_hooks
+            if has_hooks and backward_id() != -1:  # Otherwise it was checked when the pass ended.
+                check_hooks_run_once(param)
             for hook in (sharded._backward_hooks or {}).values():
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed

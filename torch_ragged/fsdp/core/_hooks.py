@@ -168,7 +168,8 @@ class _Hooks:
         if call.order is not None:
             # First, take part for later calls that backward skips here: other ranks unshard and reduce for them now.
             context.reach(call.order)
-            context.run_skipped(call.order, call.order.reach(call.position, is_exit=True))
+            for event in call.order.reach(call.position, is_exit=True):
+                context.run_skipped(call.order, event)
         state.pre_backward(current, call.order, call.position)
 
     @dynamo_disabled_in_backward
@@ -187,7 +188,8 @@ class _Hooks:
             return
         context = state.context
         if order is not None and order in context.orders:
-            context.run_skipped(order, order.reach(call.position, is_exit=False))
+            for event in order.reach(call.position, is_exit=False):
+                context.run_skipped(order, event)
         state.post_backward(order is None or order.is_first(call.position))
 
     # -- pipelines -------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged._ranks.groups import ranks_ascend
 from torch_ragged._register._torch import concatenate, drop_advice_to_flatten, flatten
 from torch_ragged.fsdp.comm._collectives import Levels
-from torch_ragged.tensor._redistribute import ranks_ascend
 
 __all__ = ["OUTSIDE", "DataParallelMesh"]
 

@@ -99,15 +99,19 @@ class BufferLayout:
                 )
 
     @functools.cached_property  # Asked of each buffer, as ``gaps`` is.
+    def edges(self) -> Sequence[int]:
+        """Where each rank's shard begins in the buffer, and, last, the end of the buffer."""
+        return range(0, (self.ranks + 1) * self.shard_numel, self.shard_numel)
+
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the whole buffer."""
-        units, largest = self._units
-        return self.shard_numel // largest * units
+        return self.edges[-1]
 
     @property
-    def _units(self) -> tuple[int, int]:
-        """Equal units of the buffer, and of its largest shard."""
-        return self.ranks, 1
+    def _smallest(self) -> int:
+        """Elements of the smallest buffer with shards of these proportions. All buffers are multiples of it."""
+        return self.ranks * self.alignment
 
     @property
     def padding_numel(self) -> int:
@@ -126,29 +130,25 @@ class BufferLayout:
     @property
     def bound_fraction(self) -> float:
         """The padding at the lower bound, which no layout of these tensors avoids, relative to their elements."""
-        used, (units, largest) = self._used, self._units
-        return (self.lower_bound // largest * units - used) / max(1, used)
+        used = self._used
+        return (self.lower_bound * self.numel // self.shard_numel - used) / max(1, used)
 
     @property
     def granularity_fraction(self) -> float:
         """The padding beyond that of single elements in aligned shards, relative to the elements of the tensors."""
-        # All buffers are multiples of the smallest one.
-        used, smallest = self._used, self._units[0] * self.alignment
+        used, smallest = self._used, self._smallest
         return (self.numel - max(1, -(-used // smallest)) * smallest) / max(1, used)
-
-    def shard_range(self, rank: int) -> tuple[int, int]:
-        """The interval of the buffer that is the shard of ``rank``: start and stop, in elements."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
         """The part of tensor ``index`` that ``rank`` holds: start and stop, in elements of the tensor."""
         offset, numel = self.offsets[index], self.tensors[index].numel
-        start, stop = self.shard_range(rank)
-        return min(max(start - offset, 0), numel), min(max(stop - offset, 0), numel)
+        return min(max(self.edges[rank] - offset, 0), numel), min(max(self.edges[rank + 1] - offset, 0), numel)
 
-    def local_offset(self, index: int, rank: int) -> int:
-        """Where the part of tensor ``index`` that ``rank`` holds starts in its shard."""
-        return max(self.offsets[index] - self.shard_range(rank)[0], 0)
+    def interval(self, index: int, rank: int) -> tuple[int, int]:
+        """Where the part of tensor ``index`` that ``rank`` holds begins and ends in its shard; (0, 0) if there is none."""
+        start, stop = self.local_range(index, rank)
+        begin = max(self.offsets[index] - self.edges[rank], 0)
+        return (begin, begin + stop - start) if stop > start else (0, 0)
 
     def placement(self, index: int) -> RaggedShard:
         """The RaggedShard of tensor ``index``: the number of slices along the sharded dimensions that each rank holds."""
@@ -245,8 +245,9 @@ class RowsLayout(BufferLayout):
         numel, part = self.tensors[index].numel, math.prod(_rows_per_shard(self.tensors[index], self.ranks))
         return min(rank * part, numel), min((rank + 1) * part, numel)
 
-    def local_offset(self, index: int, rank: int) -> int:
-        return self.offsets[index]
+    def interval(self, index: int, rank: int) -> tuple[int, int]:
+        (start, stop), begin = self.local_range(index, rank), self.offsets[index]
+        return (begin, begin + stop - start) if stop > start else (0, 0)
 
     def placement(self, index: int) -> RaggedShard:
         if not self.tensors[index].numel:

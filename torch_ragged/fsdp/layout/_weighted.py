@@ -50,7 +50,7 @@ class WeightedLayout(BufferLayout):
                 f"a layout of weights {self.weights} for {self.ranks} ranks needs a positive multiple of alignment "
                 f"{self.alignment} per weight, got {self.shard_numel} elements in the largest shard"
             )
-        edges, end = self._edges, 0
+        edges, end = self.edges, 0
         for offset, tensor in sorted(zip(self.offsets, self.tensors, strict=True), key=lambda pair: (pair[0], pair[1].numel)):
             if offset < end:
                 raise ValueError(f"{tensor.name} at offset {offset} overlaps the tensor before it, which ends at {end}")
@@ -64,23 +64,19 @@ class WeightedLayout(BufferLayout):
             raise ValueError(f"the last tensor ends at {end}, beyond the buffer of {edges[-1]} elements")
 
     @property
-    def _units(self) -> tuple[int, int]:
-        return sum(self.weights), max(self.weights)
+    def _smallest(self) -> int:
+        return sum(self.weights) * self.alignment
 
     @functools.cached_property
-    def _edges(self) -> tuple[int, ...]:
-        """Where each rank's shard begins, and the end of the buffer."""
+    def edges(self) -> tuple[int, ...]:
         unit = self.shard_numel // max(self.weights)
         return tuple(unit * before for before in itertools.accumulate(self.weights, initial=0))
-
-    def shard_range(self, rank: int) -> tuple[int, int]:
-        return self._edges[rank], self._edges[rank + 1]
 
     def placement(self, index: int) -> RaggedShard:
         tensor, offset = self.tensors[index], self.offsets[index]
         if not tensor.numel:
             return super().placement(index)
-        shards = Units([(stop - start, 1) for start, stop in itertools.pairwise(self._edges)])
+        shards = Units([(stop - start, 1) for start, stop in itertools.pairwise(self.edges)])
         unit = math.prod(tensor.shape[len(tensor.dims) :])
         return RaggedShard(tensor.dims, shards.within(offset, offset + tensor.numel).scaled(1, unit))
 

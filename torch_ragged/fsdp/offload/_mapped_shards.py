@@ -36,8 +36,8 @@ class MappedShards(Shards):
         self._folder = folder
 
     def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool, pool: MemoryPool = ALLOCATOR) -> None:
-        start, stop = self._layout.shard_range(self._rank)
-        nbytes = (stop - start) * dtype.itemsize
+        edges = self._layout.edges
+        nbytes = (edges[self._rank + 1] - edges[self._rank]) * dtype.itemsize
         self._file = None
         if device.type != "meta" and nbytes:
             self._file = MappedFile(self._folder, dist.get_rank(), nbytes)

@@ -86,7 +86,7 @@ class SteppedParam:
     @property
     def interval(self) -> tuple[int, int]:
         """Where its elements begin and end in the shard of the group."""
-        return (0, 0) if self.group is None else self.group.sharded.interval(self.index)
+        return (0, 0) if self.group is None else self.group.layout.interval(self.index, self.group.rank)
 
     @property
     def numel(self) -> int:
