@@ -46,8 +46,9 @@ def check_damaged(path):
     fresh = make_state(1)
     checkpoint.load(checkpoint.latest(path, complete=True) if dist.get_rank() == 0 else path, fresh)
     assert fresh.step == 2
+    damage(steps[4] / "chunks.json")
     text = error_of(checkpoint.load, path, make_state(1, hidden=17))
-    assert told in text, text  # Its metadata is damaged, too.
+    assert told in text, text  # The list of its chunks is damaged, too.
     damage(steps[1] / "__0_0.distcp")
     damage(steps[2] / "__0_0.distcp")
     text = error_of(checkpoint.load, path, make_state(1))

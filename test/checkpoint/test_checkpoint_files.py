@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ragged.checkpoint import CheckpointError, _reader, _writer
 from torch_ragged.checkpoint._files import FileRecord
-from torch_ragged.checkpoint._manifest import Manifest
+from torch_ragged.checkpoint._manifest import CHUNKS, Manifest
 from torch_ragged.checkpoint._reader import CheckpointReader, _Chunks, _FileWindow, damage
 from torch_ragged.checkpoint._writer import CheckpointWriter, missing_chunks
 
@@ -163,15 +163,20 @@ class ReaderTest(Folder):
             for first, rows in ((0, 3), (3, 1), (4, 2)):
                 self.assertEqual(_reader._stored_sizes(metadata, MetadataIndex("w", torch.Size((first,)), hint)), (rows,))
 
-    def test_a_damaged_metadata_file_is_named(self):
+    def test_a_damaged_file_of_chunks_is_named(self):
         self.save({"w": torch.ones(3)})
-        flip(self.path / ".metadata", 5)
-        with self.assertRaisesRegex(CheckpointError, r"\.metadata is damaged: its checksum is wrong"):
+        flip(self.path / ".metadata", 5)  # DCP reads it, this reader does not.
+        CheckpointReader(self.path).read_metadata()
+        self.assertIn(
+            "metadata is damaged", self.error(dcp.load, {"w": torch.ones(3)}, storage_reader=CheckpointReader(self.path))
+        )
+        flip(self.path / CHUNKS, 5)
+        with self.assertRaisesRegex(CheckpointError, r"chunks\.json is damaged: its checksum is wrong"):
             CheckpointReader(self.path).read_metadata()
 
-    def test_a_metadata_file_without_bound_is_not_read(self):
+    def test_a_list_of_chunks_without_bound_is_not_read(self):
         self.save({"w": torch.ones(3)})
-        nbytes = (self.path / ".metadata").stat().st_size
+        nbytes = (self.path / CHUNKS).stat().st_size
         for most, fits in ((nbytes, True), (nbytes - 1, False)):
             with mock.patch.object(_reader, "MOST_BYTES", most):
                 reader = CheckpointReader(self.path)
@@ -218,7 +223,7 @@ class ReaderTest(Folder):
         reader = CheckpointReader(self.path)
         self.assertEqual(reader.doing, "reading the manifest")
         dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=Planner())
-        self.assertEqual(seen, ["reading .metadata", "comparing checksums", "reading their shards"])
+        self.assertEqual(seen, ["reading chunks.json", "comparing checksums", "reading their shards"])
 
     def test_errors_of_a_chunk_name_the_file(self):
         self.save({"w": torch.ones(3)})
@@ -458,7 +463,7 @@ class WriterTest(Folder):
             body["tensors"],
             {"t": {"shape": [2], "dtype": "float32", "tied_to": "w"}, "w": {"shape": [3], "dtype": "float32"}},
         )
-        self.assertEqual(sorted(body["files"]), [".metadata", DATA])
+        self.assertEqual(sorted(body["files"]), [".metadata", DATA, CHUNKS])
 
     def test_blocks_have_the_size_that_was_asked(self):
         writer = self.save({"w": torch.ones(1000)}, block=512)

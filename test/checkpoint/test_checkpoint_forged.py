@@ -14,12 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_forger import VALUES, nodes
 from common import error_of, run_ranks
 from torch import nn
 
 from torch_ragged import checkpoint
 from torch_ragged.checkpoint import _cli, _reader
-from torch_ragged.checkpoint._manifest import _checksum
+from torch_ragged.checkpoint._manifest import CHUNKS, _checksum
 from torch_ragged.fsdp import fully_shard
 
 DATA = "__0_0.distcp"
@@ -129,27 +130,6 @@ def check_forged(path):
     assert checkpoint.latest(path) == newest
 
 
-VALUES = (
-    *(None, True, -1, 0, 1, 2**70, 1e300, float("nan"), "", "x", "/dev/zero", "..", "a\0b", "\ud800", "float32", "load"),
-    *([], [1], ["x"], [[]], {}, {"x": 1}, [2] * 70, 10**6),
-    *(
-        "RaggedShard(dims=(0,), local_units=(1,))",
-        "(" * 5000,
-        "RaggedShard(dims=(0,), local_units=(0,) * 1000000000000)",
-        "Shard(dim='x')",
-        "Shard(dim=99)",
-        "Partial(reduce_op=1)",
-    ),
-)
-
-
-def nodes(value, path=()):
-    """The way to every value in a document but itself."""
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield (*path, key)
-        yield from nodes(inner, (*path, key))
-
-
 def check_random_changes(path, count):
     """Whatever is changed: a checkpoint is passed over or not, refused or loaded, and nothing else is raised."""
     good = checkpoint.save(path, make_state(1))
@@ -179,7 +159,7 @@ def check_random_changes(path, count):
 def check_pipes(path):
     """A pipe in place of a file is refused; to open it would wait for a writer."""
     good = checkpoint.save(path, make_state(1))
-    for name in ("manifest.json", ".metadata", DATA):
+    for name in ("manifest.json", ".metadata", CHUNKS, DATA):
         newest = checkpoint.save(path, make_state(2))
         if name != "manifest.json":
             body = json.loads((newest / "manifest.json").read_text())["manifest"]
@@ -226,7 +206,7 @@ class ForgedFilesTest(unittest.TestCase):
         del self.body["files"][DATA]
         forge(self.folder / "manifest.json", self.body)
         text = error_of(checkpoint.load, self.folder, make_state(2))
-        self.assertRegex(text, rf"CheckpointError: .*\.metadata is damaged: it has \S+ in bytes \d+ to \d+ of {DATA}, which")
+        self.assertRegex(text, rf"CheckpointError: .*chunks\.json is damaged: it names the file '{DATA}', which")
 
     def test_many_damaged_blocks_in_a_row_are_told_once(self):
         record = self.body["files"][DATA]

@@ -76,7 +76,7 @@ class ManifestTest(unittest.TestCase):
             ("step", 2**63, f"step is {2**63}, expected an int >= 0"),
             ("step", -1, "step is -1, expected an int >= 0"),
             ("consumed_tokens", "1", "consumed_tokens is '1', expected int"),
-            ("world_size", 2, "world_size is 2, but there are only 2 files"),
+            ("world_size", 2, "world_size is 2, but there are only 1 files"),
             ("world_size", 0, "world_size is 0, expected an int >= 1"),
             ("format", 0, "format is 0, expected an int >= 1"),
             ("fingerprint", 1, "fingerprint is 1, expected str"),

@@ -522,7 +522,7 @@ class CommandLineTest(unittest.TestCase):
 
     def test_verify_says_that_a_checkpoint_is_whole_or_no_checkpoint(self):
         self.assertEqual(self.run_cli("verify", self.path)[0], 0)
-        self.assertIn("is whole: 3 files", self.run_cli("verify", self.path)[1])
+        self.assertIn("is whole: 4 files", self.run_cli("verify", self.path)[1])
         self.assertEqual(
             self.run_cli("verify", self.path + "/none"),
             (1, f"{self.path}/none is no folder: expected a checkpoint, or a folder of checkpoints\n"),

@@ -61,7 +61,10 @@ PRIVATE = {
         ("tensor._api", "tensor._async_tensor", "tensor._dispatch", "tensor._random", "tensor._read", "tensor._single_device"),
         "a result that waits when it is used; whether torch traces",
     ),
-    "torch.distributed.checkpoint.filesystem._StorageInfo": (("checkpoint._metadata",), "where DCP's files have a chunk"),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": (
+        ("checkpoint._chunks", "checkpoint._metadata"),
+        "where DCP's files have a chunk",
+    ),
     "torch.distributed._local_tensor": (("tensor._local_tensor",), "the mode in which one process simulates all ranks"),
     "torch._compile": (("tensor._dispatch",), "hides a function from Dynamo without importing it"),
     "torch._guards": (("tensor._random",), "whether torch.compile traces"),

@@ -43,9 +43,10 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         _FSDP,
     ),
     "checkpoint": (
-        [f"torch_ragged/checkpoint/_{name}.py" for name in ("writer", "reader", "manifest")],
+        [f"torch_ragged/checkpoint/_{name}.py" for name in ("writer", "reader", "manifest", "chunks")],
         [
             "test_checkpoint.py",
+            "test_checkpoint_chunks.py",
             "test_checkpoint_files.py",
             "test_checkpoint_forged.py",
             "test_checkpoint_manifest.py",

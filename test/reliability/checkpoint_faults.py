@@ -41,7 +41,7 @@ from common import error_of  # noqa: E402
 from torch_ragged import checkpoint  # noqa: E402
 from torch_ragged.checkpoint import _disk  # noqa: E402
 from torch_ragged.checkpoint._files import CHECKSUM_BLOCK  # noqa: E402
-from torch_ragged.checkpoint._manifest import _checksum  # noqa: E402
+from torch_ragged.checkpoint._manifest import CHUNKS, _checksum  # noqa: E402
 
 DATA = "__0_0.distcp"
 
@@ -239,7 +239,7 @@ def read_error(folder: Path, rng: random.Random) -> Seen:
     """Reading a file fails with EIO: the newest checkpoint is refused, nothing is changed."""
     path = folder / "run"
     newest = checkpoint.save(path, state_of(1, 1))
-    bad = rng.choice(["manifest.json", ".metadata", DATA])
+    bad = rng.choice(["manifest.json", ".metadata", CHUNKS, DATA])
     real = _disk.open_regular
 
     def fail(file: Path, *arguments: Any) -> Any:
@@ -263,7 +263,7 @@ def damaged(damage: Callable[[Path, random.Random], None]) -> Trial:
         path = folder / "run"
         older = checkpoint.save(path, state_of(1, 1))
         newest = checkpoint.save(path, state_of(2, 2))
-        damage(newest / rng.choice(["manifest.json", ".metadata", DATA]), rng)
+        damage(newest / rng.choice(["manifest.json", ".metadata", CHUNKS, DATA]), rng)
         state = state_of(7, 7)
         text, seconds = timed(checkpoint.load, newest, state)
         changed = not bool((state.model.weight == 7).all())  # type: ignore[union-attr]
@@ -326,6 +326,7 @@ def code_in(folder: Path, rng: random.Random) -> Seen:
         content = pickle.dumps(Evil(ran))
         (newest / where).write_bytes(content)
         body = json.loads((newest / "manifest.json").read_text())["manifest"]
+        del body["files"][CHUNKS]  # As of an earlier version: ``load`` reads .metadata.
         body["files"][where] = {"nbytes": len(content), "block": CHECKSUM_BLOCK, "crc32": [f"{zlib.crc32(content):08x}"]}
         (newest / "manifest.json").write_text(json.dumps({"crc32": _checksum(body), "manifest": body}))
     victim = state_of(7, 7)

@@ -33,6 +33,7 @@ from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
 __all__ = [
+    "CHUNKS",
     "FORMAT",
     "MANIFEST",
     "MOST_BYTES",
@@ -48,6 +49,7 @@ _Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]  # shape, names
 
 FORMAT = 1  # Readers refuse a manifest with a higher number.
 MANIFEST = "manifest.json"
+CHUNKS = "chunks.json"
 MOST_BYTES = 1 << 30  # Of a manifest or a .metadata: a larger one is forged, and would fill the memory.
 _MAX_DIMS = 64  # the limit of torch
 
@@ -220,8 +222,9 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         raise ValueError(f"the manifest has unknown fields {reprlib.repr(sorted(unknown))}")
     for name, least in (("step", 0), ("consumed_tokens", 0), ("world_size", 1), ("format", 1)):
         _count(body[name], name, least)
-    if body["world_size"] > max(len(files) - 1, 1):  # Each rank writes a file; .metadata is one more.
-        raise ValueError(f"world_size is {body['world_size']}, but there are only {len(files)} files, .metadata among them")
+    of_ranks = len(files.keys() - {".metadata", CHUNKS})  # Each rank writes a file.
+    if body["world_size"] > max(of_ranks, 1):
+        raise ValueError(f"world_size is {body['world_size']}, but there are only {of_ranks} files of ranks")
     for name in ("fingerprint", "torch_version", "package_version"):
         _exactly(str, body[name], name)
     _texts_of(body["objects"], "objects")

@@ -1,14 +1,14 @@
 """Read DCP's ``.metadata`` as data: no class of the pickle is looked up, and nothing in it is called.
 
+Only for checkpoints of earlier versions, which have no file of columns (:mod:`._chunks`).
+
 The pickle is read into plain stand-ins. Every type, count and size is checked against the manifest, and so against the files,
 before DCP's classes are built from it. Therefore a forged file can neither run code nor ask for memory beyond the files' bytes.
 """
 
 from __future__ import annotations
 
-import gc
 import io
-import itertools
 import math
 import pickle
 import pickletools
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_ragged.checkpoint._chunks import check_manifest, check_places, typed
 from torch_ragged.checkpoint._manifest import Manifest
 
 __all__ = ["parse_metadata"]
@@ -117,16 +118,6 @@ def parse_metadata(data: bytes, manifest: Manifest) -> Metadata:
     Raises:
         ValueError: the bytes are no pickle of DCP's metadata, hold other classes, or do not fit the manifest or its files.
     """
-    collects = gc.isenabled()
-    gc.disable()  # It would look at the many objects again and again: half of the time.
-    try:
-        return _parse(data, manifest)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _parse(data: bytes, manifest: Manifest) -> Metadata:
     try:
         found = _DataUnpickler(io.BytesIO(data)).load()
     except ValueError:
@@ -134,18 +125,13 @@ def _parse(data: bytes, manifest: Manifest) -> Metadata:
     except Exception as error:  # A broken pickle raises any type.
         raise ValueError(f"it is no pickle of DCP's metadata ({type(error).__name__}: {error})") from error
     fields = _fields(found, "Metadata")
-    entries = _typed(fields.get("state_dict_metadata"), dict, "state_dict_metadata")
-    stored = _stored(_typed(fields.get("storage_data"), dict, "storage_data"), manifest)
+    entries = typed(fields.get("state_dict_metadata"), dict, "state_dict_metadata")
+    stored = _stored(typed(fields.get("storage_data"), dict, "storage_data"), manifest)
     listed = [_fields(entry, entry.kind).get("chunks", ()) for entry in entries.values() if isinstance(entry, _Made)]
     if sum(len(chunks) for chunks in listed if isinstance(chunks, list)) > len(stored):
         raise ValueError(f"its tensors have more chunks than the {len(stored)} that are stored")
-    parsed = {_typed(name, str, "a name"): _entry(name, entry, stored) for name, entry in entries.items()}
-    for name, record in manifest.tensors.items():
-        item = parsed.get(name)
-        if not isinstance(item, TensorStorageMetadata):
-            raise ValueError(f"it has no tensor {name}, which the manifest lists")
-        if (tuple(item.size), str(item.properties.dtype)) != (record.shape, f"torch.{record.dtype}"):
-            raise ValueError(f"{name} is {tuple(item.size)} {item.properties.dtype} in it, {record.what} in the manifest")
+    parsed = {typed(name, str, "a name"): _entry(name, entry, stored) for name, entry in entries.items()}
+    check_manifest(parsed, manifest)
     version = fields.get("version")
     return Metadata(parsed, None, stored, StorageMeta(), version if isinstance(version, str) else None)
 
@@ -154,17 +140,11 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
     """The attributes of the stand-in of a ``kind``."""
     if not isinstance(value, _Made) or value.kind != kind:
         raise ValueError(f"it has {reprlib.repr(value)} in place of {kind}")
-    return _typed(value.state or {}, dict, kind)
-
-
-def _typed(value: Any, kind: type, what: str) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"its {what} is {reprlib.repr(value)}, expected {kind.__name__}")
-    return value
+    return typed(value.state or {}, dict, kind)
 
 
 def _int(value: Any, what: str) -> int:
-    if not 0 <= _typed(value, int, what) < 1 << 63:
+    if not 0 <= typed(value, int, what) < 1 << 63:
         raise ValueError(f"its {what} is {reprlib.repr(value)}, expected an int >= 0")
     return int(value)
 
@@ -173,7 +153,7 @@ def _size(value: Any, what: str) -> torch.Size:
     """A torch.Size: a stand-in whose only argument is the tuple of integers."""
     if not isinstance(value, _Made) or value.kind != "Size" or len(value.args) != 1:
         raise ValueError(f"its {what} is {reprlib.repr(value)}, expected a torch.Size")
-    numbers = _typed(value.args[0], tuple, what)
+    numbers = typed(value.args[0], tuple, what)
     if len(numbers) > 64:  # the limit of torch
         raise ValueError(f"its {what} has {len(numbers)} dimensions, expected at most 64")
     return torch.Size([_int(number, what) for number in numbers])
@@ -182,24 +162,16 @@ def _size(value: Any, what: str) -> torch.Size:
 def _stored(entries: dict[Any, Any], manifest: Manifest) -> dict[MetadataIndex, Any]:
     """Where each chunk is. Every chunk lies in a file of the manifest, and no two chunks share a byte."""
     result: dict[MetadataIndex, Any] = {}
-    places: list[tuple[str, int, int, str]] = []
     for key, value in entries.items():
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
-        name, file = _typed(index.get("fqn"), str, "index"), _typed(info.get("relative_path"), str, "relative_path")
+        name, file = typed(index.get("fqn"), str, "index"), typed(info.get("relative_path"), str, "relative_path")
         start, length = _int(info.get("offset"), "offset"), _int(info.get("length"), "length")
-        record = manifest.files.get(file)
-        if record is None or start + length > record.nbytes:
-            raise ValueError(f"it has {name} in bytes {start} to {start + length} of {file}, which the manifest does not list")
         if info.get("transform_descriptors"):
             raise ValueError(f"{name} is stored with a transform: {reprlib.repr(info['transform_descriptors'])}")
         offset = None if index.get("offset") is None else _size(index["offset"], f"offset of {name}")
         number = None if index.get("index") is None else _int(index["index"], f"index of {name}")
         result[MetadataIndex(name, offset, number)] = _StorageInfo(file, start, length)
-        places.append((file, start, start + length, name))
-    places.sort()
-    for one, other in itertools.pairwise(places):
-        if one[0] == other[0] and one[2] > other[1]:
-            raise ValueError(f"{one[3]} and {other[3]} share bytes of {one[0]}")
+    check_places(result, manifest)
     return result
 
 
@@ -213,7 +185,7 @@ def _entry(name: str, entry: Any, stored: dict[MetadataIndex, Any]) -> TensorSto
     if not isinstance(state, tuple) or len(state) not in (5, 6) or not isinstance(state[0], torch.dtype):
         raise ValueError(f"{name} has no dtype")
     size, dtype = _size(fields.get("size"), f"size of {name}"), state[0]
-    chunks = [_chunk_at(name, chunk, size, dtype, stored) for chunk in _typed(fields.get("chunks"), list, f"chunks of {name}")]
+    chunks = [_chunk_at(name, chunk, size, dtype, stored) for chunk in typed(fields.get("chunks"), list, f"chunks of {name}")]
     if len({tuple(chunk.offsets) for chunk in chunks if chunk.sizes.numel()}) != sum(bool(c.sizes.numel()) for c in chunks):
         raise ValueError(f"{name} has two chunks at the same offset")
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
@@ -221,7 +193,7 @@ def _entry(name: str, entry: Any, stored: dict[MetadataIndex, Any]) -> TensorSto
     found = TensorProperties(dtype=dtype)
     strides = state[5] if state[5:] else None
     if strides is not None and hasattr(found, "strides"):
-        of_writer = tuple(_int(each, f"stride of {name}") for each in _typed(strides, tuple, f"strides of {name}"))
+        of_writer = tuple(_int(each, f"stride of {name}") for each in typed(strides, tuple, f"strides of {name}"))
         # No reader uses them. Earlier versions wrote those of flat local tensors, which have one dimension.
         found.strides = of_writer if len(of_writer) == len(size) else None
     return TensorStorageMetadata(found, size, chunks)

@@ -6,6 +6,7 @@ It finds the elements of a chunk in its archive and copies them as bytes. It doe
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import math
 import mmap
@@ -23,11 +24,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from torch_ragged.checkpoint import _disk
+from torch_ragged.checkpoint._chunks import parse_chunks
 from torch_ragged.checkpoint._data import load_object
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._files import check_blocks, check_size
 from torch_ragged.checkpoint._folder import checkpoint_at
-from torch_ragged.checkpoint._manifest import MOST_BYTES, Manifest, read_manifest
+from torch_ragged.checkpoint._manifest import CHUNKS, MOST_BYTES, Manifest, read_manifest
 from torch_ragged.checkpoint._metadata import parse_metadata
 
 __all__ = ["CheckpointReader", "damage"]
@@ -105,14 +107,14 @@ class CheckpointReader(FileSystemReader):
         self.is_damaged = False  # Whether this rank has found damage in the files.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata, after a comparison of its checksums. It is read as data: nothing in it is called.
+        """DCP's metadata, after a comparison of the checksums of its file. It is read as data: nothing in it is called.
 
         Raises:
-            CheckpointError: the file ``.metadata`` is missing or damaged, or does not fit the manifest and the files.
+            CheckpointError: the file is missing or damaged, or does not fit the manifest and the other files.
         """
         if self.metadata is None:
-            self.doing, path = "reading .metadata", self.folder / ".metadata"
-            record = self.manifest.files[".metadata"]
+            name = CHUNKS if CHUNKS in self.manifest.files else ".metadata"
+            self.doing, path, record = f"reading {name}", self.folder / name, self.manifest.files[name]
             # The files of all ranks, because the metadata is checked against the sizes that the manifest has for them.
             self.is_damaged = True  # Until it is read.
             problems = list(filter(None, (check_size(self.folder, *item) for item in self.manifest.files.items())))
@@ -122,11 +124,17 @@ class CheckpointReader(FileSystemReader):
                 raise CheckpointError(f"{path} is damaged: its checksum is wrong")
             if record.nbytes > MOST_BYTES:
                 raise CheckpointError(f"{path} has {record.nbytes} bytes, expected at most {MOST_BYTES}")
+            collects = gc.isenabled()
+            gc.disable()  # It would look at the many objects again and again: half of the time.
             try:
                 with _disk.open_regular(path, record.nbytes) as file:
-                    self.metadata = parse_metadata(file.read(), self.manifest)
+                    parse = parse_chunks if name == CHUNKS else parse_metadata
+                    self.metadata = parse(file.read(), self.manifest)
             except ValueError as error:
                 raise CheckpointError(f"{path} is damaged: {error}") from error
+            finally:
+                if collects:
+                    gc.enable()
             self.is_damaged = False
         return self.metadata
 

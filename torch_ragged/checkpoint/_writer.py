@@ -22,11 +22,12 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
 from torch_ragged.checkpoint import _disk
+from torch_ragged.checkpoint._chunks import chunks_text
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._files import CHECKSUM_BLOCK, FileRecord, HashingFileSystem, check_blocks, check_size
 from torch_ragged.checkpoint._folder import incomplete_of, publish, remove, remove_leftovers
 from torch_ragged.checkpoint._lease import Lease, acquire, held_tokens, owner_of_this_process
-from torch_ragged.checkpoint._manifest import MANIFEST, Manifest, TensorRecord, describe, fingerprint
+from torch_ragged.checkpoint._manifest import CHUNKS, MANIFEST, Manifest, TensorRecord, describe, fingerprint
 from torch_ragged.tensor._checkpoint import own_storage
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
@@ -195,16 +196,20 @@ class CheckpointWriter(FileSystemWriter):
         reports = [item for part in results for item in part if isinstance(item, _Report)]
         written = [[item for item in part if not isinstance(item, _Report)] for part in results]
         super().finish(metadata, written)
-        files = {".metadata": self.fs.records[".metadata"]}
+        stored = {item.index: item.storage_data for part in written for item in part}
+        files: dict[str, FileRecord] = {".metadata": self.fs.records[".metadata"]}
         tensors: dict[str, TensorRecord] = {}
         for report in reports:
             files |= report.files
             tensors |= report.tensors
         problems = [check_size(Path(self.path), name, record) for name, record in files.items()]
-        problems += missing_chunks(metadata, {item.index: item.storage_data for part in written for item in part}, files)
+        problems += missing_chunks(metadata, stored, files)
         problems = list(filter(None, problems))
         if problems:
             raise CheckpointError(f"the written files are not complete:{listed(problems)}")
+        with self.fs.create_stream(Path(self.path) / CHUNKS, "wb") as stream:
+            stream.write(chunks_text(metadata, stored).encode())
+        files[CHUNKS] = self.fs.records[CHUNKS]
         same = {name: len({report.rng.get(name) for report in reports}) == 1 for name in reports[0].rng}
         manifest = replace(
             self.manifest,
