@@ -1,6 +1,6 @@
 """Time to save and load a checkpoint, beside FSDP2 with torch.distributed.checkpoint (DCP): same model, same ranks, one run.
 
-    python -m benchmarks.parts.checkpoint [--json PATH] [--ranks 2] [--rounds 9] [--dim 1024] [--layers 4]
+    python -m benchmarks.parts.checkpoint [--json PATH] [--ranks 2] [--rounds 9] [--dim 1024] [--layers 4] [--chunks 51200]
 
 Model and AdamW states of a small transformer are saved and loaded by turns, each round in another order:
 
@@ -11,12 +11,17 @@ Model and AdamW states of a small transformer are saved and loaded by turns, eac
 Wall time from when all ranks begin until the last one is done, files synced to disk. Loads find the files in the page cache.
 CPU time is that of the rank that took most; other programs of the machine have less influence on it. Memory is the growth of
 the peak resident memory over one save (VmHWM), as a share of what the rank saves.
+
+A second table has what a rank reads first: where each of ``--chunks`` chunks lies, by ``chunks.json``, by ``.metadata`` read as
+data (of older checkpoints), and by DCP's unpickler, which checks nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import pickle
 import shutil
 import statistics
 import tempfile
@@ -30,12 +35,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.common.measure import print_table, write_json
 from torch_ragged import checkpoint
+from torch_ragged.checkpoint._chunks import chunks_text, parse_chunks
+from torch_ragged.checkpoint._files import FileRecord
+from torch_ragged.checkpoint._manifest import Manifest, TensorRecord
+from torch_ragged.checkpoint._metadata import parse_metadata
 from torch_ragged.fsdp import fully_shard
 
 
@@ -125,10 +143,47 @@ def measure(rank: int, store: str, folder: str, options: argparse.Namespace, res
     dist.destroy_process_group()
 
 
+def reading_of_chunks(chunks: int, rounds: int) -> list[dict[str, Any]]:
+    """Microseconds a chunk, for one tensor of 256 chunks after the other, as a large model on 256 ranks has them."""
+    ranks, rows, stored, entries, records = 256, 16, {}, {}, {}
+    nbytes = rows * 64 * 4 + 1024  # The elements, and their archive.
+    for number in range(max(1, chunks // ranks)):
+        name, size = f"model.layers.{number}.weight", torch.Size((rows * ranks, 64))
+        parts = [ChunkStorageMetadata(torch.Size((rows * rank, 0)), torch.Size((rows, 64))) for rank in range(ranks)]
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, parts)
+        records[name] = TensorRecord(tuple(size), "float32")
+        for rank, part in enumerate(parts):
+            stored[MetadataIndex(name, part.offsets, rank)] = _StorageInfo(f"__{rank}_0.distcp", number * nbytes, nbytes)
+    metadata = Metadata(entries, None, stored, StorageMeta())
+    files = {f"__{rank}_0.distcp": FileRecord(len(entries) * nbytes, ()) for rank in range(ranks)}
+    manifest, text, pickled = (
+        Manifest(tensors=records, files=files),
+        chunks_text(metadata, stored).encode(),
+        pickle.dumps(metadata),
+    )
+    ways = {
+        "chunks.json": (lambda: parse_chunks(text, manifest), len(text)),
+        ".metadata as data": (lambda: parse_metadata(pickled, manifest), len(pickled)),
+        "DCP's unpickler": (lambda: pickle.loads(pickled), len(pickled)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    gc.disable()  # As the reader does.
+    for _ in range(rounds):
+        for name, (read, _size) in ways.items():
+            start = time.perf_counter()
+            read()
+            times[name].append((time.perf_counter() - start) * 1e6 / len(stored))
+    gc.enable()
+    return [
+        {"way": name, "us a chunk": statistics.median(times[name]), "bytes a chunk": size / len(stored)}
+        for name, (_, size) in ways.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the results to this file too")
-    for name, default in (("ranks", 2), ("rounds", 9), ("dim", 1024), ("layers", 4)):
+    for name, default in (("ranks", 2), ("rounds", 9), ("dim", 1024), ("layers", 4), ("chunks", 51200)):
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     options = parser.parse_args()
@@ -152,7 +207,11 @@ def main() -> None:
         rows.append({**row, "memory": growth[name]})
     title = f"torch {torch.__version__}: {nbytes / 1e6:.0f} MB on {options.ranks} ranks, medians of {options.rounds} rounds"
     print_table(title, rows)
-    write_json(options.json, {"ranks": options.ranks, "rounds": options.rounds, "bytes": nbytes, "ways": rows})
+    reading = reading_of_chunks(options.chunks, max(1, options.rounds // 3))
+    print_table(f"reading where {options.chunks} chunks lie, one process", reading)
+    write_json(
+        options.json, {"reading": reading, "ranks": options.ranks, "rounds": options.rounds, "bytes": nbytes, "ways": rows}
+    )
 
 
 if __name__ == "__main__":
