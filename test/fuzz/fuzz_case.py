@@ -22,6 +22,7 @@ import fuzz_pairs
 import fuzz_pairs_training
 import fuzz_plan
 import fuzz_plan_training
+import fuzz_plans
 import fuzz_program
 import fuzz_program_training
 import fuzz_random
@@ -47,6 +48,7 @@ KINDS = {
     "fsdp": fuzz_fsdp,
     "pairs": fuzz_pairs,
     "states": fuzz_states,
+    "plans": fuzz_plans,
     "dtensor": fuzz_dtensor,
     "transfer": fuzz_transfer,
     "plan": fuzz_plan,
@@ -91,6 +93,8 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
             digest, details = fuzz_training.Training(case).run(), ""
         elif kind == "pairs":
             digest, details = fuzz_pairs_training.PairTraining(case).run(), ""
+        elif kind == "plans":
+            digest, details = fuzz_plans.PlanTraining(case).run(), ""
         elif kind == "states":
             digest, details = fuzz_states.StateMove(case).run(), ""
         elif kind == "transfer":
@@ -103,7 +107,7 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
             digest, details = (fuzz_random if kind == "random" else fuzz_dtensor).run_program(case)
     except Exception as error:
         text = "".join(traceback.format_exception(error))[-6000:]
-        known = (_known or sentences()) if kind == "program" else () if kind in ("pairs", "states") else REFUSALS
+        known = (_known or sentences()) if kind == "program" else () if kind in ("pairs", "states", "plans") else REFUSALS
         clear = not isinstance(error, AssertionError) and any(re.search(each, " ".join(str(error).split())) for each in known)
         return ("refused" if clear else "failed"), text
     fuzz_shapes.check_shapes()

@@ -35,6 +35,7 @@ from torch_ragged.optim import SOAP, AdamW8bit, Muon, Shampoo, matrix_groups, mu
 __all__ = ["PairTraining"]
 
 SLACK = 256
+WORDS = 10  # A plan may cut them in two.
 _LOW = {
     "bfloat16": (torch.bfloat16, None),
     "bfloat16, sums in float32": (torch.bfloat16, torch.float32),
@@ -111,7 +112,7 @@ class Block(nn.Module):
                     module.register_parameter(name, nn.Parameter(distribute_tensor(param.data, tp, [Shard(dim)])))
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self.up.weight, DTensor):
+        if self.tp is None:
             return self.down(torch.tanh(self.up(x)))
         x = DTensor.from_local(x, self.tp, [Replicate()], run_check=False)
         return self.down(torch.tanh(self.up(x))).full_tensor()
@@ -135,9 +136,9 @@ class Net(nn.Module):
     def __init__(self, run: dict[str, Any], dtype: torch.dtype, tp: DeviceMesh | None = None) -> None:
         super().__init__()
         self.run, width = run, width_of(run)
-        self.table = nn.Embedding(9, width, dtype=dtype)
+        self.table = nn.Embedding(WORDS, width, dtype=dtype)
         self.blocks = nn.ModuleList(Block(run, dtype, tp) for _ in range(2))
-        self.head = nn.Linear(width, 9, bias=False, dtype=dtype)
+        self.head = nn.Linear(width, WORDS, bias=False, dtype=dtype)
         if run["ties"] == "tied":
             self.table.weight.data.mul_(0.2)  # Else a head of such weights lets the steps of SGD grow without end.
             self.head.weight = self.table.weight
@@ -340,7 +341,7 @@ class PairTraining:
     def batch(self, number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(self.case["seed"] * 1009 + number * 17 + rank)
         x = torch.randn(3, width_of(self.case), generator=generator, dtype=torch.float64).to(self.dtype)
-        return torch.randint(0, 9, (3,), generator=generator), x
+        return torch.randint(0, WORDS, (3,), generator=generator), x
 
     def set_branches(self, model: Net, number: int, rank: int) -> None:
         """What differs between ranks in a forward."""

@@ -19,7 +19,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "common"), str(HERE.parent.parent)]
 KINDS = ("fsdp", "dtensor", "transfer", "plan", "program", "random")
-TABLES = ("pairs", "states")
+TABLES = ("pairs", "states", "plans")
 BATCH = 100  # Seeds in a row, of which those of one size share a process group. Each mesh adds groups, whose threads poll.
 
 

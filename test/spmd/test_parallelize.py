@@ -9,6 +9,7 @@ import unittest
 import weakref
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from common import error_of, ranks, run_ranks
@@ -21,7 +22,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged.fsdp import buffer_layouts, rows
+from torch_ragged.fsdp import Float4Policy, Float8Policy, Offload, buffer_layouts, rows
+from torch_ragged.fsdp.codes._float8_weight import float4_weight
 from torch_ragged.spmd import INIT, RUN, Plan, deferred_init, parallelize
 from torch_ragged.spmd._plan import FACTORY_FUNCTIONS
 
@@ -635,6 +637,31 @@ class CallTest(unittest.TestCase):
         assert "is parallelized already" in error_of(parallelize, model, good, mesh)
         del model.plan_ir
         assert "embedding.weight is a DTensor already" in error_of(parallelize, model, good, mesh)
+
+    @ranks(2)
+    def test_ranks_agree_on_equal_plans_whose_functions_and_folders_differ():
+        """A function has another address in each process, and each node may have a disk of its own."""
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+        def policy(function):
+            return dataclasses.replace(Float4Policy(), weight_factory=function)
+
+        def with_other_address(rank):
+            made = [lambda *args: float4_weight(*args) for _ in range(1 + 50 * rank)]
+            return made[-1]
+
+        with tempfile.TemporaryDirectory() as own:
+            offload = Offload(parameters="files", to=own)
+            plan = Plan().unit(BLOCK, "dp", mp_policy=policy(with_other_address(dist.get_rank())), offload_policy=offload)
+            assert " at 0x" not in repr(plan) and own in repr(plan), plan
+            texts = [None, None]
+            dist.all_gather_object(texts, repr(plan))
+            assert texts[0] != texts[1], "the folders differ"
+            model = parallelize(make(), plan.shard("<in:ids>", Shard(0), "dp"), mesh)
+            model(torch.arange(8).view(2, 4)).sum().backward()
+            other = Plan().unit(BLOCK, "dp", mp_policy=Float4Policy() if dist.get_rank() else Float8Policy())
+            error = error_of(parallelize, make(), other, mesh)
+            assert "called differently on different ranks" in error and "Float8Policy" in error, error
 
     @ranks(2)
     def test_a_unit_that_fully_shard_refuses_leaves_the_model_as_it_was():

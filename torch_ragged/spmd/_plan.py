@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, Optional, Union
@@ -116,11 +116,15 @@ class Rule:
         return dataclasses.replace(self, path=under(prefix, self.path))
 
     def __repr__(self) -> str:
+        return self.text(value_text)
+
+    def text(self, of_option: Callable[[Any], str]) -> str:
+        """The call, with the values of options written by ``of_option``."""
         required, optional = [], []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "options":
-                optional += [f"{name}={value_text(option)}" for name, option in value]
+                optional += [f"{name}={of_option(option)}" for name, option in value]
             elif field.default is dataclasses.MISSING:
                 required.append(_field_text(field.name, value))
             elif value != field.default:

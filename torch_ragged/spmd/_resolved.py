@@ -5,7 +5,7 @@ It must not hold a module, a parameter or a process group: records have names an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -233,6 +233,10 @@ class Resolved:
         return found
 
     def __str__(self) -> str:
+        return self.text(value_text)
+
+    def text(self, of_option: Callable[[Any], str]) -> str:
+        """The tables, with the values of options written by ``of_option``."""
         names = self.mesh.names
         tensors = [
             (
@@ -268,7 +272,7 @@ class Resolved:
                 ", ".join(each.shard),
                 ", ".join(each.replicate),
                 str(len(each.params)),
-                ", ".join([f"{name}={value_text(value)}" for name, value in each.options]),
+                ", ".join([f"{name}={of_option(value)}" for name, value in each.options]),
                 _rule_numbers(each.rules),
             )
             for each in self.units

@@ -81,10 +81,11 @@ def quoted(name: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """The value of an option of a unit, as a user writes it. It is the same on all ranks: the ``repr`` of a function is not."""
+    """The value of an option of a unit, as a user writes it."""
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
-    return value.text if isinstance(value, Granularity) else repr(value)
+    # A policy may have a function, whose address differs between ranks.
+    return value.text if isinstance(value, Granularity) else re.sub(r"<function (\S+) at 0x\w+>", r"\1", repr(value))
 
 
 def write_value(value: Any) -> Any:

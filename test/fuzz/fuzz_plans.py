@@ -1,0 +1,153 @@
+"""The features of ``fully_shard`` under a plan: pairs of them with those of plans. And the training of such a run.
+
+A plan's units are ``fully_shard`` with the options of :mod:`fuzz_pairs`. So the table is that one, without what a rank may do
+alone, and with what plans add: the mode, the form of the batch, what the plan cuts, how the model is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fuzz_pairs
+import fuzz_pairs_training
+import torch
+from fuzz_cover import Cover, Pair, Rule, find_rule
+from fuzz_pairs_training import Net, PairTraining
+from fuzz_training import full
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torch_ragged._register._spmd import compute_as_torch
+from torch_ragged.random import single_device
+from torch_ragged.spmd import Plan, deferred_init, parallelize
+
+__all__ = ["COVER", "FEATURES", "PlanTraining", "random_case", "size_of"]
+
+_WITHOUT = {  # What needs another program on each rank, or groups that move.
+    "mesh": ("dp1",),
+    "placements": ("HIERARCHICAL",),
+    "cut": ("Shard(0)", "Shard(1)"),
+    "call": ("list", "optional"),
+    "trains": ("used on one rank",),
+    "type": ("extension",),
+    "scaler": ("inf on one rank",),
+    "between": ("unshard by hand", "gradient of input"),
+    "state": ("reshard_to", "NeighbourCopies"),
+}
+FEATURES: dict[str, tuple[str, ...]] = {
+    "mode": ("eager", "static"),
+    "batch": ("whole", "own rows"),
+    "made": ("", "deferred_init"),
+    "boundary": ("", "sequence", "vocabulary"),
+    **{name: tuple([v for v in values if v not in _WITHOUT.get(name, ())]) for name, values in fuzz_pairs.FEATURES.items()},
+}
+REFUSED: list[Rule] = []
+LEFT_OUT: list[Rule] = [
+    (("boundary", ("sequence", "vocabulary")), ("mesh", ("dp2", "dp3", "hsdp")), "no dimension of the mesh is left for it"),
+]
+
+
+def size_of(seed: int) -> int:
+    """How many ranks the run needs."""
+    return fuzz_pairs.SIZES[random_case(seed)["mesh"]]
+
+
+def random_case(seed: int) -> dict[str, Any]:
+    """Run number ``seed``: see :meth:`Cover.case`."""
+    return COVER.case(seed)
+
+
+def why_not(pair: Pair) -> tuple[str, str] | None:
+    """Why two values do not come together, as :func:`fuzz_pairs.why_not` says it."""
+    for mine, others in (pair, pair[::-1]):
+        if mine[0] == "boundary" and mine[1] and others[0] in fuzz_pairs.FEATURES and others[0] != "mesh":
+            tp = (("mesh", "tp"), others)
+            if fuzz_pairs.why_not(tp):
+                return "left out", "it needs tensor parallelism, which excludes that"
+        if mine[0] == "mode":
+            from types import SimpleNamespace
+
+            from torch_ragged.fsdp._fully_shard import parts_of
+
+            parts = parts_of({"dp_mesh_dims": SimpleNamespace(counts_once=True)})
+            theirs = fuzz_pairs._parts(*others) if others[0] in fuzz_pairs.FEATURES else []
+            for one, many in [(each, theirs) for each in parts] + [(each, parts) for each in theirs]:
+                if sentence := one.refuses(many):
+                    return "refused", sentence
+    if why := find_rule(REFUSED, pair):
+        return "refused", why
+    if why := find_rule(LEFT_OUT, pair):
+        return "left out", why
+    return fuzz_pairs.why_not(pair) if all(name in fuzz_pairs.FEATURES for name, _ in pair) else None
+
+
+COVER = Cover(FEATURES, why_not)
+
+
+class PlanTraining(PairTraining):
+    """One run: the model is that of one process, and ``parallelize`` distributes it. The loss is that of the whole batch."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        super().__init__(case)
+        self.whole = fuzz_pairs_training.mesh_of(case["mesh"])
+
+    def build(self, tp: DeviceMesh | None) -> Net:
+        torch.manual_seed(self.case["seed"])
+        make = lambda: Net(self.case, self.dtype)  # noqa: E731  # No rank cuts anything by itself.
+        return deferred_init(make) if self.case["made"] and hasattr(self, "plain") else make()  # type: ignore[no-any-return]
+
+    def plan(self, options: dict[str, Any]) -> Plan:
+        case, names = self.case, self.whole.mesh_dim_names or ()
+        dims = tuple([name for name in names if name != "tp"])
+        plan, rows = Plan(), (Shard(0),) * len(dims)
+        call = plan.own_rows if case["batch"] == "own rows" else None
+        for path in ("<in:ids>", "<in:x>"):
+            call(path, dims) if call is not None else plan.shard(path, rows, dims)
+        if "tp" in names:
+            plan.shard(r"blocks\.\d+\.up\.(weight|bias)", Shard(0), "tp").shard(r"blocks\.\d+\.down\.weight", Shard(1), "tp")
+            plan.redistribute(r"blocks\.\d+\.down.<out>", Replicate(), "tp")
+            if case["boundary"] == "vocabulary":
+                plan.shard(r"(table|head)\.weight" if case["ties"] else r"head\.weight", Shard(0), "tp")
+                plan.redistribute("head.<out>", Replicate(), "tp")
+                if case["ties"]:
+                    plan.redistribute("table.<out>", Replicate(), "tp")
+            elif case["boundary"] == "sequence":  # Rows: inputs have no positions.
+                plan.redistribute(r"blocks\.\d+\.up.<in>", Replicate(), "tp")
+        if case["call"] != "root only":
+            plan.unit(r"blocks\.\d+", dims, **options)
+        return plan.unit("", dims, **options).default(Replicate())
+
+    def shard(self, **options: Any) -> None:
+        case, model = self.case, self.model
+        if case["recompute"] == "compiled":
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        elif case["recompute"]:
+            model.recompute = case["recompute"]
+        del options["mesh"]
+        self.model = parallelize(model, self.plan(options), self.whole, mode=case["mode"])
+        self.set_knob()
+        self.find_codes()
+        if case["trains"] == "frozen later":
+            for each in (self.model, self.plain):
+                each.blocks[0].gain.requires_grad_(True)
+        self.optimizers = [self.optimizer(self.model, False), self.optimizer(self.plain, True)]
+
+    def forward(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = self.case["batch"] == "own rows"
+        parts = [self.batch(number, rank) for rank in ([self.rank] if own else range(self.ranks))]
+        ids, x = (torch.cat(each) for each in zip(*parts))
+        x.requires_grad_(torch.is_grad_enabled())
+        return self.model(ids, x), x
+
+    def compare(self, found: torch.Tensor, expected: torch.Tensor, what: str, scale: float) -> None:
+        if "output" in what and isinstance(found, DTensor):
+            found = full(found)[3 * self.rank : 3 * self.rank + 3]
+        super().compare(found, expected, what, scale)
+
+    def run(self) -> str:
+        try:
+            return super().run()
+        finally:
+            compute_as_torch()
+            single_device(False)
