@@ -26,7 +26,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz pairs mutants patches upstream matrix clients rehearsal rehearse lint clean
+.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz pairs delays mutants patches upstream matrix clients rehearsal rehearse lint clean
 demo: $(DEMO_READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -58,9 +58,15 @@ fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --cases $(or $(CASES),10000) --seed $(or $(SEED),100000) --json $(OUT)/fuzz.json
 
 # Every legal pair of values of the features of training (pairs), and of layouts, checkpoints and transfers (states), in one run
-# at least, against one process; every illegal pair is refused. Five minutes.
+# at least, against one process; every illegal pair is refused; the same of units under plans. Fifteen minutes.
 pairs: $(READY)
-	for kind in pairs states; do OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --kind $$kind --json $(OUT)/$$kind.json || exit 1; done
+	for kind in pairs states plans; do OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --kind $$kind --json $(OUT)/$$kind.json || exit 1; done
+
+# The quick tests and all pairs again, while each rank sleeps a random time before it issues a collective, or waits for one: what
+# hangs, or is another value, by chance only. SEED=1 chooses other times. Half an hour.
+delays: $(READY)
+	TORCH_RAGGED_TEST_DELAYS=$(or $(SEED),0) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" test
+	TORCH_RAGGED_TEST_DELAYS=$(or $(SEED),0) $(MAKE) pairs
 
 # The site: out/docs/index.html. Warnings and broken links between pages are errors.
 docs: $(DOCS_READY)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from delays import delayed
 from tested_device import DEVICE, init_ranks, on_cpu
 from torch.distributed.tensor import debug
 from torch.distributed.tensor.debug import CommDebugMode
@@ -76,7 +77,8 @@ def _worker(rank: int, pipe: Connection, port: int) -> None:
             init_ranks(dist.PrefixStore(f"call {call}", client), rank, size, _TIMEOUT)
             dist.barrier()  # Or a function without a collective ends while another rank is still connecting.
             torch.manual_seed(0)
-            answer = (True, on_cpu(function(*arguments)))
+            with delayed():
+                answer = (True, on_cpu(function(*arguments)))
         except BaseException:  # Any error: the test waits for this rank's answer.
             answer = (False, f"rank {rank} of {size}:\n{traceback.format_exc()}")
         finally:

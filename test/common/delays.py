@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +22,20 @@ from typing import Any
 import torch.distributed as dist
 from torch import _ops
 
-__all__ = ["delays"]
+__all__ = ["delayed", "delays"]
 
 LONGEST = 0.01  # seconds; the mean is a quarter of it
 _FUNCTIONAL = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _ISSUE = ("broadcast", "reduce", "all", "_all", "gather", "scatter", "_reduce", "send", "recv", "barrier", "monitored_barrier")
+
+
+def delayed() -> contextlib.AbstractContextManager[Any]:
+    """:func:`delays` with the seed that TORCH_RAGGED_TEST_DELAYS has, if it has one: for each call on ranks (``make delays``).
+
+    Shorter ones: the suite has a hundred thousand collectives.
+    """
+    seed = os.environ.get("TORCH_RAGGED_TEST_DELAYS")
+    return delays(int(seed), LONGEST / 5) if seed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from delays import delayed
 
 __all__ = ["Workers"]
 
@@ -58,7 +59,8 @@ def _worker(pipe: Connection, stacks: str, path: list[str]) -> None:
         pipe.send((None, "ready", ""))
         for seed in seeds:
             try:
-                ((_, status, details),) = fuzz_case.run_seeds(kind, [seed], plant)
+                with delayed():
+                    ((_, status, details),) = fuzz_case.run_seeds(kind, [seed], plant)
             except BaseException:
                 status, details = "failed", traceback.format_exc()
             pipe.send((seed, status, details))
