@@ -35,6 +35,7 @@ from torch_ragged.optim import SOAP, AdamW8bit, Muon, Shampoo, matrix_groups, mu
 __all__ = ["PairTraining"]
 
 SLACK = 256
+SLACK_OF_LOW = 16
 WORDS = 10  # A plan may cut them in two.
 _LOW = {
     "bfloat16": (torch.bfloat16, None),
@@ -650,7 +651,9 @@ class PairTraining:
         if torch.equal(found, expected.to(found.dtype)):
             return
         wide = torch.complex128 if found.is_complex() else torch.float64
-        error, limit = float((found.to(wide) - expected.to(wide)).abs().max()), SLACK * self.rounding * scale
+        # Of a narrow dtype, many roundings would be as large as the values themselves.
+        slack = SLACK_OF_LOW if self.is_low else SLACK
+        error, limit = float((found.to(wide) - expected.to(wide)).abs().max()), slack * self.rounding * scale
         if not error <= limit:
             raise Mismatch(f"{self.where}: {what} differs by {error:.3g}, limit {limit:.3g}\n{found}\nexpected\n{expected}")
 

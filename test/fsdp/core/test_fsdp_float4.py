@@ -122,8 +122,14 @@ class BitsTest(unittest.TestCase):
         parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(net, mesh=mesh["dp"], mp_policy=POLICY)
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        expected = F.linear(torch.tanh(F.linear(x, wholes[0], biases[0])), wholes[1], biases[1])
-        torch.testing.assert_close(net(x), expected, rtol=0.02, atol=0.02)
+        for _ in range(2):  # The second time, with parameters that a step has changed.
+            expected = F.linear(torch.tanh(F.linear(x, wholes[0], biases[0])), wholes[1], biases[1])
+            torch.testing.assert_close(net(x), expected, rtol=0.02, atol=0.02)
+            net.reshard()
+            with torch.no_grad():
+                for param in net.parameters():
+                    param.neg_()
+            wholes, biases = [-whole for whole in wholes], [-bias for bias in biases]
 
 
 class PlanesTest(unittest.TestCase):

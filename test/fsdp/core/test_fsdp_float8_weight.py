@@ -80,9 +80,18 @@ class BitsTest(unittest.TestCase):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
             fully_shard(net, mesh=mesh["dp"], mp_policy=Float8Policy(torch.bfloat16, torch.float32, weight_factory=factory))
-            x = torch.randn(4, 256, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
-            net(x).float().square().sum().backward()
-            results.append([p.grad.to_local() for p in net.parameters()])
+            optimizer, seen = torch.optim.SGD(net.parameters(), lr=1e-4), []
+            for step in range(3):  # Later all-gathers fill what the first one has made.
+                x = torch.randn(4, 256, generator=torch.Generator().manual_seed(2 * step + dist.get_rank() // 2))
+                seen.append(net(x))
+                seen[-1].float().square().sum().backward()
+                seen += [p.grad.to_local() for p in net.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+            if factory is not None:
+                net.unshard()
+                assert all(isinstance(net[i].weight._local_tensor, Float8Weight) for i in (0, 2)), "codes, and no copy of values"
+            results.append(seen)
         assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
     @ranks(2)

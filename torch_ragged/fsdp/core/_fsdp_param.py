@@ -23,7 +23,6 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, Segments, elements
 from torch_ragged.tensor._api import spec_of
-from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
@@ -301,8 +300,8 @@ class Distribution:
         """The tensor that the model computes with, given a ``view`` of all elements in ``local_shape``."""
         if not self.is_dtensor or self.reading is not None:
             return view
-        mesh, placements = self._model_mesh, self._model_placements
-        return DTensor.from_local(view, mesh, placements, shape=self.shape, stride=row_major(self.shape), run_check=False)
+        # Not from_local(), which makes a view: of a weight that holds codes, that is a copy of the values it has now.
+        return dtensor_of(view, spec_of(self._model_mesh, self._model_placements, self.shape, view.dtype))
 
     def gradient(self, gradient: torch.Tensor, before: tuple[int, ...] | None = None) -> tuple[torch.Tensor, tuple[int, ...]]:
         """This rank's piece of a gradient in the order of the buffer, and the model's mesh dimensions that it is pending on.
