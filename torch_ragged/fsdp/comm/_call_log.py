@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from torch_ragged._ranks.peers import Peers, fates_of, name_of, peers_named, tracker
+from torch_ragged._ranks.peers import Peers, fates_of, name_of, peers_named, shown, tracker
 from torch_ragged._ranks.peers import wait_for as _wait_for
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
@@ -35,9 +35,8 @@ _FIRST_SLICE = timedelta(seconds=1)
 """After so long a wait for a call that was not expected, a rank reports it: before the others look for a report."""
 
 _CALL_PATIENCE = 10.0  # Seconds.
-"""How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks.
-
-So long, too, ranks that may compare their calls do not count as held: the modules say more than that ranks wait."""
+"""How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks. So long,
+too, ranks that may compare their calls do not count as held: the modules say more than that ranks wait."""
 
 _CONTEXT = 6
 """So many forwards predict the next one: schedules of pipelines run several roots in a period."""
@@ -62,8 +61,7 @@ class CallLog:
         rank 1          root  a  c              c is not: rank 1 counts itself in the store, and waits until all ranks have
                                                 after some seconds, both ranks see in the store that they differ, and raise
 
-    If all ranks count themselves for the same call, they go on. A forward is expected to be the one that has followed the last
-    ones before; after a call that was not expected, it is expected to go on as the last forward that began in the same way.
+    If all ranks count themselves for the same call, they go on. :class:`Predictor` says what is expected.
 
     Ranks compare the roots that they run, too (:class:`_RootLog`), before a root's first all-gather. A forward that gathers
     nothing, and makes the expected calls, is not compared: ranks may accumulate different numbers of passes.
@@ -163,11 +161,7 @@ class CallLog:
         return is_expected
 
     def check(self) -> None:
-        """This rank has waited for long: if another rank waits for a call that this rank did not make, raise.
-
-        Raises:
-            RuntimeError: ranks differ.
-        """
+        """This rank has waited for long: raise a RuntimeError if another rank waits for a call that this rank did not make."""
         if not self._store.has("report"):
             return
         forward, position = map(int, self._store.get("report").split())
@@ -222,9 +216,9 @@ class CallLog:
         name = hashlib.sha1(call.encode(), usedforsecurity=False).hexdigest()[:16]
         counter, everyone = self._key(forward, position, name), self._key(forward, position, f"{name} everyone")
         at = forward, position
-        used: list[str] = []
         if at in self._counted:
             return everyone
+        used: list[str] = []
         if at > max(self._counted, default=(0, 0)):  # Otherwise, the keys of a later call are in use.
             used, self._used[:] = list(self._used), [counter, everyone]
         self._counted.add(at)
@@ -241,7 +235,7 @@ class CallLog:
 
 
 class Predictor:
-    """The next forward, by the last ones. Equal on all ranks whose forwards were equal.
+    """The next forward: the one that has followed the last ones before. Equal on all ranks whose forwards were equal.
 
     ::
 
@@ -256,13 +250,10 @@ class Predictor:
     def expected(self) -> tuple[str, ...]:
         """The calls of the next forward; empty if nothing is known."""
         # After the longest sequence of forwards that is known.
-        for context in _ends_of(self._before):
-            if context in self._followed:
-                return self._followed[context]
-        return ()
+        return next((self._followed[context] for context in _ends_of(self._before) if context in self._followed), ())
 
     def beginning_with(self, calls: Sequence[str]) -> tuple[str, ...] | None:
-        """The latest path that begins with ``calls``."""
+        """The latest path that begins with ``calls``: after a call that was not expected, a forward is to go on so."""
         start = tuple(calls)
         return next((path for path in reversed(self._paths) if path[: len(start)] == start and len(path) > len(start)), None)
 
@@ -280,15 +271,11 @@ class Predictor:
 
 
 def _ends_of(sequence: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The sequence, and its shorter ends."""
     return [sequence[start:] for start in range(len(sequence) + 1)]
 
 
 class _RootLog(CallLog):
-    """The roots that run forward, one after the other: a forward with one call for each. All ranks run the same roots.
-
-    A root is expected if it followed the last roots before. Otherwise, ranks compare it.
-    """
+    """The roots that run forward, one after the other: a forward with one call for each. All ranks run the same roots."""
 
     _known: ClassVar[dict[tuple[int, ...], _RootLog]] = {}
 
@@ -307,19 +294,16 @@ class _RootLog(CallLog):
         """A root's forward is about to communicate. Raises as :meth:`add` does."""
         self._start()
         self._calls.append(root)
-        path = (root,)
-        if self._paths.expected() != path:
+        if self._paths.expected() != (root,):
             self._agree(0)
-        self._paths.add(path)
+        self._paths.add((root,))
 
 
 def _call_difference(answers: dict[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, call in answers.items():
         ranks.setdefault(call, []).append(rank)
-    called = "; ".join(
-        f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}: {call}" for call, some in ranks.items()
-    )
+    called = "; ".join(f"{shown(some)}: {call}" for call, some in ranks.items())
     return (
         f"ranks called different modules in forward ({called}). All ranks must call the same fully_shard modules, in the same "
         "order. If a rank may skip a module, such as a vision tower for a batch of text, shard it with "
@@ -328,11 +312,7 @@ def _call_difference(answers: dict[int, str]) -> str:
 
 
 def wait_for_call(work: Any) -> None:
-    """``work.wait()`` for a collective of gloo. After some seconds, look whether ranks have made different calls.
-
-    Raises:
-        RuntimeError: they have; or the collective has failed, here or on another rank.
-    """
+    """``work.wait()`` for a collective of gloo. Raises if it fails, or if ranks make different calls, after some seconds."""
 
     def look() -> None:
         for log in [log for log in _logs if log.is_current]:

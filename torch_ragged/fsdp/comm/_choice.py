@@ -39,32 +39,21 @@ two for reductions. All parameter groups with shards over one process group shar
 
 @dataclass(frozen=True)
 class Traffic:
-    """The transfers of all parameter groups that have their shards over one process group.
-
-    Attributes:
-        process_groups: the collectives of each parameter group.
-        gathered_nbytes: bytes of the largest shard that is all-gathered.
-        reduced_nbytes: bytes of the largest buffer that is reduce-scattered.
-    """
+    """The transfers of all parameter groups that have their shards over one process group."""
 
     device: torch.device
-    process_groups: Sequence[ProcessGroupCollectives]
-    gathered_nbytes: int
-    reduced_nbytes: int
+    process_groups: Sequence[ProcessGroupCollectives]  # The collectives of each parameter group.
+    gathered_nbytes: int  # Of the largest shard that is all-gathered.
+    reduced_nbytes: int  # Of the largest buffer that is reduce-scattered.
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """The implementation of the collectives that the ranks of a process group have agreed on.
-
-    Attributes:
-        collectives: makes a parameter group's collectives from those of its process groups.
-        allocate: allocates memory for gathered parameters and for gradients, which must stay at its address. None if the
-            implementation works on any memory.
-    """
+    """The implementation of the collectives that the ranks of a process group have agreed on."""
 
     name: str
-    collectives: Callable[[ProcessGroupCollectives], Collectives]
+    collectives: Callable[[ProcessGroupCollectives], Collectives]  # Makes those of a parameter group.
+    # Allocates gathered parameters and gradients, which must stay at their addresses; None if any memory will do.
     allocate: Callable[[int, torch.dtype], torch.Tensor] | None = None
 
 
@@ -154,21 +143,13 @@ _MAKERS = {"symm": _make_symm, "copy_engine": _make_copy_engine, "multimem": _ma
 
 @dataclass
 class RankFacts:
-    """The facts that one rank knows about itself.
+    """The facts that one rank knows about itself."""
 
-    Attributes:
-        host: an id of its host; equal for ranks that can share CPU memory.
-        gpu: the id of its GPU; empty on the CPU.
-        out_of_reach: ids of the GPUs that the rank sees and whose memory its own GPU cannot access.
-        may_overlap: whether ranks on one GPU may share symmetric memory.
-        problems: by name of an implementation, why this rank cannot use it.
-    """
-
-    host: str = ""
-    gpu: str = ""
-    out_of_reach: frozenset[str] = frozenset()
-    may_overlap: bool = False
-    problems: dict[str, str] = field(default_factory=dict)
+    host: str = ""  # An id, equal for ranks that can share CPU memory.
+    gpu: str = ""  # Its id; empty on the CPU.
+    out_of_reach: frozenset[str] = frozenset()  # Ids of the GPUs that it sees, and whose memory its own GPU cannot access.
+    may_overlap: bool = False  # Whether ranks on one GPU may share symmetric memory.
+    problems: dict[str, str] = field(default_factory=dict)  # By name of an implementation, why this rank cannot use it.
 
 
 _known_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
@@ -238,15 +219,11 @@ def _facts(group: dist.ProcessGroup, device: torch.device) -> RankFacts:
 
 def _problems_of_gpu(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
     """By name of an implementation, why this rank's GPU cannot use it; empty if it can."""
+    import torch.distributed._symmetric_memory as symm_mem
+
     backend = backend_of(group, device)
     registers = hasattr(backend, "register_mem_pool") and backend.supports_tensor_alloc(device)
-    try:
-        import torch.distributed._symmetric_memory as symm_mem
-
-        has_memory = symm_mem.get_backend(device) is not None
-    except ImportError:
-        has_memory = False
-    no_memory = "" if has_memory else "torch has no symmetric memory for this device"
+    no_memory = "" if symm_mem.get_backend(device) else "torch has no symmetric memory for this device"
     return {
         "symm": "" if registers else f"the backend {dist.get_backend(group)} cannot register memory",
         "copy_engine": no_memory,
@@ -259,8 +236,6 @@ def _problem_of_multicast(device: torch.device) -> str:
         return "multimem instructions need compute capability 9.0 (Hopper)"
     if not has_multicast(device):
         return "this GPU has no multicast: no NVSwitch, or a driver without it"
-    if not hasattr(torch.ops.symm_mem, "multimem_all_gather_out"):
-        return "this torch has no multimem_all_gather_out"
     try:
         import triton  # noqa: F401
     except ImportError:

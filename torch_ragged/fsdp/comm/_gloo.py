@@ -24,16 +24,11 @@ __all__ = ["gloo_all_gather", "errors_of", "is_worth_broadcasts", "issued", "red
 _SMALLEST_BROADCAST = 2**18
 _MOST_BROADCASTS = 8
 """If a shard has at least so many bytes, and there are at most so many ranks, broadcasts are faster than gloo's all-gather.
-
-Measured on 2, 4 and 8 ranks of one host. With small shards or many ranks they are slower, because each broadcast is a call of
-its own and takes several steps.
-"""
+Otherwise they are slower: each one is a call of its own and takes several steps. Measured on 2, 4 and 8 ranks of one host."""
 
 _SMALLEST_PAIR = 2**21
-"""If a shard has at least so many bytes, two exchanges with the other ranks take about as long as one exchange with all ranks.
-
-Measured on 2, 4 and 8 ranks of one host: 0.98, 1.03 and 1.05 of the time at this size. For smaller shards, two take longer.
-"""
+"""If a shard has at least so many bytes, two exchanges with the other ranks take about as long as one exchange with all ranks:
+0.98, 1.03 and 1.05 of the time at this size, on 2, 4 and 8 ranks of one host. For smaller shards, two take longer."""
 
 _SUMMED_AT_ONCE = 2**17
 """A sum over ranks adds so many elements of all ranks before it adds the next ones, so that the sum stays in the cache."""
@@ -67,19 +62,13 @@ def gloo_all_gather(parts: Sequence[torch.Tensor], shard: torch.Tensor, group: d
 
 
 def reduce_scatter(
-    output: torch.Tensor,
-    buffer: torch.Tensor,
-    group: dist.ProcessGroup,
-    divisor: float,
-    sizes: Sequence[int] | None = None,
+    output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, divisor: float, sizes: Sequence[int] | None = None
 ) -> Assisted:
     """Sum ``buffer`` (ranks * S elements) over ranks, divide it, and write this rank's slice to ``output`` (S elements).
 
-    ``sizes``: the elements of each rank's slice, if they differ.
-
-    ``output`` may have a wider dtype. This takes one or two all-to-alls and a local sum. gloo's reduce-scatter is an all-reduce
-    of a copy of the buffer and sends twice the bytes. Until ``wait()``, a receive buffer is allocated: ranks - 1 parts if parts
-    are large, otherwise as much as ``buffer``.
+    ``sizes``: the elements of each rank's slice, if they differ. ``output`` may have a wider dtype. This takes one or two
+    all-to-alls and a local sum. gloo's reduce-scatter is an all-reduce of a copy of the buffer and sends twice the bytes. Until
+    ``wait()``, a receive buffer is allocated: ranks - 1 parts if parts are large, otherwise as much as ``buffer``.
     """
     # Equal on all ranks, because parts have one size: one all-to-all does not match two.
     is_large = sizes is None and output.numel() * buffer.element_size() >= _SMALLEST_PAIR
@@ -174,11 +163,7 @@ class Assisted:
         _assistant.watch(self)  # Last: the assistant may run the step at once.
 
     def wait(self) -> None:
-        """Wait for the collectives and the step.
-
-        Raises:
-            Exception: the first error of a collective, or the error of the step. No collective is in flight then.
-        """
+        """Wait for the collectives and the step. Raises their first error, when no collective is in flight any more."""
         errors = errors_of(self._works)
         if errors:
             # The results are incomplete, so the assistant must not run the step. If it is running it, the lock waits.
@@ -219,17 +204,15 @@ def errors_of(works: Iterable[Any]) -> list[Exception]:
 class _Assistant:
     """A thread that runs the steps of collectives while the caller computes. ``wait()`` runs each step that it has not run.
 
-    A callback in a thread of gloo cannot replace it. If such a thread enters Python while the interpreter exits, it calls
-    ``std::terminate``, and ``destroy_process_group`` waits for the callback forever. The assistant polls and never blocks in
-    torch, so ``_stop()`` can end it at any time.
+    It polls and never blocks in torch, so ``_stop()`` can end it at any time. A callback in a thread of gloo cannot replace it:
+    if it enters Python while the interpreter exits, it calls ``std::terminate``, and ``destroy_process_group`` waits forever.
     """
 
     def __init__(self) -> None:
         self._forget()
         atexit.register(self._stop)
-        if hasattr(os, "register_at_fork"):
-            # A forked child has no copy of the thread, and another thread may have held the lock during the fork.
-            os.register_at_fork(after_in_child=self._forget)
+        # A forked child has no copy of the thread, and another thread may have held the lock during the fork.
+        os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         self._tasks: queue.SimpleQueue[Assisted | None] = queue.SimpleQueue()

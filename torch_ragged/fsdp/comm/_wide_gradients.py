@@ -67,19 +67,13 @@ class WideGradients:
                 yield index, self.kept.pop(index)
 
     def allow_narrow(self, collectives: Collectives, device: torch.device) -> bool:
-        """Whether ``collectives`` send gradients in their narrow dtype and add them in the wide one. Equal on all ranks.
-
-        If not, gradients have to be cast to the wide dtype before the reduce-scatter.
-        """
+        """Whether gradients need no cast to the wide dtype before the reduce-scatter. Equal on all ranks."""
         return self.are_few and collectives.reduce_scatter_traits(device).adds_wide
 
     def reduce_scatter(
         self, collectives: Collectives, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction
     ) -> Work:
-        """Reduce ``buffer`` and, by a second reduce-scatter, what is kept. ``wait()`` adds both in ``output``.
-
-        The output, this rank's shard, is in the wide dtype, and the buffer in the narrow one.
-        """
+        """Reduce the narrow ``buffer`` and, by a second reduce-scatter, what is kept. ``wait()`` adds both in ``output``."""
         narrow = collectives.reduce_scatter(output, buffer, reduction)
         if not self._part:  # No rank has an element of a wide gradient.
             return narrow
@@ -96,7 +90,6 @@ class WideGradients:
         return wait_all([narrow, Then(work, functools.partial(self._add, received, output))])
 
     def _add(self, received: torch.Tensor, output: torch.Tensor) -> None:
-        """Add this rank's reduced part to its shard."""
         for index, offset, start, stop in self._intervals[self._rank]:
             first = self._layout.offsets[index] + start - self._layout.shard_range(self._rank)[0]
             output[first : first + stop - start].add_(received[offset : offset + stop - start])

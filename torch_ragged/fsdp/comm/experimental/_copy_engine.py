@@ -33,8 +33,7 @@ class CopyEngineCollectives(WrappedCollectives):
 
     On the CPU, parts are added in the order of ranks, and bfloat16 and float16 are added in float32 and rounded once. On a GPU,
     ``torch.sum`` adds them. A transfer that is larger than a slot is cut into pieces. Buffers may be in any memory, because all
-    data passes through the slots. This costs one more copy of a rank's own shard. On GPUs this class is experimental: it has
-    not run on several GPUs yet.
+    data passes through the slots, which costs one more copy of a rank's own shard.
 
     Args:
         process_groups: collectives of the same ranks. They serve other groups, replicas, and custom collectives.

@@ -50,14 +50,12 @@ class SymmetricSlabs:
 
 
 class MulticastCollectives(WrappedCollectives):
-    """Collectives on gathered buffers and gradient buffers in :class:`SymmetricSlabs`. Experimental.
+    """Collectives on gathered buffers and gradient buffers in :class:`SymmetricSlabs`.
 
-    An all-gather stores each shard once, to the multicast address of the gathered buffers
-    (``torch.ops.symm_mem.multimem_all_gather_out``). A reduce-scatter loads the sum of all ranks' gradients of this rank's
-    shard from the multicast address of the gradient buffers. The switch adds bfloat16 in float32, in an order of its own, and
-    rounds once. All-gathers run on one stream, reduce-scatters on another one.
-
-    The process group serves all other calls: other buffers, other dtypes than float32 and bfloat16, and custom collectives.
+    An all-gather stores each shard once, to the multicast address of the gathered buffers. A reduce-scatter loads the sum of
+    all ranks' gradients of this rank's shard from the multicast address of the gradient buffers. The switch adds bfloat16 in
+    float32, in an order of its own, and rounds once. All-gathers run on one stream, reduce-scatters on another one. The process
+    group serves all other calls: other buffers, other dtypes than float32 and bfloat16, and custom collectives.
     """
 
     def __init__(self, process_groups: ProcessGroupCollectives, group: dist.ProcessGroup, slabs: SymmetricSlabs) -> None:
@@ -121,11 +119,9 @@ _TYPES = {torch.float32: "v4.f32", torch.bfloat16: "acc::f32.v4.bf16x2"}
 
 
 def load_sum(address: int, output: torch.Tensor, blocks: int = 32) -> None:
-    """Fill ``output`` with the sum over ranks of the memory at a multicast ``address``. It makes no barrier.
+    """Fill ``output`` (float32 or bfloat16) with the sum over ranks of the memory at a multicast ``address``. No barrier.
 
-    Args:
-        output: float32 or bfloat16.
-        blocks: the most thread blocks of the kernel. A few saturate the links and leave the other SMs to compute.
+    A few thread ``blocks`` saturate the links, and leave the other SMs to compute.
     """
     packets, threads = output.nbytes // _PACKET, 512
     grid = (min(blocks, -(-packets // threads)),)
