@@ -1,7 +1,7 @@
 """Warnings and errors of parameters that a step would not train, or would train differently on each rank. FSDP2 is silent.
 
-Nothing here changes a module, the values of a parameter or an optimizer. It looks at the first forward of a
-root, at the steps of an optimizer, at errors of backward, and when a root's state dict is made.
+Nothing here changes a module, the values of a parameter or an optimizer. It looks at the first forward of a root, at the steps
+of an optimizer, at errors of backward, and when a root's state dict is made.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
-__all__ = [
-    "note_ignored",
-    "note_replaced",
-    "note_root",
-    "refuse_other_replicas",
-    "sharded_originals",
-    "warn_of_unsharded",
-]
+__all__ = ["note_ignored", "note_replaced", "note_root", "refuse_other_replicas", "sharded_originals", "warn_of_unsharded"]
 
 sharded_originals = WeakTensorKeyDictionary()
 """The parameters that ``fully_shard`` has replaced, with their names."""
@@ -180,8 +173,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if look is None or look.looks or look.params != count:
         params = [param for group in optimizer.param_groups for param in group["params"]]
     if look is None or look.params != count:
-        owned = (group_by_param.get(id(owner_of(param))) for param in params)
-        look = _Look(count, _STEPS_LOOKED_AT, weakref.WeakSet(group for group in owned if group is not None))
+        look = _Look(count, _STEPS_LOOKED_AT, weakref.WeakSet(group for _, group in _sharded_of(params)))
     waiting = [group for group in look.groups if group.is_unsynchronized]
     if waiting and backward_id() == -1:  # Optimizers that step in backward do so while other groups reduce.
         _refuse_unsynchronized(optimizer, waiting)
@@ -198,12 +190,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}{remedy}"
         )
     texts += _of_detached(params) + _of_alone(optimizer, params) + _of_offload(optimizer, params)
-    pending: dict[int, tuple[nn.Module, str]] = {}
-    if backward_id() == -1:
-        # Not of groups that accumulate: the program has set .grad, as DCP does to make states, or the step was refused above.
-        alone = (param for group in all_groups if group.is_pending and not group.is_unsynchronized for param in group.params)
-        pending = {id(param.sharded): param.registered_names[0] for param in alone}
-    if names := _names(pending[id(param)] for param in params if id(param) in pending):
+    # Not of groups that accumulate: the program has set .grad, as DCP does to make states, or the step was refused above.
+    pending = [owner for owner, group in _sharded_of(params) if group.is_pending and not group.is_unsynchronized]
+    if pending and backward_id() == -1:
+        names = _names(owner.registered_names[0] for owner in pending)
         texts.append(
             f"makes a step while gradients of its parameters are not reduced: {_listed(names)}. They are not in .grad, so that "
             "this step does not use them. A backward used parameters that unshard() has gathered, outside of a forward: the "
@@ -288,10 +278,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 def _of_alone(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]:
     """Parameters with gradients in no group, if the optimizer has sharded ones, too: otherwise it may train another model."""
     alone = [param for param in params if _is_alone(param) and param.grad is not None and param not in replaced_params]
-    if not alone or not _has_ranks():
-        return []
-    sharded = {id(param.sharded) for group in all_groups for param in group.params}
-    if not any(id(param) in sharded for param in params):
+    if not alone or not _has_ranks() or not _sharded_of(params):
         return []
     note_ignored(alone)
     texts = _described(alone, optimizer.param_groups)
@@ -303,19 +290,24 @@ def _of_offload(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[st
     if getattr(optimizer, "follows_offload", False):
         return []
     policies = {}
-    for group in all_groups:
+    for owner, group in _sharded_of(params):
         policy = next((part for part in group.plan.parts if getattr(part, "moves_states", False)), None)
         if policy is not None:
-            policies.update({id(param.sharded): (param.registered_names[0], policy) for param in group.params})
-    found = [policies[id(param)] for param in params if id(param) in policies]
-    if not found:
+            policies[owner.registered_names[0]] = policy
+    if not policies:
         return []
-    names, name, policy = _names(owner for owner, _ in found), type(optimizer).__name__, found[0][1]
+    names, name, policy = _names(policies), type(optimizer).__name__, next(iter(policies.values()))
     return [
         f"keeps all of its states beside the parameters, and fully_shard(..., offload_policy={policy!r}) has no effect on "
         f"them: {_listed(names)}. Make the optimizer that follows the policy by offloaded({name}, model, ...), or leave the "
         "policy out"
     ]
+
+
+def _sharded_of(params: Iterable[torch.Tensor]) -> list[tuple[FSDPParam, FSDPParamGroup]]:
+    """Those of ``params`` that lie in a group, with it."""
+    owners = [owner for param in params if (owner := owner_of(param)) is not None]
+    return [(owner, group_by_param[id(owner)]) for owner in owners if id(owner) in group_by_param]
 
 
 def _is_alone(param: torch.Tensor) -> bool:
