@@ -22,17 +22,11 @@ _MAX_RAISES = 16  # Groups of models need 3. If the loop stops early, the bound 
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound on the shard size.
+    """A lower bound on the shard size, and the reason in words."""
 
-    Attributes:
-        shard: no layout has a smaller shard, in elements.
-        why: the reason, in words.
-        tensor: the index of the tensor that forces the bound; None if no single tensor does.
-    """
-
-    shard: int
+    shard: int  # No layout has a smaller one, in elements.
     why: str
-    tensor: Optional[int] = None
+    tensor: Optional[int] = None  # The index of the tensor that forces the bound; None if no single one does.
 
     def explain(self, tensors: Sequence[TensorSpec]) -> str:
         """The reason, with the name of the tensor that forces the bound."""

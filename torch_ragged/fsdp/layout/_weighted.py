@@ -1,17 +1,13 @@
-"""Shards in proportion to weights: their layout, and its planner.
-
-A layout is integers only: it owns no memory and does not know the rank of its process.
-"""
+"""Shards in proportion to weights: their layout, and its planner."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch_ragged.fsdp.layout._bound import Bound
@@ -67,7 +63,7 @@ class WeightedLayout(BufferLayout):
     def _units(self) -> tuple[int, int]:
         return sum(self.weights), max(self.weights)
 
-    @functools.cached_property
+    @cached_property
     def _edges(self) -> tuple[int, ...]:
         """Where each rank's shard begins, and the end of the buffer."""
         unit = self.shard_numel // max(self.weights)
