@@ -18,10 +18,8 @@
 ``tools/``         ``monitor``, ``memory_report`` and ``token_scale``
 =================  =========================================================================================
 
-Imports point one way: ``layout <- comm <- core <- grads, memory <- codes, gates <- _fsdp_module <- elastic, offload, tools <-
-_fully_shard``; CONTRIBUTING.md has the whole line.
+CONTRIBUTING.md says which part imports which, and "Life of a parameter" in docs/design.md follows one parameter through them.
 The offline planner is :mod:`torch_ragged.offline`.
-"Life of a parameter" in docs/design.md follows one parameter through the files.
 """
 
 from torch.distributed.fsdp import (
@@ -37,12 +35,7 @@ from torch_ragged.fsdp._fully_shard import fully_shard
 from torch_ragged.fsdp._groups import buffer_layouts
 from torch_ragged.fsdp.codes._float8 import Float4Policy, Float8Policy
 from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes
-from torch_ragged.fsdp.codes._float8_weight import (
-    Float8Weight,
-    float4_weight,
-    float8_matmul_weight,
-    float8_weight,
-)
+from torch_ragged.fsdp.codes._float8_weight import Float8Weight, float4_weight, float8_matmul_weight, float8_weight
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import reshard_to

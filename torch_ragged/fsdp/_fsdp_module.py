@@ -51,10 +51,8 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
 
 
 def check_bool(call: str, name: str, value: Any) -> None:
-    """Raise if the argument ``name`` of ``call`` is no truth value. A string or None would be taken for one silently.
-
-    Numbers are truth values, since FSDP2 takes ``step % 4``, and so are scalars of NumPy and tensors.
-    """
+    """Raise if the argument ``name`` of ``call`` is no truth value. A string or None would be taken for one silently."""
+    # Numbers are truth values, since FSDP2 takes ``step % 4``, and so are scalars of NumPy and tensors.
     if not isinstance(value, int) and not hasattr(value, "item"):
         raise ValueError(f"{call}: {name} must be a bool, got {value!r}")
 
@@ -84,10 +82,9 @@ def _checked_method(method: Callable[..., Any], positions: dict[str, int]) -> Ca
 class FSDPModule(TorchFSDPModule):
     """The class of a module after ``fully_shard``: FSDP2's methods, on this package's buffers.
 
-    It is a subclass of torch's ``FSDPModule``, so that other libraries recognize it. If a method of FSDP2 is not supported, it
-    raises ``NotImplementedError``. A setting with ``recurse=True``, which is the default, also holds for the modules inside
-    that ``fully_shard`` was called on; with ``recurse=False`` it holds for this module only. A setting that is a bool raises
-    ``ValueError`` if it gets anything but a bool or a number.
+    It is a subclass of torch's ``FSDPModule``, so that other libraries recognize it. A method of FSDP2 that is not supported
+    raises ``NotImplementedError``. Without ``recurse=False``, a setting also holds for the modules inside that ``fully_shard``
+    was called on. A setting that is a bool raises ``ValueError`` if it gets anything but a bool or a number.
     """
 
     # The index of the original class in the MRO. torch's __new__ makes an object of that class for slices of containers.
@@ -145,7 +142,7 @@ class FSDPModule(TorchFSDPModule):
         next forward of the root does the same by itself. This method issues no collective, and waits for those in flight.
 
         Raises:
-            RuntimeError: this is not the root, the outermost ``fully_shard`` module.
+            RuntimeError: this is not the root.
         """
         state = self._root_state("reset_iter_state must be called on the root, the outermost fully_shard module")
         state.context.drop_backward()
@@ -153,16 +150,14 @@ class FSDPModule(TorchFSDPModule):
             each.reset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Convert the parameters under this module: ``to``, ``cpu``, ``half`` and others call this.
+        """Convert the parameters under this module, which stay the same objects. ``to``, ``cpu`` and others call this.
 
-        The parameters stay the same objects. If only some parameters of a group are under this module, ``fn`` converts these
-        alone, and they leave the group's buffer. They return to it when all parameters of the group have one dtype again. A
-        forward before that raises.
+        If only some parameters of a group are under this module, these alone are converted, and leave the group's buffer until
+        all parameters of the group have one dtype again. A forward before that raises. If this call raises, nothing is changed.
 
         Raises:
-            ValueError: ``fn`` would move a sharded parameter to another device. Nothing is changed.
-            RuntimeError: ``fn`` would change the dtype of a parameter whose gradients are not in ``.grad`` yet. Nothing is
-                changed.
+            ValueError: ``fn`` would move a sharded parameter to another device.
+            RuntimeError: ``fn`` would change the dtype of a parameter whose gradients are not in ``.grad`` yet.
         """
         under: set[Any] = set(self.modules()) if recurse else {self}  # type: ignore[attr-defined]
         states = self._ragged_states(recurse)
@@ -187,9 +182,7 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True, **others: Any) -> None:
         """As ``torch.nn.Module.zero_grad``. Also gradients of parameters that are unsharded now, which is FSDP2's trap.
 
-        Between forward and backward, after a backward that raised, or without resharding after backward,
-        ``module.parameters()`` are the unsharded parameters, and ``.grad`` is of the sharded ones. The call waits for optimizer
-        steps that a raised backward has left to a thread.
+        Until a module is resharded, ``module.parameters()`` are the unsharded ones, and ``.grad`` is of the sharded ones.
         """
         groups = self._ragged_groups(recurse=True)
         _wait_for_users(groups)
@@ -216,10 +209,8 @@ class FSDPModule(TorchFSDPModule):
         """Reduce the gradients that are not reduced yet, set ``.grad`` and reshard.
 
         If several backward passes run before this call, disable gradient sync for them, and enable it before this call. If
-        this call raises, the next forward drops the gradients.
-
-        Args:
-            async_op: issue the reductions only, and return a handle. ``handle.wait()`` does the rest.
+        this call raises, the next forward drops the gradients. With ``async_op`` it only issues the reductions, and
+        ``wait()`` of the handle that it returns does the rest.
 
         Raises:
             RuntimeError: this is not the root, or an earlier handle was not waited for.
@@ -234,17 +225,9 @@ class FSDPModule(TorchFSDPModule):
     def synchronize_gradients(self) -> None:
         """Reduce the gradients of backward passes without gradient sync, set ``.grad`` and reshard. Call it on every rank.
 
-        Example::
-
-            model.set_requires_gradient_sync(False)
-            for batch in micro_batches:
-                model(batch).sum().backward()       # .grad is an FSDPGrad
-            model.synchronize_gradients()           # .grad is a DTensor
-            optimizer.step()
-
-        It is for loops that do not know in advance which micro-batch is the last. Bits are those of a backward with gradient
-        sync. Settings stay as they are. The method's name is that of torch's FSDP, and its collectives are those of a backward
-        with gradient sync, for modules with such gradients; none if there are none.
+        It is for loops that do not know in advance which micro-batch is the last: :class:`FSDPGrad` has an example. Bits and
+        collectives are those of a backward with gradient sync, for modules with such gradients; none if there are none.
+        Settings stay as they are. The method's name is that of torch's FSDP.
 
         Raises:
             RuntimeError: this is not the root, or a forward or backward runs.
@@ -252,10 +235,7 @@ class FSDPModule(TorchFSDPModule):
         self._root_state("synchronize_gradients must be called on the root FSDP module").context.synchronize_gradients()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, they accumulate in the gradient buffer, without communication.
-
-        After such a backward, ``.grad`` is an :class:`FSDPGrad`, and an optimizer's step raises.
-        """
+        """Whether backward reduces gradients. If not, they accumulate, and ``.grad`` is an :class:`FSDPGrad` afterwards."""
         for state in self._ragged_states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
 
@@ -274,29 +254,24 @@ class FSDPModule(TorchFSDPModule):
                     group.keep(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are resharded after backward.
+        """Whether parameters are resharded after backward. If not, the next forward uses them as they are.
 
-        If not, the next forward uses them as they are, without a collective. If an operation changes a DTensor parameter, as an
-        optimizer without ``foreach`` and ``fused`` does, the next forward all-gathers again. Other steps, and writes to
-        ``.data`` or to a local tensor, are not noticed: call :meth:`reshard` after them. As in FSDP2, set it to True before the
-        last backward of an optimizer step.
+        If an operation or an optimizer's step changes a parameter, the next forward all-gathers again. Writes to ``.data`` or
+        to a local tensor are not noticed: call :meth:`reshard` after them. As in FSDP2, set it to True before the last backward
+        of an optimizer step.
         """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward passes are the last before an optimizer step. Call it on the root.
-
-        With ``ZERO1``, only such a pass reduces gradients. With other placements it changes nothing: every pass finishes its
-        reductions and sets ``.grad``.
-        """
+        """Whether the next backward passes are the last before a step: ``ZERO1`` reduces only in these. Call it on the root."""
         self._get_fsdp_state().is_last_backward = is_last_backward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the replicas of HSDP.
 
-        If not, backward reduces them within each replica only, and the reduced shards accumulate there. The next backward that
-        reduces over replicas sets ``.grad``. On a 1-D mesh this changes nothing.
+        If not, backward reduces them within each replica only, and the reduced shards accumulate there. On a 1-D mesh this
+        changes nothing.
         """
         for group in self._ragged_groups(recurse):
             group.settings.requires_all_reduce = requires_all_reduce
@@ -304,8 +279,7 @@ class FSDPModule(TorchFSDPModule):
     def set_max_all_gathers_ahead(self, max_all_gathers: int) -> None:
         """How many modules' all-gathers may be issued before these modules run. The default is 2. FSDP1's rate limiter.
 
-        Call it on the root. If the limit is reached, an all-gather is issued when its module runs. Each all-gather ahead of
-        use holds the memory of a gathered group.
+        Call it on the root. Each all-gather ahead of use holds the memory of a gathered group.
 
         Raises:
             ValueError: ``max_all_gathers`` is not an int of at least 0.
@@ -358,9 +332,8 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a group without gradients on this rank takes part in collectives, with zeros. The default is True.
 
-        The group may have gradients on other ranks. If this rank does not take part, the other ranks wait for it forever. If
-        all ranks leave the same modules unused, False saves the collectives. (FSDP2's default is False.) If a group has
-        gradients for some parameters only, the other ones contribute zeros in any case.
+        False saves the collectives if all ranks leave the same modules unused: otherwise, ranks with gradients would wait for
+        this one forever. (FSDP2's default is False.) In a group with some gradients, the other ones are zeros always.
         """
         for state in self._ragged_states(recurse):
             state.reduces_unused = reduce_scatter_unused_params
@@ -385,8 +358,8 @@ class FSDPModule(TorchFSDPModule):
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with each reduced shard of this module's gradients: a flat tensor, which the hook may change in place.
 
-        The hook runs after the reduce-scatter (HSDP: after the all-reduce) and the division. The shard has the reduce dtype. On
-        a GPU the hook runs in the current stream.
+        The hook runs after the reduce-scatter (HSDP: after the all-reduce) and the division, in the current stream. The shard
+        has the reduce dtype.
 
         Raises:
             ValueError: a ``stream`` is given.
@@ -399,8 +372,7 @@ class FSDPModule(TorchFSDPModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward of the root wait for ``event``, which was recorded after an optimizer step on another stream.
 
-        In FSDP2, all-gathers wait for the event. Here the current stream waits for it, and all-gathers follow that stream. The
-        event is used once: set a new one in every iteration.
+        The current stream waits for it, and all-gathers follow that stream. Set a new event in every iteration.
         """
         self._get_fsdp_state().post_optim_event = event
 
@@ -412,14 +384,9 @@ class FSDPModule(TorchFSDPModule):
     def set_persistent_buffers(self, enable: bool = True, *, places: int = SLOTS, recurse: bool = True) -> None:
         """Whether the buffers of gathered parameters and gradients stay allocated. Groups take turns in ``places`` slots.
 
-        Addresses then stay the same, as CUDA graphs and registered memory need it. It also saves the time of freeing memory
-        and, on the CPU, of page faults. Each slot is as large as the largest group that uses it. If a module is around other
-        ``fully_shard`` modules, or is not resharded after forward, it has a slot of its own. If groups stay gathered or
-        unreduced (gradient accumulation without sync, modules unsharded by hand), each of them needs a slot at the same time.
-
-        Args:
-            enable: False: allocate buffers for each use.
-            places: how many slots there are.
+        Addresses then stay the same, as CUDA graphs and registered memory need it. "Buffers" in docs/hopper.md has the sizes of
+        slots, and which modules have one of their own. If groups stay gathered or unreduced (gradient accumulation without
+        sync, modules unsharded by hand), each of them needs a slot at the same time.
 
         Raises:
             ValueError: ``places`` is not an int of at least 2.
@@ -443,20 +410,16 @@ class FSDPModule(TorchFSDPModule):
 
         ===============  =======================================================================================================
         ``nccl``         the mesh's process group, in place; gloo where that is its backend. The default
-        ``symm``         the same on memory of NCCL's allocator, registered as symmetric windows; sets persistent buffers.
-                         Experimental
-        ``copy_engine``  copies between the ranks' memory: on GPUs by copy engines, in symmetric memory (experimental); on the
-                         CPUs of one host in shared memory
-        ``multimem``     NVSwitch multicast, bfloat16 gradients added in float32; sets persistent buffers.
-                         Experimental
+        ``symm``         the same in registered memory of NCCL's allocator; sets persistent buffers. Experimental
+        ``copy_engine``  copies between the ranks' memory, on one host. On GPUs experimental
+        ``multimem``     NVSwitch multicast; sets persistent buffers. Experimental
         ``auto``         ``nccl`` on GPUs, ``copy_engine`` on the CPU, where it is available
         ===============  =======================================================================================================
 
-        Experimental implementations have not run on several GPUs yet. They are used if they are chosen by name only, and a log
-        line says that they are experimental.
+        Experimental implementations have not run on several GPUs yet. A log line says so, and ``auto`` never chooses them.
 
         All ranks call it, between steps, and before :func:`monitor`. If an implementation is unavailable, one log line of
-        ``torch_ragged.fsdp`` says why, and ``nccl`` is used.
+        ``torch_ragged.fsdp`` says why, and ``nccl`` is used. docs/hopper.md says what each of them needs.
 
         Collectives: an all-reduce of 24 bytes per process group to agree on the name, all-gathers of objects to agree on what
         is available, and the collectives that set up shared memory.
@@ -503,10 +466,7 @@ class FSDPModule(TorchFSDPModule):
         return tuple(implementation.name for implementation in chosen)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reduce-scatters use a second process group, so that they do not wait for all-gathers.
-
-        The ranks of each process group of shards make a second one here: call it on all ranks.
-        """
+        """Whether reduce-scatters use a second process group, so that these do not wait for all-gathers. On all ranks."""
         for group in self._ragged_groups(recurse):
             group.process_groups.separate_reductions(enable)
 
@@ -547,7 +507,7 @@ class FSDPModule(TorchFSDPModule):
     def set_custom_all_gather(self, comm: Any) -> None:
         """All-gather with ``comm(output, shard, group=, async_op=)``: FSDP2's ``AllGather``, whose ``allocate`` is not called.
 
-        It is called among neighbours (``reshard_after_forward=k``), and within and across nodes (``HIERARCHICAL``), too.
+        Also among neighbours (``reshard_after_forward=k``), and within and across nodes (``HIERARCHICAL``).
         """
         groups = self._ragged_groups(recurse=False)
         _check_equal_shards(groups, "set_custom_all_gather")
@@ -569,10 +529,9 @@ class FSDPModule(TorchFSDPModule):
 
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """Let several roots (stages of a pipeline) share their limits on collectives in flight.
+    """Let several roots (stages of a pipeline) share their limits of reduce-scatters in flight and all-gathers ahead of use.
 
-    FSDP2's function shares the streams of collectives. Here roots share how many reduce-scatters are in flight at once, and how
-    many all-gathers are issued ahead of use.
+    FSDP2's function shares the streams of collectives.
 
     Raises:
         ValueError: one of ``modules`` is not an FSDP module.
@@ -597,7 +556,6 @@ def _check_equal_shards(groups: list[FSDPParamGroup], what: str) -> None:
 
 
 def part_of_collectives(call: str) -> FeaturePart:
-    """What ``call`` brings, which chooses collectives of equal shards."""
     return PlainPart(Terms(call, {Need.EQUAL_SHARDS: ": leave weights out"}))
 
 
