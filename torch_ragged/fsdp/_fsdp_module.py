@@ -102,7 +102,6 @@ class FSDPModule(TorchFSDPModule):
         return self._ragged_states(recurse=False)[0]
 
     def _root_state(self, error: str) -> FSDPState:
-        """This module's state; raise if it is not that of the root."""
         state: FSDPState = self._get_fsdp_state()
         if state.context.is_initialized and not state.is_root:
             raise RuntimeError(error)
@@ -140,9 +139,7 @@ class FSDPModule(TorchFSDPModule):
 
         Gradients accumulated without gradient sync are dropped too. What is in ``.grad`` stays. If a backward raised, the
         next forward of the root does the same by itself. This method issues no collective, and waits for those in flight.
-
-        Raises:
-            RuntimeError: this is not the root.
+        It raises a RuntimeError if this is not the root.
         """
         state = self._root_state("reset_iter_state must be called on the root, the outermost fully_shard module")
         state.context.drop_backward()
@@ -240,11 +237,7 @@ class FSDPModule(TorchFSDPModule):
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are resharded after forward. As in FSDP2, True and False both replace an integer.
-
-        Raises:
-            ValueError: it is not a bool.
-        """
+        """Whether parameters are resharded after forward. As in FSDP2, True and False both replace an integer."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
         for state in self._ragged_states(recurse):
@@ -268,40 +261,25 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().is_last_backward = is_last_backward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the replicas of HSDP.
-
-        If not, backward reduces them within each replica only, and the reduced shards accumulate there. On a 1-D mesh this
-        changes nothing.
-        """
+        """Whether backward reduces gradients over the replicas of HSDP. If not, reduced shards accumulate in each replica."""
         for group in self._ragged_groups(recurse):
             group.settings.requires_all_reduce = requires_all_reduce
 
     def set_max_all_gathers_ahead(self, max_all_gathers: int) -> None:
         """How many modules' all-gathers may be issued before these modules run. The default is 2. FSDP1's rate limiter.
 
-        Call it on the root. Each all-gather ahead of use holds the memory of a gathered group.
-
-        Raises:
-            ValueError: ``max_all_gathers`` is not an int of at least 0.
+        Call it on the root, with an int of at least 0. Each all-gather ahead of use holds the memory of a gathered group.
         """
         if isinstance(max_all_gathers, bool) or not isinstance(max_all_gathers, int) or max_all_gathers < 0:
             raise ValueError(f"max_all_gathers must be an int of at least 0, got {max_all_gathers!r}")
         self._get_fsdp_state().comm.max_gathers = max_all_gathers
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """In forward, issue the all-gathers of ``modules`` after this module's, instead of those of the next module.
-
-        Raises:
-            ValueError: one of them is not an FSDP module.
-        """
+        """In forward, issue the all-gathers of ``modules`` after this module's, instead of those of the next module."""
         self._get_fsdp_state().forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """In backward, issue the all-gathers of ``modules`` after this module's, instead of those of the module before it.
-
-        Raises:
-            ValueError: one of them is not an FSDP module.
-        """
+        """In backward, issue the all-gathers of ``modules`` after this module's, instead of those of the module before it."""
         self._get_fsdp_state().backward_prefetch = _states_of(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -309,11 +287,7 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().unshard_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over all ranks by ``factor``, instead of the number of ranks.
-
-        Raises:
-            ValueError: ``factor`` is not a positive number.
-        """
+        """Divide the sum of gradients over all ranks by ``factor``, a positive number, instead of the number of ranks."""
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"the gradient divide factor must be a positive number, got {factor!r}")
         for group in self._ragged_groups(recurse=False):
@@ -342,11 +316,7 @@ class FSDPModule(TorchFSDPModule):
         """How many modules' reduce-scatters may be in flight at once. The default is 1. Each one holds a gradient buffer.
 
         Over gloo the next gradient buffer counts too: with 1, backward waits for a reduce-scatter before it allocates the next
-        module's gradients.
-
-        Raises:
-            TypeError: ``max_input_buffers`` is not an int.
-            ValueError: it is below 1.
+        module's gradients. Anything but an int raises a TypeError, an int below 1 a ValueError.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
@@ -358,11 +328,8 @@ class FSDPModule(TorchFSDPModule):
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with each reduced shard of this module's gradients: a flat tensor, which the hook may change in place.
 
-        The hook runs after the reduce-scatter (HSDP: after the all-reduce) and the division, in the current stream. The shard
-        has the reduce dtype.
-
-        Raises:
-            ValueError: a ``stream`` is given.
+        The hook runs after the reduce-scatter (HSDP: after the all-reduce) and the division, in the current stream: a
+        ``stream`` is a ValueError. The shard has the reduce dtype.
         """
         if stream is not None:
             raise ValueError("set_all_reduce_hook runs the hook in the current stream: pass no stream")
@@ -370,10 +337,7 @@ class FSDPModule(TorchFSDPModule):
             group.settings.reduce_hook = hook
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward of the root wait for ``event``, which was recorded after an optimizer step on another stream.
-
-        The current stream waits for it, and all-gathers follow that stream. Set a new event in every iteration.
-        """
+        """Let the root's next forward wait for ``event``, of an optimizer step on another stream. Set one in each step."""
         self._get_fsdp_state().post_optim_event = event
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -473,8 +437,7 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether gathered parameters and gradients are in memory of the backend's own allocator (NCCL), if it has one.
 
-        Raises:
-            AssertionError: a custom collective is set, as in FSDP2.
+        As in FSDP2, it raises an AssertionError if a custom collective is set.
         """
         self._set_memory_pool(enable, is_symmetric=False)
 
@@ -531,10 +494,7 @@ class FSDPModule(TorchFSDPModule):
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     """Let several roots (stages of a pipeline) share their limits of reduce-scatters in flight and all-gathers ahead of use.
 
-    FSDP2's function shares the streams of collectives.
-
-    Raises:
-        ValueError: one of ``modules`` is not an FSDP module.
+    FSDP2's function shares the streams of collectives. It raises a ValueError if one of ``modules`` is not an FSDP module.
     """
     states = _states_of(modules)
     for state in states:
@@ -584,7 +544,6 @@ class _UnshardHandle(UnshardHandle):
         self._groups = groups
 
     def wait(self) -> None:
-        """Wait for the all-gather, and register the unsharded parameters."""
         for group in self._groups:
             group.unshard()
         self._groups = []

@@ -1,7 +1,4 @@
-"""The choice of an implementation of the collectives by its name, from the facts of all ranks; the same on all ranks.
-
-Nothing here changes a parameter group: ``set_collectives`` installs the implementation that was chosen.
-"""
+"""The choice of an implementation of the collectives, for ``set_collectives``, from the facts of all ranks; the same on all."""
 
 from __future__ import annotations
 
@@ -156,10 +153,7 @@ _known_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = w
 
 
 def problems_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
-    """By name of an implementation, why the ranks of ``group`` cannot use it; the same on all ranks.
-
-    The first call for a group costs one all-gather of objects.
-    """
+    """By name of an implementation, why ``group`` cannot use it; alike on all ranks. The first call all-gathers objects."""
     # All ranks know a group or none does, because all ranks of a group call this together.
     if group not in _known_choices:
         try:

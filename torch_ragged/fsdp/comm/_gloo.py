@@ -46,10 +46,7 @@ def is_worth_broadcasts(shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def gloo_all_gather(parts: Sequence[torch.Tensor], shard: torch.Tensor, group: dist.ProcessGroup) -> Assisted:
-    """Fill ``parts``, one per rank, with every rank's ``shard``: one broadcast per rank whose part is not empty.
-
-    A broadcast writes to the part itself. gloo's all-gather fills its own memory and copies it.
-    """
+    """Fill ``parts``, one per rank, with every rank's ``shard``: one broadcast per rank whose part is not empty."""
     rank = group.rank()
     # All ranks issue the broadcasts in the order of source ranks, so that they match. This rank sends ``shard``, not its copy
     # in ``output``. So the copy can be made while the broadcasts are in flight.
@@ -111,11 +108,7 @@ def _exchange_with_others(buffer: torch.Tensor, group: dist.ProcessGroup) -> tup
 
 
 def sum_parts(parts: Sequence[torch.Tensor], output: torch.Tensor, divisor: float) -> None:
-    """Write the sum of ``parts`` (S elements each), divided by ``divisor``, to ``output`` (S elements).
-
-    Parts are added in their order, in the dtype of ``output``. If that is bfloat16 or float16, they are added in float32, and
-    the sum is rounded once.
-    """
+    """Write the sum of ``parts``, in their order, divided by ``divisor``, to ``output``. Narrow sums are rounded once."""
     is_narrow = output.dtype in (torch.bfloat16, torch.float16)
     with torch.inference_mode():  # Outside of it, torch refuses writes to tensors that were made in inference mode.
         for target, *pieces in zip(*(each.split(_SUMMED_AT_ONCE) for each in (output, *parts))):
@@ -148,16 +141,13 @@ def issued(collective: Callable[..., Any], *arguments: Any, **options: Any) -> d
 
 
 class Assisted:
-    """Collectives in flight and a local ``step``, which runs once: on the assistant's thread or in ``wait()``.
-
-    Args:
-        needs_works: whether ``step`` reads the results of ``works``.
-    """
+    """Collectives in flight and a local ``step``, which runs once: on the assistant's thread or in ``wait()``."""
 
     def __init__(self, works: list[dist.Work], step: Callable[..., None], *arguments: Any, needs_works: bool) -> None:
         # Works and arguments are kept until wait(), also after the step: the caller's thread frees their memory, at a moment
         # that does not depend on the assistant.
-        self._works, self._step, self._needs_works = works, step, needs_works
+        self._works, self._step = works, step
+        self._needs_works = needs_works  # Whether the step reads the results of the works.
         self._arguments: tuple[Any, ...] | None = arguments
         self._is_made, self._lock = False, threading.Lock()
         _assistant.watch(self)  # Last: the assistant may run the step at once.

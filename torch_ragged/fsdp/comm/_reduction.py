@@ -1,6 +1,6 @@
 """Reduction: what a reduction over ranks computes, and how it divides. Every carrier begins its reductions here.
 
-Nothing here knows how data moves. A new reduction is a subclass that overrides :meth:`Reduction.steps`, and no carrier changes.
+A new reduction is a subclass that overrides :meth:`Reduction.steps`, and no carrier changes.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class Reduction:
     def begin(self, output: torch.Tensor, source: torch.Tensor, size: int, ops: Ops) -> tuple[Any, float]:
         """Divide ``source`` in place; return the op to issue over ``size`` ranks, and what ``output`` is divided by after that.
 
-        Raises:
-            ValueError: the carrier does not compute the op. Nothing is written or sent then, on any rank: reductions and
-                carriers are equal on all ranks.
+        If the carrier does not compute the op, all ranks raise a ValueError, and nothing is written or sent.
         """
         steps = self.steps(size, output.dtype, ops.averages)
         # An op with a factor is an object that knows its kind, and kinds do not know the object: it stands on the left.

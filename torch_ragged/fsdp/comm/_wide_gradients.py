@@ -1,7 +1,4 @@
-"""Reduce-scatters that send the narrow dtype of backward and add in a wider one, and the gradients that came wide already.
-
-Nothing here knows whether gradients have accumulated, which needs the wide dtype: the group does.
-"""
+"""Reduce-scatters that send the narrow dtype of backward and add in a wider one, and the gradients that came wide already."""
 
 from __future__ import annotations
 

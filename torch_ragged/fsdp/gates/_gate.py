@@ -1,7 +1,4 @@
-"""The gate of a root: ranks agree on its calls, so that no all-gather of one module meets that of another one.
-
-It moves no parameters: it calls the states whose calls other ranks make.
-"""
+"""The gate of a root: ranks agree on its calls, so that no all-gather of one module meets that of another one."""
 
 from __future__ import annotations
 

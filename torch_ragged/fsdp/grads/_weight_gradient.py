@@ -13,9 +13,7 @@ gradient of a weight can write into the buffer itself, or add to it. This needs 
 
 A view of a weight, such as one expert's matrix or the transpose, remembers its parameter (:class:`_WeightView`). Its gradient
 is written to the same view of the target. Backward decides whether to write to the target, so that hooks and frozen parameters
-work as in torch. If it does not, the gradient is computed as in torch and returned to autograd.
-
-Compiled code is left to torch: Dynamo traces through ``__torch_function__`` without a graph break.
+work as in torch. Compiled code is left to torch: Dynamo traces through ``__torch_function__`` without a graph break.
 """
 
 from __future__ import annotations
@@ -57,10 +55,9 @@ class GradientTarget(Protocol):
     """The destination of one parameter's gradient. Both methods are called in backward only."""
 
     def begin(self) -> tuple[torch.Tensor, bool] | None:
-        """The tensor to write to, and whether it holds a gradient to add to. It has the parameter's shape and strides.
+        """The tensor to write to, of the parameter's shape and strides, and whether it holds a gradient to add to.
 
-        None: the gradient goes through autograd, to ``.grad`` and its hooks. A gradient with another dtype than the tensor's
-        does so, too.
+        None: the gradient goes through autograd, to ``.grad`` and its hooks. So does one with another dtype than the tensor's.
         """
 
     def done(self) -> None:
@@ -119,12 +116,8 @@ class ComputeParameter(_Weight, nn.Parameter):
     - Before torch 2.15, the first call of compiled code raises if it gets a view that eager code has made. Pass the parameter.
     - ``backward(inputs=...)`` with a parameter and views of it gives the views no gradient.
 
-    Args:
-        data: a tensor of a floating-point dtype.
-        requires_grad: as in ``nn.Parameter``.
-
     Raises:
-        ValueError: ``data`` has another dtype.
+        ValueError: ``data`` is not of a floating-point dtype.
     """
 
     gradient_target: GradientTarget | None = None
@@ -154,10 +147,7 @@ class _WeightView(_Weight, torch.Tensor):
 
 
 class _Product(torch.autograd.Function):
-    """One matmul of an input and a weight by ``call``: ``(m, in) x (in, out)`` or ``(e, m, in) x (e, in, out)``.
-
-    The weight of ``F.linear`` is ``(out, in)``. ``call`` adds the bias.
-    """
+    """One matmul by ``call``, which adds the bias: ``(m, in) x (in, out)``, of ``F.linear`` ``(out, in)``; or a batch."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -198,8 +188,6 @@ def weight_gradient(
 ) -> torch.Tensor | None:
     """Write the gradient of ``ctx.weight`` to its target. If it has none, return the gradient, unless this pass needs none.
 
-    If the weight is stored transposed, the gradient is computed transposed, as in the backward of ``mm``.
-
     Args:
         ctx: of a node with the inputs ``x`` and ``ctx.weight``, which has a ``parameter`` with a ``gradient_target``.
             ``ctx.is_linear``: whether the weight is ``(out, in)``.
@@ -219,6 +207,7 @@ def weight_gradient(
         return None
     weight, destination = ctx.weight, _destination(ctx) if use is GradientUse.ACCUMULATED else None
     rows, columns = (-1, -2) if ctx.is_linear else (-2, -1)  # in and out
+    # As in the backward of ``mm``: of a weight that is stored transposed, the gradient is computed transposed.
     is_transposed = weight.stride(rows) == 1 and weight.stride(columns) == weight.shape[rows]
     if destination is None and multiply is torch.bmm:
         is_transposed = False  # The backward of bmm does not look at strides.

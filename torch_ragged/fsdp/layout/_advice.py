@@ -1,7 +1,4 @@
-"""Advice for groups whose padding exceeds a limit: changes that reduce the padding.
-
-Each suggested change was planned first, so its padding is exact.
-"""
+"""Advice for groups whose padding exceeds a limit: changes that reduce it. Each was planned, so its padding is exact."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ class Remedy:
 def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) -> list[str]:
     """Advice for the groups whose padding exceeds ``limit``: the reason for the padding, and changes that reduce it.
 
-    Each suggestion was planned, and its padding is within the limit. If no tried change is within the limit, the text says so
-    and names the best one.
+    If no tried change is within the limit, the text says so and names the best one.
 
     Args:
         layouts: the layouts of all groups of a model by name, in the model's order.

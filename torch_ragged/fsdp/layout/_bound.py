@@ -1,7 +1,4 @@
-"""Lower bounds on the shard size, each with its reason in words.
-
-Nothing here depends on the order of tensors: the bounds hold for every layout.
-"""
+"""Lower bounds on the shard size, each with its reason in words. They hold for every layout, in any order of tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Packing tensors into equal shards in a given order: each tensor at the smallest offset at which no block is cut.
-
-Nothing here chooses the order, nor the shard sizes that are tried.
-"""
+"""Packing tensors into equal shards in a given order: each tensor at the smallest offset at which no block is cut."""
 
 from __future__ import annotations
 
@@ -103,10 +100,7 @@ def may_span(kind: Kind, shard: int) -> bool:
 
 
 def last_cut(kind: Kind, room: int, shard: int, spans: bool) -> int:
-    """Where the first shard boundary can be in a tensor with segments: the last cut up to ``room``; 0 if there is none.
-
-    If ``spans``, the boundaries after the first one are between blocks, too.
-    """
+    """The last cut up to ``room`` in a tensor with segments; 0: none. If ``spans``, no later boundary cuts a block, either."""
     if not spans:
         start, _, block = run_at(kind.runs, room)
         return room - (room - start) % block
@@ -148,10 +142,7 @@ def fits(runs: Sequence[tuple[Kind, int]], ranks: int, shard: int, spans: Mappin
 
 
 def first_that_works(works: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The first number from ``low`` to ``high`` for which ``works`` is true, as for all larger ones; None if there is none.
-
-    The search is fast if the answer is near ``low``.
-    """
+    """The first number from ``low`` to ``high`` that works, as all larger ones do; None: none. Fast if it is near ``low``."""
     if low > high or not works(high):
         return None
     failed, reach = low - 1, 1

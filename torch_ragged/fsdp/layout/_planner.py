@@ -167,10 +167,8 @@ def smallest_shard(kinds: Sequence[Kind], ranks: int, alignment: int, bound: int
 
 @lru_cache(maxsize=4096)
 def _uneven_shards(fused: frozenset[Kind], alignment: int, bound: int) -> list[int]:
-    """The shard sizes, from ``bound`` on, at which one of the ``fused`` tensors can contain a whole shard; the first ones.
-
-    The boundaries of the shard may be in different segments, so its size need not be a multiple of their blocks.
-    """
+    """The first shard sizes, from ``bound`` on, at which one of the ``fused`` tensors can contain a whole shard."""
+    # The boundaries of the shard may be in different segments, so its size need not be a multiple of their blocks.
     found: set[int] = set()
     for kind in fused:
         step = math.lcm(alignment, kind.grain)

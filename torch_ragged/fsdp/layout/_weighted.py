@@ -87,11 +87,7 @@ class WeightedLayout(BufferLayout):
 
 
 def check_weights(weights: Any, ranks: int) -> tuple[int, ...]:
-    """``weights``, without their common divisor.
-
-    Raises:
-        ValueError: they are not one integer per rank, from 0 on; all are 0; or they need too many units.
-    """
+    """``weights``, without their common divisor. A ValueError says what is wrong with them."""
     given = tuple(weights) if isinstance(weights, Sequence) and not isinstance(weights, (str, bytes)) else ()
     is_valid = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in given)
     if len(given) != ranks or not is_valid or not any(given):

@@ -1,7 +1,4 @@
-"""All-gather and reduce-scatter as copies between the memories of the ranks. On a GPU, copy engines make the copies, not SMs.
-
-Nothing here allocates or maps memory: ``PeerMemory`` does.
-"""
+"""All-gather and reduce-scatter as copies between the memories of the ranks. On a GPU, copy engines make them, not SMs."""
 
 from __future__ import annotations
 

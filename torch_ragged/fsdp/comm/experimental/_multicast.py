@@ -1,7 +1,6 @@
 """All-gather and reduce-scatter by NVSwitch multicast (NVLS): one store writes to all ranks, one load returns their sum.
 
-Experimental: it has not run on several GPUs yet. Importing this file must not need Triton: the kernel is compiled at its
-first use.
+Importing this file must not need Triton: the kernel is compiled at its first use.
 """
 
 from __future__ import annotations

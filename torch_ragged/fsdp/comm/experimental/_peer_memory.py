@@ -1,7 +1,4 @@
-"""PeerMemory: memory that all ranks of a process group read and write directly, with signals between the ranks.
-
-Nothing here knows what the bytes mean: the caller's ``write`` and ``read`` copy and add them.
-"""
+"""PeerMemory: memory that all ranks of a process group read and write directly, with signals between the ranks."""
 
 from __future__ import annotations
 
