@@ -61,18 +61,18 @@ def _checks_bools(cls: type[Any]) -> Any:
     """The class ``cls``, whose public methods call :func:`check_bool` on each argument with the annotation ``bool``."""
     for name, method in list(vars(cls).items()):
         if inspect.isfunction(method) and not name.startswith("_"):
-            params = enumerate(inspect.signature(method).parameters.values())
-            if bools := {each.name: index for index, each in params if each.annotation in (bool, "bool")}:
-                setattr(cls, name, _checked_method(method, bools))
+            kinds = {param.name: param.annotation for param in inspect.signature(method).parameters.values()}
+            if {bool, "bool"} & {*kinds.values()}:
+                setattr(cls, name, _checked_method(method, kinds))
     return cls
 
 
-def _checked_method(method: Callable[..., Any], positions: dict[str, int]) -> Callable[..., Any]:
+def _checked_method(method: Callable[..., Any], kinds: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for name, index in positions.items():
-            if name in kwargs or index < len(args):
-                check_bool(method.__name__, name, kwargs[name] if name in kwargs else args[index])
+        for name, value in [*zip(kinds, args), *kwargs.items()]:
+            if kinds.get(name) in (bool, "bool"):
+                check_bool(method.__name__, name, value)
         return method(*args, **kwargs)
 
     return checked
@@ -150,11 +150,8 @@ class FSDPModule(TorchFSDPModule):
         """Convert the parameters under this module, which stay the same objects. ``to``, ``cpu`` and others call this.
 
         If only some parameters of a group are under this module, these alone are converted, and leave the group's buffer until
-        all parameters of the group have one dtype again. A forward before that raises. If this call raises, nothing is changed.
-
-        Raises:
-            ValueError: ``fn`` would move a sharded parameter to another device.
-            RuntimeError: ``fn`` would change the dtype of a parameter whose gradients are not in ``.grad`` yet.
+        all parameters of the group have one dtype again. A forward before that raises. If ``fn`` would move a sharded parameter
+        to another device, or change the dtype of one whose gradients are not in ``.grad`` yet, this raises before any change.
         """
         under: set[Any] = set(self.modules()) if recurse else {self}  # type: ignore[attr-defined]
         states = self._ragged_states(recurse)
@@ -193,8 +190,7 @@ class FSDPModule(TorchFSDPModule):
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether gradients are set by :meth:`finalize_backward`, and not at the end of each backward pass.
 
-        Raises:
-            RuntimeError: this is not the root; or a backward pass runs, or is not finalized yet.
+        A RuntimeError if this is not the root, or if a backward pass runs, or is not finalized yet.
         """
         state = self._root_state("set_manual_backward_finalization must be called on the root FSDP module")
         if enabled != state.finalizes_manually:
@@ -206,11 +202,9 @@ class FSDPModule(TorchFSDPModule):
         """Reduce the gradients that are not reduced yet, set ``.grad`` and reshard.
 
         If several backward passes run before this call, disable gradient sync for them, and enable it before this call. If
-        this call raises, the next forward drops the gradients. With ``async_op`` it only issues the reductions, and
-        ``wait()`` of the handle that it returns does the rest.
-
-        Raises:
-            RuntimeError: this is not the root, or an earlier handle was not waited for.
+        this call raises, the next forward drops the gradients. With ``async_op`` it only issues the reductions, and ``wait()``
+        of the handle that it returns does the rest. It raises a RuntimeError on another module than the root, or if an earlier
+        handle was not waited for.
         """
         state = self._root_state("finalize_backward must be called on the root FSDP module")
         handle = GradientReductionHandle(state.context)
@@ -224,10 +218,7 @@ class FSDPModule(TorchFSDPModule):
 
         It is for loops that do not know in advance which micro-batch is the last: :class:`FSDPGrad` has an example. Bits and
         collectives are those of a backward with gradient sync, for modules with such gradients; none if there are none.
-        Settings stay as they are. The method's name is that of torch's FSDP.
-
-        Raises:
-            RuntimeError: this is not the root, or a forward or backward runs.
+        Settings stay as they are. A RuntimeError if this is not the root, or a forward or backward runs.
         """
         self._root_state("synchronize_gradients must be called on the root FSDP module").context.synchronize_gradients()
 
@@ -380,9 +371,8 @@ class FSDPModule(TorchFSDPModule):
         ``auto``         ``nccl`` on GPUs, ``copy_engine`` on the CPU, where it is available
         ===============  =======================================================================================================
 
-        Experimental implementations have not run on several GPUs yet. A log line says so, and ``auto`` never chooses them.
-
-        All ranks call it, between steps, and before :func:`monitor`. If an implementation is unavailable, one log line of
+        Experimental ones have not run on several GPUs yet: a log line says so, and ``auto`` never chooses them. All ranks call
+        it, between steps, and before :func:`monitor`. If an implementation is unavailable, one log line of
         ``torch_ragged.fsdp`` says why, and ``nccl`` is used. docs/hopper.md says what each of them needs.
 
         Collectives: an all-reduce of 24 bytes per process group to agree on the name, all-gathers of objects to agree on what
@@ -444,10 +434,8 @@ class FSDPModule(TorchFSDPModule):
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Allocate gathered parameters and gradients in symmetric memory, registered with NCCL as windows.
 
-        Raises:
-            ValueError: ``backend`` is not "NCCL".
-            AssertionError: a custom collective is set, as in FSDP2.
-            RuntimeError: the parameters' process group has no NCCL backend.
+        A ValueError if ``backend`` is not "NCCL", a RuntimeError if the mesh has none, an AssertionError with a custom
+        collective.
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm supports NCCL only, got {backend!r}")

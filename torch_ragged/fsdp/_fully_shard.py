@@ -116,8 +116,8 @@ def fully_shard(
             :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.
         offload_policy: with ``CPUOffloadPolicy()``, sharded parameters, their gradients and the optimizer are on the CPU. With
             an :class:`Offload`, states of an :func:`offloaded` optimizer are in host memory, or these and parameters in files.
-        ignored_params: an iterable of parameters that are not sharded, and whose gradients are not reduced. A parameter that is
-            added later, and is trained without ``fully_shard``, causes a warning, unless it was ever in ``ignored_params``.
+        ignored_params: an iterable of parameters that are not sharded, and whose gradients are not reduced. Others that are
+            trained without ``fully_shard`` cause a warning.
         dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its
             data-parallel dimensions; several names are flattened into one dimension. All parameters must be DTensors on
             ``mesh``, with ``Replicate()`` on these dimensions; or plain tensors with annotations of the package ``spmd_types``,

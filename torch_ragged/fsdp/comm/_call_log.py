@@ -1,8 +1,7 @@
 """CallLog: the calls of sharded modules in a forward. All ranks must make the same calls, in the same order.
 
-Otherwise, the all-gather of one module meets that of another module on another rank: ranks would wait for each other for ever,
-or compute with wrong parameters. A log issues no collective. Ranks compare calls through the store of their process group, and
-only calls that are not those of the last forward.
+Otherwise, the all-gather of one module meets that of another module: ranks would wait for each other for ever, or compute with
+wrong parameters. Ranks compare only calls that are not those of the last forward, through the store of their process group.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ class CallLog:
     Ranks compare the roots that they run, too (:class:`_RootLog`), before a root's first all-gather. A forward that gathers
     nothing, and makes the expected calls, is not compared: ranks may accumulate different numbers of passes.
 
-    Args:
-        ranks: the global ranks that must make the same calls.
-        timeout: how long a rank waits for the others.
-        root: the root's name, different from those of other roots.
+    The global ``ranks`` must make the same calls. Each root has another name.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str) -> None:
@@ -113,7 +109,6 @@ class CallLog:
 
     @property
     def is_current(self) -> bool:
-        """Whether the process group of this log still exists."""
         return self._store.is_current
 
     def before_collective(self) -> None:
@@ -184,7 +179,15 @@ class CallLog:
             self._store.set(self._key(forward, position, "named"), "")
         self._store.wait([self._key(forward, position, "named")], _CALL_PATIENCE)
         _logs.discard(self)  # Later waits, of other models, must not raise this again.
-        raise RuntimeError(_call_difference(dict(sorted(map(json.loads, self._store.get(calls).splitlines())))))
+        ranks: dict[str, list[int]] = {}
+        for rank, other in sorted(map(json.loads, self._store.get(calls).splitlines())):
+            ranks.setdefault(other, []).append(rank)
+        called = "; ".join(f"{shown(some)}: {other}" for other, some in ranks.items())
+        raise RuntimeError(
+            f"ranks called different modules in forward ({called}). All ranks must call the same fully_shard modules, in the "
+            "same order. If a rank may skip a module, such as a vision tower for a batch of text, shard it with "
+            "fully_shard(module, optional=True)"
+        )
 
     def _agree(self, position: int) -> None:
         """Return when all ranks make the call at ``position``: one counter in the store, and the wait for it."""
@@ -297,18 +300,6 @@ class _RootLog(CallLog):
         if self._paths.expected() != (root,):
             self._agree(0)
         self._paths.add((root,))
-
-
-def _call_difference(answers: dict[int, str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, call in answers.items():
-        ranks.setdefault(call, []).append(rank)
-    called = "; ".join(f"{shown(some)}: {call}" for call, some in ranks.items())
-    return (
-        f"ranks called different modules in forward ({called}). All ranks must call the same fully_shard modules, in the same "
-        "order. If a rank may skip a module, such as a vision tower for a batch of text, shard it with "
-        "fully_shard(module, optional=True)"
-    )
 
 
 def wait_for_call(work: Any) -> None:

@@ -134,7 +134,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def issued(collective: Callable[..., Any], *arguments: Any, **options: Any) -> dist.Work:
-    """The work of one of torch's collectives, which is in flight."""
     work = collective(*arguments, **options, async_op=True)
     assert work is not None, "this rank is not part of the collective's process group"
     return work
@@ -210,7 +209,6 @@ class _Assistant:
         self._has_ended, self._lock = False, threading.Lock()
 
     def watch(self, task: Assisted) -> None:
-        """Run the step of ``task`` when its input is complete."""
         with self._lock:
             if self._has_ended:
                 return
@@ -236,7 +234,6 @@ class _Assistant:
 
 
 def _assist(tasks: queue.SimpleQueue[Assisted | None]) -> None:
-    """Advance each of ``tasks`` until it is finished. Return when ``tasks`` yields None."""
     in_flight: list[Assisted] = []
     while True:
         # If nothing is in flight, the thread sleeps until a task comes and takes no CPU time.

@@ -65,11 +65,6 @@ class Reduction:
                 before *= 2
         return Steps(dist.ReduceOp.SUM, before, divisor / before)
 
-    @property
-    def partial_op(self) -> str:
-        """The op of the ``Partial`` placement of values that are not reduced yet."""
-        return "avg" if self.divisor is None else "sum"
-
     def rest(self) -> Reduction:
         """What is left for a second step, over other ranks: the first one has applied the user's divisor, if there is one."""
         return self if self.divisor in (None, 1) else dataclasses.replace(self, divisor=1.0)

@@ -27,22 +27,18 @@ class WideGradients:
         the group's buffer     | x x a a | a x x x | x x x b | x x x x |      a and b are wide gradients
         the second buffer      | a a | a . | b . | . . |                      one part per rank, padded to the longest part
 
-    Args:
-        indices: the parameters that may have wide gradients, the same on all ranks.
-
-    Attributes:
-        kept: this rank's, by parameter. Ranks may differ.
-        are_few: whether sending or keeping them beside the other gradients costs little. Equal on all ranks.
+    ``indices``: the parameters that may have wide gradients, the same on all ranks.
     """
 
     def __init__(self, layout: BufferLayout, rank: int, indices: Sequence[int]) -> None:
         self._layout, self._rank, self._indices = layout, rank, frozenset(indices)
-        self.kept: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, torch.Tensor] = {}  # By parameter. Ranks may differ.
         # Of all ranks, because this rank packs its gradients for each of them.
         self._intervals = [_gradient_intervals(layout, each, indices) for each in range(layout.ranks)]
         # The longest part on any rank: a reduce-scatter has parts of one size.
         self._part = max(sum(stop - start for _, _, start, stop in intervals) for intervals in self._intervals)
-        # Equal on all ranks, as the layout and the indices are. It depends on no gradient: these may differ between ranks.
+        # Whether sending or keeping them beside the other gradients costs little. Equal on all ranks, as the layout and the
+        # indices are. It depends on no gradient: these may differ between ranks.
         self.are_few = self._part * layout.ranks <= layout.numel * _LARGEST_PART
 
     def keep(self, index: int, gradient: torch.Tensor) -> None:

@@ -21,10 +21,7 @@ OptionalEvent = tuple[FSDPState, bool]
 
 
 def gate_of(states: Sequence[FSDPState]) -> Gate | None:
-    """The gate of a root, in its first forward; None if the mesh has one rank, or if ranks are simulated.
-
-    ``states`` are those under the root; the root's is the first.
-    """
+    """The gate of a root, whose state is the first, in its first forward; None if there is one rank, or ranks are simulated."""
     log, roll_call = _call_log_of(states), roll_call_of(states[0].modules, states)
     note_root(states[0].modules)
     groups = [group for state in states for group in state.groups]
@@ -109,7 +106,6 @@ class OptionalGate(RootGate):
 
 
 def _call_log_of(states: Sequence[FSDPState]) -> CallLog | None:
-    """The log of the calls under a root; None if there is one rank, or if the ranks are simulated."""
     groups = [group for state in states for group in state.groups]
     group = max(groups, key=lambda group: group.dp.mesh.size(), default=None)
     # A report that runs on one rank alone must not wait for others.
@@ -136,11 +132,7 @@ class RollCall:
                          rank 1 takes part   rank 1 reshards      both unshard the layer
 
     The event that comes first in the tree of modules is next. A rank with another event takes part in it, and asks again.
-
-    Args:
-        events: of each optional module: its pre-forward, the events inside it, its post-forward.
-        groups: the process groups that together connect all ranks.
-        device: the device of the all-reduce.
+    ``events``: of each optional module its pre-forward, those inside it, its post-forward. ``groups`` connect all ranks.
     """
 
     def __init__(self, events: Sequence[OptionalEvent], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:

@@ -78,7 +78,6 @@ def note_replaced(
 
 
 def note_ignored(params: Iterable[torch.Tensor]) -> None:
-    """The user wants these parameters to stay as they are."""
     for param in params:
         if not isinstance(param, DTensor):  # No warning asks for them, and torch cannot convert one that has a weak reference.
             _ignored[param] = None
@@ -112,8 +111,8 @@ def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGrou
 def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> None:
     """Raise on all ranks if replicas (HSDP) hold other values of a parameter: they would train apart for ever.
 
-    Buffers are not compared, since running statistics may differ. Collectives: those of :func:`first_difference` for each mesh
-    with replicas. ``groups`` are equal on all ranks; the names in the error are those under ``roots``.
+    Collectives: those of :func:`first_difference` for each mesh with replicas. ``groups`` are equal on all ranks; the names in
+    the error are those under ``roots``.
     """
     by_mesh: dict[DeviceMesh, list[FSDPParamGroup]] = {}
     for group in groups:
@@ -153,12 +152,10 @@ def _parts(local: torch.Tensor) -> list[torch.Tensor]:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Fused kernels, foreach kernels of DTensors and offload write to parameters without a change of their version counters, by
-    which the next forward sees that gathered ones are outdated.
-
-    All parameters with gradients count, also those without elements on this rank: ranks must all-gather alike.
-    """
+    which the next forward sees that gathered ones are outdated."""
     if torch.compiler.is_compiling():
         return
+    # Also those without elements on this rank: ranks must all-gather alike.
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     torch.autograd.graph.increment_version([param for param in params if owner_of(param) is not None])
 
@@ -205,10 +202,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_unsynchronized(optimizer: Optimizer, waiting: Sequence[FSDPParamGroup]) -> None:
-    """An error on all ranks, at every step: without it, a step would leave gradients out, or use a part of them.
-
-    If a program has set ``.grad`` since then, the step uses what it has set: DCP makes an optimizer's states by such a step.
-    """
+    """An error on all ranks, at every step: without it, a step would leave gradients out, or use a part of them."""
+    # If a program has set ``.grad`` since then, the step uses what it has set: DCP makes an optimizer's states by such a step.
     found = {
         id(param.sharded): param.registered_names[0]
         for group in waiting
@@ -364,10 +359,8 @@ def _refuse_resharded(error: RuntimeError) -> None:
 
 
 def _refuse_sharded_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """``inputs`` of ``torch.autograd.grad`` or ``backward(inputs=)`` are sharded parameters: forward has used other ones.
-
-    With ``allow_unused=True``, autograd would return None, or the gradient of the uses of the sharded ones only.
-    """
+    """``inputs`` of ``torch.autograd.grad`` or ``backward(inputs=)`` are sharded parameters: forward has used other ones."""
+    # With ``allow_unused=True``, autograd would return None, or the gradient of the uses of the sharded ones only.
     owners = {id(owner.unsharded): owner for each in inputs if (owner := owner_of(each)) is not None}
     if not owners:
         return

@@ -75,7 +75,7 @@ class UnsynchronizedView:
         part, param = self.local_components(index).get(name), self._reduction.params[index]
         if part is None:
             return None
-        sums = Partial(self._reduction.settings.reduction.partial_op)
+        sums = Partial("avg" if self._reduction.settings.reduction.divisor is None else "sum")
         if name == "unreduced":
             return param.distribution.unreduced(part, param.pending or (), sums)
         return param.distribution.partial(part, param.sharded, sums)  # type: ignore[arg-type]
@@ -133,14 +133,12 @@ class FSDPGrad(torch.Tensor):
     Partial is ``Partial("avg")``, or ``Partial("sum")`` if a gradient divide factor is set. A component is None if there is no
     such part on this rank. The gradient is the sum of all three, reduced: of the parameter's shape, device and ``grad_dtype``.
 
-    - **Read it** on every rank: ``materialize()``, ``full_tensor()``, ``redistribute()``, ``clone()``, and operations without
-      side effects (norms) reduce a copy. They issue the collectives of the group's reduction once; later reads in the group
-      use its result, until a component changes.
-    - **Scale it, or set it to zeros**, alike on every rank: ``mul_``, ``div_``, ``zero_``, ``zero_grad(set_to_none=False)`` and
-      ``GradScaler.unscale_`` act on each component. ``unscale_`` reads, too; the others issue no collective.
-    - **Drop it**: ``param.grad = None`` drops all components, as on one device. So does another tensor, which replaces them.
-    - **Everything else raises** ``RuntimeError``: other writes, views, ``to_local()``, ``placements``, and the step of an
-      optimizer. So does an FSDPGrad that a program has kept, when the next backward has begun.
+    - Reading it, on every rank, reduces a copy: ``materialize()``, ``full_tensor()``, ``redistribute()``, ``clone()``, norms.
+      Later reads in the group use the result, until a component changes.
+    - Scaling it, or setting it to zeros, acts on each component, alike on every rank. ``GradScaler.unscale_`` reads, too.
+    - ``param.grad = None`` drops all components. So does another tensor, which replaces them.
+    - All else raises ``RuntimeError``: other writes, views, ``to_local()``, ``placements``, an optimizer's step, and any use
+      after the next backward has begun.
 
     The class and its words are those that torch's FSDP has in its main branch (2026). There, it is a DTensor, and
     ``to_local()`` reads by a collective. Here it is not: torch 2.11 sends some operations on subclasses to DTensor's own code.

@@ -156,7 +156,9 @@ class _Product(torch.autograd.Function):
         ctx.weight, ctx.is_linear = weight, call is F.linear
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
         if recomputation_ends(saves=1 + ctx.needs_input_grad[1]):
-            return _unused(x, weight.shape[-2 if ctx.is_linear else -1])
+            # An activation checkpoint, which has the inputs that it needs: nothing reads this product.
+            with no_dispatch():  # Selective checkpoints expect the operators of the first forward.
+                return x.new_empty(1).expand(*x.shape[:-1], weight.shape[-2 if ctx.is_linear else -1])
         if bias is None:
             return call(x, weight)
         return call(x, weight, bias) if ctx.is_linear else call(bias, x, weight)
@@ -170,17 +172,12 @@ class _Product(torch.autograd.Function):
         with as_plain_tensors():
             multiply, add = (torch.mm, torch.Tensor.addmm_) if x.dim() == 2 else (torch.bmm, torch.Tensor.baddbmm_)
             of_weight, of_x = weight_gradient(ctx, x, gradient, multiply, add), None
-            if _needs_input_gradient(ctx):
+            # A pass for the gradients of weights only, as in a pipeline schedule, needs none of the input.
+            if needs[1] and (torch.compiler.is_compiling() or gradient_use(ctx.next_functions[0][0]) is not GradientUse.NONE):
                 factor = weight if ctx.is_linear else weight.mT
                 is_transposed = x.stride() == (1, x.shape[0])  # Then torch returns a transposed gradient, too.
                 of_x = multiply(factor.mT, gradient.mT).mT if is_transposed else multiply(gradient, factor)
         return None, of_x, of_weight, *[gradient if need else None for need in needs[3:]]  # Autograd sums that of a bias.
-
-
-def _unused(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """A product in an activation checkpoint that stops when the inputs of the product are saved: nothing reads it."""
-    with no_dispatch():  # Selective checkpoints expect the operators of the first forward.
-        return x.new_empty(1).expand(*x.shape[:-1], columns)
 
 
 def weight_gradient(
@@ -253,13 +250,6 @@ def _destination(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
         whole.zero_()  # The other parts may never get a gradient.
         holds_gradient = True
     return view, holds_gradient, target
-
-
-def _needs_input_gradient(ctx: Any) -> bool:
-    """Whether this backward needs the gradient of the input. A pass for the gradients of weights only does not."""
-    if not ctx.needs_input_grad[1] or torch.compiler.is_compiling():
-        return ctx.needs_input_grad[1]
-    return gradient_use(ctx.next_functions[0][0]) is not GradientUse.NONE
 
 
 # -- which calls are products ------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Remedy:
     padding_fraction: float
 
     def __str__(self) -> str:
-        return f"{self.text}: {_percentage(self.padding_fraction)}"
+        return f"{self.text}: {self.padding_fraction:,.2%}"
 
 
 def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) -> list[str]:
@@ -58,8 +58,7 @@ def remedies(
 ) -> list[Remedy]:
     """For each sort of change, the smallest change whose padding is within ``limit``. If a sort has none, its best change.
 
-    This is one of ``count`` groups with equal tensors, and can be merged with ``neighbours``, whose names and layouts are
-    given.
+    ``count`` groups have these tensors. ``neighbours``: names and layouts of other groups, with which one can be merged.
     """
     found = []
     for sort in (_finer(layout), _split_groups(layout), _merged_groups(layout, count, neighbours), _smaller_sizes(layout)):
@@ -75,8 +74,8 @@ def remedies(
 
 def _advice_text(names: Sequence[str], layout: BufferLayout, limit: float, found: Sequence[Remedy]) -> str:
     lines = [
-        f"{_and_more(names)}: padding {_percentage(layout.padding_fraction)} on {layout.ranks:,} ranks exceeds {100 * limit:g}%"
-        f" (at least {_percentage(layout.bound_fraction)}: {layout.forced_by})"
+        f"{_and_more(names)}: padding {layout.padding_fraction:,.2%} on {layout.ranks:,} ranks exceeds {100 * limit:g}%"
+        f" (at least {layout.bound_fraction:,.2%}: {layout.forced_by})"
     ]
     chosen = [remedy for remedy in found if remedy.padding_fraction <= limit]
     if not found:
@@ -177,7 +176,3 @@ def _cut_text(tensor: TensorSpec) -> str:
 
 def _and_more(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
-
-
-def _percentage(fraction: float) -> str:
-    return f"{100 * fraction:,.2f}%"

@@ -65,9 +65,9 @@ def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
 def _of_divisor(counts: Mapping[Kind, int], ranks: int, divisor: int, bound: Bound) -> Bound:
     """Raise ``bound`` if tensors that are cut at multiples of ``divisor`` only do not fit.
 
-    These tensors take at most ``full`` elements of a shard: the largest multiple in it. Another tensor of n elements is
-    contiguous, so it touches at most ``2 + (n - 2) // S`` shards. All shards that no other tensor touches lose ``S - full``
-    elements. Up to the next multiple, a larger S leaves ``full`` as it is, and other tensors touch no more shards.
+    These tensors take at most ``full`` elements of a shard: the largest multiple in it. Another tensor of n elements touches at
+    most ``2 + (n - 2) // S`` shards. All shards that no other tensor touches lose ``S - full`` elements. Up to the next
+    multiple, a larger S leaves ``full`` as it is, and other tensors touch no more shards.
     """
     whole = total = touched = 0
     for kind, count in counts.items():
@@ -90,15 +90,15 @@ def _of_divisor(counts: Mapping[Kind, int], ranks: int, divisor: int, bound: Bou
 def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, bound: Bound) -> Bound:
     """Raise ``bound`` if the tensors that are cut once take more shards than there are.
 
-    A tensor of more than S elements that cannot contain a whole shard has two parts. Each is at one end of a shard, so a shard
-    has at most two parts. Parts are multiples of ``divisor``: a shard has at most ``full`` elements of them, and a part of
-    the shortest tensor has at least ``rest``. Then n such tensors take n + 1 shards, where ``n = full // rest``;
-    docs/planner.md has the proof. Shards that are inside a longer tensor have no parts.
+    A tensor of more than S elements that cannot contain a whole shard has two parts, each at one end of a shard. Parts are
+    multiples of ``divisor``: a shard has at most ``full`` elements of them, and a part of the shortest tensor has at least
+    ``rest``. Then ``n = full // rest`` such tensors take n + 1 shards; docs/planner.md has the proof.
     """
     cut = {kind: count for kind, count in counts.items() if kind.numel > bound.shard and bound.shard % kind.grain}
     if not cut:
         return bound
     longest = max(kind.numel for kind in cut)
+    # Shards inside a longer tensor have no parts.
     inside = sum(max(0, (kind.numel + 1) // longest - 1) * count for kind, count in counts.items())
     best, end, number, divisor = bound, longest, 0, 0
     for kind in sorted(cut, key=lambda kind: (-kind.numel, -kind.grain)):

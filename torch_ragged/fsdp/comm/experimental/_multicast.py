@@ -52,9 +52,8 @@ class MulticastCollectives(WrappedCollectives):
     """Collectives on gathered buffers and gradient buffers in :class:`SymmetricSlabs`.
 
     An all-gather stores each shard once, to the multicast address of the gathered buffers. A reduce-scatter loads the sum of
-    all ranks' gradients of this rank's shard from the multicast address of the gradient buffers. The switch adds bfloat16 in
-    float32, in an order of its own, and rounds once. All-gathers run on one stream, reduce-scatters on another one. The process
-    group serves all other calls: other buffers, other dtypes than float32 and bfloat16, and custom collectives.
+    all ranks' gradients of this rank's shard from that of the gradient buffers. The switch adds bfloat16 in float32, in an
+    order of its own, and rounds once. The process group serves all other calls: other buffers and dtypes, custom collectives.
     """
 
     def __init__(self, process_groups: ProcessGroupCollectives, group: dist.ProcessGroup, slabs: SymmetricSlabs) -> None:
@@ -117,13 +116,10 @@ _LOAD_SUM = """
 _TYPES = {torch.float32: "v4.f32", torch.bfloat16: "acc::f32.v4.bf16x2"}
 
 
-def load_sum(address: int, output: torch.Tensor, blocks: int = 32) -> None:
-    """Fill ``output`` (float32 or bfloat16) with the sum over ranks of the memory at a multicast ``address``. No barrier.
-
-    A few thread ``blocks`` saturate the links, and leave the other SMs to compute.
-    """
+def load_sum(address: int, output: torch.Tensor) -> None:
+    """Fill ``output`` (float32 or bfloat16) with the sum over ranks of the memory at a multicast ``address``. No barrier."""
     packets, threads = output.nbytes // _PACKET, 512
-    grid = (min(blocks, -(-packets // threads)),)
+    grid = (min(32, -(-packets // threads)),)  # A few blocks saturate the links, and leave the other SMs to compute.
     asm = _LOAD_SUM.replace("{type}", _TYPES[output.dtype])
     load_sum_kernel()[grid](address, output.view(torch.int32), packets, ASM=asm, BLOCK=threads, num_warps=threads // 32)
 

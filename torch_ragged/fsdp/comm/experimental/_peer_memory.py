@@ -55,11 +55,8 @@ class PeerMemory(Protocol):
 
 
 def host_of() -> str:
-    """An id of this host. Ranks with equal ids can share CPU memory: they have one kernel, network namespace and user.
-
-    Raises:
-        OSError: this system is not Linux.
-    """
+    """An id of this host, which must be Linux. Ranks with equal ids share its kernel, network namespace and user, and can share
+    CPU memory."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         raise OSError(f"shared memory between processes needs Linux, this is {sys.platform}")
     # A host name is no id: containers on different hosts may have the same one. Abstract sockets belong to a network namespace.
@@ -70,16 +67,12 @@ def host_of() -> str:
 class HostPeerMemory:
     """Memory that the ranks of one host share, and a Unix socket between each pair of ranks for signals.
 
-    Neither has a name in a file system, so nothing is left after a process ends in any way. The memory is a ``memfd``. A rank
-    sends its descriptor over the sockets, and the kernel frees the memory with the last process that maps it.
+    Neither has a name in a file system, so nothing is left after a process ends in any way. The memory is a ``memfd``: ranks
+    send its descriptor over the sockets, and the kernel frees it with the last process that maps it. A thread makes the
+    exchanges in the order in which they were issued, so that ranks compute meanwhile, and wait for exchanges in any order.
 
-    A thread makes the exchanges in the order in which they were issued, and sleeps while it waits for signals. So the ranks can
-    compute meanwhile, and can call ``wait()`` on their exchanges in different orders.
-
-    All ranks must construct this together: it makes two all-gathers of objects.
-
-    Raises:
-        OSError: the ranks cannot share memory. Every rank raises it.
+    All ranks must construct this together: it makes two all-gathers of objects. Every rank raises an OSError if one cannot
+    share.
     """
 
     def __init__(self, group: dist.ProcessGroup, slot_nbytes: int) -> None:
@@ -150,8 +143,6 @@ class HostPeerMemory:
 
 
 class _HostExchange:
-    """An exchange that the thread makes. If it fails, ``wait()`` raises the error."""
-
     def __init__(self, write: Half, read: Half, nbytes: int) -> None:
         self.write, self.read, self.nbytes = write, read, nbytes
         self.done = threading.Event()
@@ -226,7 +217,6 @@ class _Signals:
                 raise self._lost(rank, error) from error
 
     def receive(self, nbytes: int) -> None:
-        """Wait until all peers have sent ``nbytes``."""
         # A peer may have sent the signal of the next exchange already. Sockets keep the order of signals: it is read next time.
         for rank, peer in self._peers.items():
             try:
