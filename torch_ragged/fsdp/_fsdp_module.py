@@ -188,10 +188,7 @@ class FSDPModule(TorchFSDPModule):
                 param.sharded.grad.zero_()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether gradients are set by :meth:`finalize_backward`, and not at the end of each backward pass.
-
-        A RuntimeError if this is not the root, or if a backward pass runs, or is not finalized yet.
-        """
+        """Whether gradients are set by :meth:`finalize_backward`, not at the end of each pass. On the root, between passes."""
         state = self._root_state("set_manual_backward_finalization must be called on the root FSDP module")
         if enabled != state.finalizes_manually:
             if state.context.in_backward or state.context.awaits_finalize:
@@ -217,8 +214,8 @@ class FSDPModule(TorchFSDPModule):
         """Reduce the gradients of backward passes without gradient sync, set ``.grad`` and reshard. Call it on every rank.
 
         It is for loops that do not know in advance which micro-batch is the last: :class:`FSDPGrad` has an example. Bits and
-        collectives are those of a backward with gradient sync, for modules with such gradients; none if there are none.
-        Settings stay as they are. A RuntimeError if this is not the root, or a forward or backward runs.
+        collectives are those of a backward with gradient sync. Settings stay as they are. A RuntimeError if this is not the
+        root, or a forward or backward runs.
         """
         self._root_state("synchronize_gradients must be called on the root FSDP module").context.synchronize_gradients()
 
@@ -241,8 +238,7 @@ class FSDPModule(TorchFSDPModule):
         """Whether parameters are resharded after backward. If not, the next forward uses them as they are.
 
         If an operation or an optimizer's step changes a parameter, the next forward all-gathers again. Writes to ``.data`` or
-        to a local tensor are not noticed: call :meth:`reshard` after them. As in FSDP2, set it to True before the last backward
-        of an optimizer step.
+        to a local tensor are not noticed: call :meth:`reshard` after them. As in FSDP2, True is for a step's last backward.
         """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward
@@ -257,9 +253,9 @@ class FSDPModule(TorchFSDPModule):
             group.settings.requires_all_reduce = requires_all_reduce
 
     def set_max_all_gathers_ahead(self, max_all_gathers: int) -> None:
-        """How many modules' all-gathers may be issued before these modules run. The default is 2. FSDP1's rate limiter.
+        """How many modules' all-gathers may be issued before these modules run, each of which holds the memory of a group.
 
-        Call it on the root, with an int of at least 0. Each all-gather ahead of use holds the memory of a gathered group.
+        Call it on the root, with an int of at least 0. The default is 2. FSDP1's rate limiter.
         """
         if isinstance(max_all_gathers, bool) or not isinstance(max_all_gathers, int) or max_all_gathers < 0:
             raise ValueError(f"max_all_gathers must be an int of at least 0, got {max_all_gathers!r}")
@@ -297,8 +293,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a group without gradients on this rank takes part in collectives, with zeros. The default is True.
 
-        False saves the collectives if all ranks leave the same modules unused: otherwise, ranks with gradients would wait for
-        this one forever. (FSDP2's default is False.) In a group with some gradients, the other ones are zeros always.
+        False (FSDP2's default) is for ranks that all leave the same modules unused: others would wait for this one forever.
         """
         for state in self._ragged_states(recurse):
             state.reduces_unused = reduce_scatter_unused_params
@@ -361,25 +356,15 @@ class FSDPModule(TorchFSDPModule):
         make_persistent(self._ragged_states(recurse=True), places, {group: devices[group.device] for group in groups})
 
     def set_collectives(self, name: str, *, recurse: bool = True) -> tuple[str, ...]:
-        """Choose the collectives over shards. Replicas are always reduced by their process group.
+        """Choose the collectives over shards: "nccl" (the mesh's process group), "symm", "copy_engine", "multimem" or "auto".
 
-        ===============  =======================================================================================================
-        ``nccl``         the mesh's process group, in place; gloo where that is its backend. The default
-        ``symm``         the same in registered memory of NCCL's allocator; sets persistent buffers. Experimental
-        ``copy_engine``  copies between the ranks' memory, on one host. On GPUs experimental
-        ``multimem``     NVSwitch multicast; sets persistent buffers. Experimental
-        ``auto``         ``nccl`` on GPUs, ``copy_engine`` on the CPU, where it is available
-        ===============  =======================================================================================================
-
-        Experimental ones have not run on several GPUs yet: a log line says so, and ``auto`` never chooses them. All ranks call
-        it, between steps, and before :func:`monitor`. If an implementation is unavailable, one log line of
-        ``torch_ragged.fsdp`` says why, and ``nccl`` is used. docs/hopper.md says what each of them needs.
+        docs/hopper.md says how each of them moves data, and what it needs. All ranks call this, between steps, and before
+        :func:`monitor`. If an implementation is unavailable, one log line of ``torch_ragged.fsdp`` says why, and ``nccl`` is
+        used. The chosen name for each process group of shards is returned, in the order of modules. Replicas are always reduced
+        by their process group.
 
         Collectives: an all-reduce of 24 bytes per process group to agree on the name, all-gathers of objects to agree on what
         is available, and the collectives that set up shared memory.
-
-        Returns:
-            the chosen name for each process group of shards, in the order of modules.
 
         Raises:
             ValueError: the name is unknown, ranks pass different names, or shards have ``weights`` and the name is not
@@ -456,20 +441,14 @@ class FSDPModule(TorchFSDPModule):
             group.set_memory_pools(MemoryPool(found), MemoryPool(found))
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """All-gather with ``comm(output, shard, group=, async_op=)``: FSDP2's ``AllGather``, whose ``allocate`` is not called.
-
-        Also among neighbours (``reshard_after_forward=k``), and within and across nodes (``HIERARCHICAL``).
-        """
+        """All-gather with ``comm(output, shard, group=, async_op=)``: FSDP2's ``AllGather``, whose ``allocate`` is not called."""
         groups = self._ragged_groups(recurse=False)
         _check_equal_shards(groups, "set_custom_all_gather")
         for group in groups:
             group.process_groups.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce-scatter with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``.
-
-        Its ``allocate`` is not called. ``HIERARCHICAL`` calls ``comm`` for each reduction within a node, then across.
-        """
+        """Reduce-scatter with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``, as above."""
         groups = self._ragged_groups(recurse=False)
         _check_equal_shards(groups, "set_custom_reduce_scatter")
         for group in groups:
@@ -480,10 +459,7 @@ class FSDPModule(TorchFSDPModule):
 
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """Let several roots (stages of a pipeline) share their limits of reduce-scatters in flight and all-gathers ahead of use.
-
-    FSDP2's function shares the streams of collectives. It raises a ValueError if one of ``modules`` is not an FSDP module.
-    """
+    """Let several roots (stages of a pipeline) share their limits of reduce-scatters in flight and all-gathers ahead of use."""
     states = _states_of(modules)
     for state in states:
         for each in state.context.states:

@@ -79,7 +79,8 @@ def fully_shard(
 
     Each call makes one group, of the parameters under ``module`` that are in no group yet. They become DTensors placed as
     :class:`~torch_ragged.RaggedShard`, in one buffer that is all-gathered and reduce-scattered in place, without a copy. The
-    module's class becomes a subclass of :class:`FSDPModule`. All ranks must hold the same parameter values before the call.
+    module's class becomes a subclass of :class:`FSDPModule`, and the call returns ``module``. All ranks must hold the same
+    parameter values before it.
 
     Collectives:
 
@@ -118,31 +119,26 @@ def fully_shard(
             an :class:`Offload`, states of an :func:`offloaded` optimizer are in host memory, or these and parameters in files.
         ignored_params: an iterable of parameters that are not sharded, and whose gradients are not reduced. Others that are
             trained without ``fully_shard`` cause a warning.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its
-            data-parallel dimensions; several names are flattened into one dimension. All parameters must be DTensors on
-            ``mesh``, with ``Replicate()`` on these dimensions; or plain tensors with annotations of the package ``spmd_types``,
-            with which the model computes.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``, the names of data-parallel dimensions of ``mesh``, which is the whole
+            mesh. All parameters must be DTensors on it, with ``Replicate()`` on these dimensions; or plain tensors with
+            annotations of the package ``spmd_types``.
         orig_param_policy: a function ``(fqn, parameter) -> granularity``, which says what must not be cut. None: a parameter
             may be cut anywhere. If ``module`` is a list, each name begins with the module's index in the list. A
             :class:`~torch_ragged.granularity.GroupPolicy`, as ``torch_ragged.optim.muon_policy`` makes, sees a whole buffer.
         placements: what stays gathered or unreduced between uses: see :class:`BufferPlacements`. None: ``ZERO3`` on a 1-D
             mesh, HSDP on a 2-D mesh.
-        optional: ranks may skip ``module`` in forward, as a vision tower if their batch has text only. It costs votes, which
-            the host waits for: see "Modules that some ranks skip" in docs/fsdp.md.
+        optional: ranks may skip ``module`` in forward, as a vision tower for a batch of text. It costs votes, which the host
+            waits for: see "Modules that some ranks skip" in docs/fsdp.md.
         weights: an integer per rank of the shards, at least 0, as ``[3, 2, 0]``. Shards are in proportion to them: see "Unequal
             ranks" in docs/meshes.md. None: equal shards.
         check_replicas: whether the first forward of the root, and ``checkpoint.save``, raise on all ranks if replicas (HSDP)
             hold other values of these parameters, as after other seeds. False: they may differ, as in DiLoCo and torchft.
 
-    Returns:
-        ``module``.
-
     Raises:
-        ValueError: ``mesh`` is not as above; a list has a module twice; ``module`` is sharded already; a parameter is sharded
-            already, by this function or torch's, is a DTensor on another device than the mesh's, on a dimension of ``mesh``, or
-            on a mesh that cannot be joined with ``mesh``, is tied to a sharded parameter, is cut unevenly by model parallelism,
-            or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards; ``weights`` are not one
-            integer per rank, at least 0; two features exclude each other (docs/combinations.md lists them); or ranks disagree.
+        ValueError: an argument is not as above; a list has a module twice; a module or a parameter is sharded already, by this
+            function or torch's; a parameter is a DTensor on another device, or on a mesh that cannot be joined with ``mesh``,
+            is tied to a sharded one, is cut unevenly by model parallelism, or is a trainable integer; two features exclude each
+            other (docs/combinations.md); or ranks disagree. docs/errors.md has all of them.
         TypeError: an argument has another type than above, a policy's dtype is no floating-point dtype, or a function does not
             take the arguments above, or returns something else.
         OSError: a folder of ``Offload(parameters="files")`` is missing or read-only, or has too little space.

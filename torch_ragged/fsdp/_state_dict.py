@@ -57,11 +57,8 @@ def before_load(
 
     The outermost such module of a ``load_state_dict`` does it for those inside. If all values are DTensors, there is no
     communication. Otherwise, ranks agree by one all-reduce of 24 bytes per mesh dimension. With ``assign=True``, a group gets
-    the dtype of the state dict, and memory if it is on the meta device.
-
-    Raises:
-        RuntimeError: a value does not fit its parameter, as in ``nn.Module``; or another rank raised.
-        ValueError: ranks have values for different parameters.
+    the dtype of the state dict, and memory if it is on the meta device. A value that does not fit its parameter is a
+    RuntimeError, as in ``nn.Module``, and values for different parameters on different ranks are a ValueError.
     """
     messages = lists[-1]
     if _checked.get(module) is messages:  # The module around it has checked these values.
@@ -132,11 +129,7 @@ def _agree(entries: list[_Entry], problem: Optional[Exception]) -> None:
         raise problem
 
 
-# -- checks --------------------------------------------------------------------------------------------------------------
-
-
 def _check(module: nn.Module, entries: list[_Entry], assigns: bool) -> dict[FSDPParamGroup, _Conversion]:
-    """Check all values; return how groups must be converted before their values are assigned."""
     problems: list[str] = []
     groups: dict[FSDPParamGroup, dict[int, _Entry]] = {}
     for entry in entries:
@@ -223,9 +216,6 @@ def _conversion(group: FSDPParamGroup, entries: list[_Entry]) -> Optional[_Conve
     except (RuntimeError, ValueError) as error:
         raise _Refused(str(error)) from error
     return conversion
-
-
-# -- plain full tensors --------------------------------------------------------------------------------------------------
 
 
 def _is_whole(value: Any, shape: torch.Size) -> bool:

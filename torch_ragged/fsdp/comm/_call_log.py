@@ -68,18 +68,12 @@ class CallLog:
     The global ``ranks`` must make the same calls. Each root has another name.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str) -> None:
-        self._root, self._roots = root, _RootLog.of(ranks, timeout)
+    def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str, name: str = "") -> None:
+        self._root, self._ranks, self._rank, self._timeout = root, tuple(ranks), dist.get_rank(), timeout
         self._must_enter, self._note = False, ""  # Whether a forward runs that the log of roots does not know.
         tracker.watch_this_thread()
         # The same number on all of these ranks, since they call their roots in the same order.
-        self._set_up(ranks, timeout, next(_call_counts[dist.get_rank(), tuple(ranks)]))
-        # Keys of the last forward are in use until all ranks have made a later call: of another root, if this one is deleted.
-        left = _left[self._rank, self._ranks]
-        weakref.finalize(self, lambda store, keys: left.append((store, keys)), self._store, self._used).atexit = False
-
-    def _set_up(self, ranks: Sequence[int], timeout: timedelta, name: object) -> None:
-        self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
+        name = name or str(next(_call_counts[self._rank, self._ranks]))
         self._store = SharedStore(f"calls/{name_of(self._ranks)}/{name}")
         # So that other ranks find this process, and this rank their reports, if a collective fails.
         announce()
@@ -92,6 +86,9 @@ class CallLog:
         self._next = 0  # The position of the expected call in ``_expected``.
         self._counted: set[tuple[int, int]] = set()  # The calls of this forward and the last one that count this rank.
         self._used: list[str] = []  # The keys of the last agreement, which no rank reads any more.
+        # Keys of the last forward are in use until all ranks have made a later call: of another root, if this one is deleted.
+        left = _left[self._rank, self._ranks]
+        weakref.finalize(self, lambda store, keys: left.append((store, keys)), self._store, self._used).atexit = False
 
     def start(self, note: str = "") -> None:
         """A forward of the root begins. All ranks must have the same ``note``, which the error names."""
@@ -116,14 +113,13 @@ class CallLog:
         if self._must_enter:
             self._must_enter = False
             # One rank may run an evaluation that the others do not run.
-            self._roots.enter(f"{self._root}{self._note}{'' if torch.is_grad_enabled() else ' without gradients'}")
+            root = f"{self._root}{self._note}{'' if torch.is_grad_enabled() else ' without gradients'}"
+            _RootLog.of(self._ranks, self._timeout).enter(root)
 
     def add(self, call: str) -> None:
         """A module is called. Without communication if the call is expected.
 
-        Raises:
-            PeerError: another rank died, or made no call within the timeout.
-            RuntimeError: another rank makes another call.
+        A PeerError if another rank died, or made no call within the timeout, a RuntimeError if it makes another call.
         """
         if self._is_expected(call):
             self._calls.append(call)
@@ -167,7 +163,6 @@ class CallLog:
         self._compare(forward, position, calls[position])
 
     def _compare(self, forward: int, position: int, call: str) -> None:
-        """Raise if another rank makes another call at ``position``."""
         first, differs, calls, count = (self._key(forward, position, part) for part in ("first", "differs", "calls", "count"))
         if self._store.first(first, call) != call:
             self._store.set(differs, "")
@@ -238,11 +233,9 @@ class CallLog:
 
 
 class Predictor:
-    """The next forward: the one that has followed the last ones before. Equal on all ranks whose forwards were equal.
+    """The next forward: the one that followed the last ones before, as "encode" after "encode, decode, encode, decode".
 
-    ::
-
-        encode, decode, encode, decode    then encode is expected
+    Equal on all ranks whose forwards were equal.
     """
 
     def __init__(self) -> None:
@@ -261,7 +254,6 @@ class Predictor:
         return next((path for path in reversed(self._paths) if path[: len(start)] == start and len(path) > len(start)), None)
 
     def add(self, path: tuple[str, ...]) -> None:
-        """A forward has ended, with these calls."""
         self._paths.pop(path, None)
         self._paths[path] = None
         if len(self._paths) > _MOST_PATHS:
@@ -283,15 +275,11 @@ class _RootLog(CallLog):
     _known: ClassVar[dict[tuple[int, ...], _RootLog]] = {}
 
     @classmethod
-    def of(cls, ranks: Sequence[int], timeout: timedelta) -> _RootLog:
-        """The log of all roots of these ranks."""
-        known = cls._known.get(tuple(ranks))
+    def of(cls, ranks: tuple[int, ...], timeout: timedelta) -> _RootLog:
+        known = cls._known.get(ranks)
         if known is None or not known.is_current:
-            known = cls._known[tuple(ranks)] = _RootLog(ranks, timeout)
+            known = cls._known[ranks] = _RootLog(ranks, timeout, "", "roots")
         return known
-
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        self._set_up(ranks, timeout, "roots")
 
     def enter(self, root: str) -> None:
         """A root's forward is about to communicate. Raises as :meth:`add` does."""

@@ -30,8 +30,7 @@ _AUTO = {"cpu": "copy_engine"}
 implementations are experimental there: what is known of them is rehearsed or modelled (docs/measurements.md)."""
 
 _LARGEST_SLOT = {"cuda": 64 << 20, "cpu": 16 << 20}
-"""Bytes of the largest slot, by type of device. A larger transfer is cut into pieces. A rank has two slots for all-gathers and
-two for reductions. All parameter groups with shards over one process group share them."""
+"""Bytes of the largest slot, by type of device. A larger transfer is cut into pieces."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ _PROCESS_GROUPS = Implementation("nccl", lambda process_groups: process_groups)
 def choose_implementation(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
     """The implementation for all parameter groups with shards over ``group``. All ranks call this and get the same answer.
 
-    If ``name`` is unavailable, one log line on the group's first rank says why, and the process group is used. On GPUs one log
-    line says that an implementation is experimental.
+    If ``name`` is unavailable, one log line on the group's first rank says why, and the process group is used.
     """
     device, is_first = traffic.device, group.rank() == 0
     wanted = _AUTO.get(device.type, "nccl") if name == "auto" else name
@@ -90,9 +88,6 @@ def choose_implementation(name: str, group: dist.ProcessGroup, traffic: Traffic)
         text = "set_collectives(%r): experimental: it has not run on several GPUs yet (process group %s)"
         _logger.warning(text, name, group.group_name)
     return made
-
-
-# -- makers --------------------------------------------------------------------------------------------------------------
 
 
 def _make_copy_engine(group: dist.ProcessGroup, traffic: Traffic) -> Implementation:

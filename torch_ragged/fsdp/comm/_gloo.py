@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from torch_ragged.fsdp.comm._call_log import wait_for_call
 
-__all__ = ["gloo_all_gather", "errors_of", "is_worth_broadcasts", "issued", "reduce_scatter", "sum_parts"]
+__all__ = ["LONGEST_STEP", "gloo_all_gather", "errors_of", "is_worth_broadcasts", "issued", "reduce_scatter", "sum_parts"]
 
 _SMALLEST_BROADCAST = 2**18
 _MOST_BROADCASTS = 8
@@ -36,8 +36,8 @@ _SUMMED_AT_ONCE = 2**17
 _POLL = 1e-3
 """Seconds between two checks of the collectives in flight."""
 
-_LONGEST_STEP = 10.0
-"""Seconds for which an exiting process waits until the assistant has ended a sum or a copy."""
+LONGEST_STEP = 10.0
+"""Seconds for which an exiting process waits until a thread has ended a sum or a copy."""
 
 
 def is_worth_broadcasts(shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
@@ -68,8 +68,7 @@ def reduce_scatter(
     ``wait()``, a receive buffer is allocated: ranks - 1 parts if parts are large, otherwise as much as ``buffer``.
     """
     # Equal on all ranks, because parts have one size: one all-to-all does not match two.
-    is_large = sizes is None and output.numel() * buffer.element_size() >= _SMALLEST_PAIR
-    if is_large:
+    if sizes is None and output.numel() * buffer.element_size() >= _SMALLEST_PAIR:
         works, parts = _exchange_with_others(buffer, group)
     else:  # From all ranks, so that its own part is copied to the receive buffer.
         ranks = group.size()
@@ -194,7 +193,7 @@ class _Assistant:
     """A thread that runs the steps of collectives while the caller computes. ``wait()`` runs each step that it has not run.
 
     It polls and never blocks in torch, so ``_stop()`` can end it at any time. A callback in a thread of gloo cannot replace it:
-    if it enters Python while the interpreter exits, it calls ``std::terminate``, and ``destroy_process_group`` waits forever.
+    if it enters Python while the interpreter exits, it calls ``std::terminate``.
     """
 
     def __init__(self) -> None:
@@ -230,7 +229,7 @@ class _Assistant:
         # A thread that runs torch's code while the interpreter exits would abort the process, so its step has to end first.
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join(_LONGEST_STEP)
+            self._thread.join(LONGEST_STEP)
 
 
 def _assist(tasks: queue.SimpleQueue[Assisted | None]) -> None:

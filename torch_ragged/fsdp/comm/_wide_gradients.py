@@ -42,7 +42,6 @@ class WideGradients:
         self.are_few = self._part * layout.ranks <= layout.numel * _LARGEST_PART
 
     def keep(self, index: int, gradient: torch.Tensor) -> None:
-        """Keep a gradient, or add it to the one of its parameter."""
         kept = self.kept.get(index)
         # Not in place: a hook of the user may have kept the first gradient.
         self.kept[index] = gradient if kept is None else kept + gradient

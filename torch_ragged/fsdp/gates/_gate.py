@@ -11,6 +11,7 @@ from torch import nn
 from torch_ragged._ranks.agreement import reduce_min
 from torch_ragged._ranks.groups import device_of, timeout_of
 from torch_ragged.fsdp.comm._call_log import CallLog
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, Gate
 from torch_ragged.fsdp.gates._untrained import note_root, refuse_other_replicas, warn_of_unsharded
 
@@ -22,9 +23,9 @@ OptionalEvent = tuple[FSDPState, bool]
 
 def gate_of(states: Sequence[FSDPState]) -> Gate | None:
     """The gate of a root, whose state is the first, in its first forward; None if there is one rank, or ranks are simulated."""
-    log, roll_call = _call_log_of(states), roll_call_of(states[0].modules, states)
-    note_root(states[0].modules)
     groups = [group for state in states for group in state.groups]
+    log, roll_call = _call_log_of(states[0], groups), roll_call_of(states[0].modules, states)
+    note_root(states[0].modules)
     if torch.is_grad_enabled():
         warn_of_unsharded(states[0].modules, groups)
     if log is None:
@@ -89,8 +90,8 @@ class OptionalGate(RootGate):
     def _meet(self, state: FSDPState | None, is_exit: bool = False, stays_unsharded: bool = False) -> tuple[bool, bool]:
         """Return when this event is next on all ranks that have it, and take part in the events before it.
 
-        The event is that the call of an optional module begins, or ends if ``is_exit``; None: when no rank has one. Arguments
-        and results are otherwise those of :meth:`RollCall.agree`.
+        The event is that the call of an optional module begins, or ends if ``is_exit``; None: when no rank has one. What is
+        returned is what :meth:`RollCall.agree` says of it.
         """
         event = None if state is None else (state, is_exit)
         self.before_collective()  # A vote is a collective, too: ranks make sure that they run the same root.
@@ -105,8 +106,7 @@ class OptionalGate(RootGate):
                 other.enter_call(other.context, needs[0])
 
 
-def _call_log_of(states: Sequence[FSDPState]) -> CallLog | None:
-    groups = [group for state in states for group in state.groups]
+def _call_log_of(root: FSDPState, groups: Sequence[FSDPParamGroup]) -> CallLog | None:
     group = max(groups, key=lambda group: group.dp.mesh.size(), default=None)
     # A report that runs on one rank alone must not wait for others.
     if group is None or group.plan.runs_on_meta or group.dp.mesh.size() == 1:
@@ -117,8 +117,8 @@ def _call_log_of(states: Sequence[FSDPState]) -> CallLog | None:
     if dist.get_backend(shard_group) == "fake":
         return None
     # Names of modules are known under one root only. Groups are numbered in the order of their construction.
-    root = f"{type(states[0].modules[0]).__name__} with {group.names} in group {group.named.number}"
-    return CallLog(sorted(group.dp.mesh.mesh.flatten().tolist()), timeout_of(shard_group, device_of(group.dp.mesh)), root)
+    name = f"{type(root.modules[0]).__name__} with {group.names} in group {group.named.number}"
+    return CallLog(sorted(group.dp.mesh.mesh.flatten().tolist()), timeout_of(shard_group, device_of(group.dp.mesh)), name)
 
 
 class RollCall:
@@ -144,11 +144,8 @@ class RollCall:
     ) -> tuple[OptionalEvent | None, tuple[bool, bool]]:
         """The event that is next, and whether gradients are enabled, and the module stays unsharded, on any rank that has it.
 
-        One all-reduce of 16 bytes per process group. The host waits for it.
-
-        Args:
-            event: the rank's own event; None: that of a module that is not optional, which is after those of all others.
-            stays_unsharded: whether this rank must not reshard at this post-forward.
+        One all-reduce of 16 bytes per process group, for which the host waits. ``event`` is the rank's own; None: that of a
+        module that is not optional, which is after those of all others. ``stays_unsharded``: this rank must not reshard there.
         """
         own = len(self._events) if event is None else self._index[event]
         # MIN picks the earliest event. Its last bit is 0 if any rank at that event needs it, so MIN is the OR of needs, too.
@@ -164,10 +161,7 @@ class RollCall:
 
 
 def roll_call_of(modules: Sequence[nn.Module], states: Sequence[FSDPState]) -> RollCall | None:
-    """The roll call of the optional modules inside ``modules``, the root's; None if there are none.
-
-    Modules with a state inside an optional module become optional, too. The first of ``states`` is the root's.
-    """
+    """The roll call of the optional modules inside ``modules``, the root's; None if there are none."""
     by_module = {module: state for state in states for module in state.modules}
     events: list[OptionalEvent] = []
     seen: set[nn.Module] = set()
@@ -184,7 +178,7 @@ def roll_call_of(modules: Sequence[nn.Module], states: Sequence[FSDPState]) -> R
             if len(state.modules) > 1:
                 names = ", ".join(type(each).__name__ for each in state.modules)
                 raise ValueError(f"the modules {names} are inside an optional module and have one group: shard them one by one")
-            state.is_optional = True
+            state.is_optional = True  # Also that of a module inside an optional one.
             events.append((state, False))
         for child in module.children():
             visit(child, is_optional)

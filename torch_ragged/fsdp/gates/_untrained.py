@@ -65,10 +65,7 @@ _ADVICE = (
 def note_replaced(
     param: nn.Parameter, fqn: str, module: nn.Module, name: str, call: str = "fully_shard", remedy: str = ""
 ) -> None:
-    """``call`` has replaced ``param``, which was ``name`` of ``module``. An optimizer that holds it trains nothing.
-
-    The warning advises to make the optimizer after ``call``, and adds ``remedy``.
-    """
+    """``call`` has replaced ``param``, ``name`` of ``module``: an optimizer that holds it trains nothing. A warning says so."""
     sharded_originals[param], replaced_params[param] = fqn, (weakref.ref(module), name, call, remedy)
     _seen.clear()  # Also optimizers that have made steps may hold it.
     if not _optimizer_hooks:
@@ -111,21 +108,18 @@ def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGrou
 def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> None:
     """Raise on all ranks if replicas (HSDP) hold other values of a parameter: they would train apart for ever.
 
-    Collectives: those of :func:`first_difference` for each mesh with replicas. ``groups`` are equal on all ranks; the names in
-    the error are those under ``roots``.
+    Collectives: those of :func:`first_difference` for each mesh with replicas. The error has names under ``roots``.
     """
-    by_mesh: dict[DeviceMesh, list[FSDPParamGroup]] = {}
+    by_mesh: dict[tuple[DeviceMesh, dist.ProcessGroup], list[FSDPParamGroup]] = {}
     for group in groups:
         replicas = group.dp.replicate_group
         # A memory report runs on one rank alone. Simulated ranks send nothing, and neither does a group that was destroyed.
         if replicas is None or replicas.size() == 1 or group.plan.runs_on_meta or replicas not in process_groups():
             continue
         if dist.get_backend(replicas) != "fake":
-            by_mesh.setdefault(group.params[0].sharded.device_mesh, []).append(group)  # type: ignore[attr-defined]
-    for mesh, members in by_mesh.items():
-        dp, params = members[0].dp, [param for group in members for param in group.params]
-        replicas = dp.replicate_group
-        assert replicas is not None
+            by_mesh.setdefault((group.params[0].sharded.device_mesh, replicas), []).append(group)  # type: ignore[attr-defined]
+    for (mesh, replicas), members in by_mesh.items():
+        params = [param for group in members for param in group.params]
         parts = [(index, part) for index, param in enumerate(params) for part in _parts(local_of(param.sharded))]
         # Also the groups of model parallelism: all ranks raise.
         others = [each for each in map(mesh.get_group, range(mesh.ndim)) if each is not replicas and each.size() > 1]
@@ -133,7 +127,7 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
         first = first_difference([part for _, part in parts], replicas, others, device, "the comparison of replicas")
         if first is not None:
             _roots.update(roots)
-            names = dp.mesh.mesh_dim_names
+            names = members[0].dp.mesh.mesh_dim_names
             raise ValueError(
                 f"{_names([params[parts[first][0]].registered_names[0]])[0]} has other values on some replicas (mesh dimension "
                 f"{names[0] if names else 0}), which would train apart: call torch.manual_seed with one seed on all ranks "
@@ -330,7 +324,6 @@ def _described(params: Sequence[torch.Tensor], named: Sequence[dict[str, Any]] =
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -385,7 +378,6 @@ def _refuse_sharded_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> Non
 
 
 def _innermost_parameters(error: BaseException) -> list[torch.Tensor | None]:
-    """The parameters of the last module on the way to ``error``."""
     trace, module = error.__traceback__, None
     while trace is not None:
         each = trace.tb_frame.f_locals.get("self")

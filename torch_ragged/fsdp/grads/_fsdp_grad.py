@@ -81,7 +81,6 @@ class UnsynchronizedView:
         return param.distribution.partial(part, param.sharded, sums)  # type: ignore[arg-type]
 
     def note_change(self) -> None:
-        """A component was changed."""
         self._copy = None
 
     def reduced_copy(self, index: int, dtype: torch.dtype) -> DTensor:
@@ -302,7 +301,6 @@ def _scalar(factor: Any) -> Any:
 
 
 def _on_each(written: Any, operation: str, operands: list[tuple[Any, ...]], result: Any) -> Any:
-    """Apply an in-place operation to all components of FSDPGrads, and to other tensors themselves."""
     for grad, values in zip(written, operands):
         if operation == "zero_" and isinstance(grad, FSDPGrad) and not grad.has_memory:
             if grad._sharded.grad is grad:  # So that zero_grad(set_to_none=False) does what zero_grad() does.

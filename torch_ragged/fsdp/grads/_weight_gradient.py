@@ -1,8 +1,7 @@
 """Matmuls that write weight gradients directly into the gradient buffer, without an allocation and without a copy.
 
-Normally autograd allocates the gradient of a parameter, and a hook copies it into the buffer. The matmul that computes the
-gradient of a weight can write into the buffer itself, or add to it. This needs another autograd node, which is made in forward:
-:class:`ComputeParameter` detects the matmul by ``__torch_function__``::
+Normally autograd allocates the gradient of a parameter, and a hook copies it into the buffer. That the matmul writes there
+needs another autograd node, which is made in forward: :class:`ComputeParameter` detects it by ``__torch_function__``::
 
     F.linear(x, W, b), x @ W.t(), x @ W[e], ...
         |   all other operations, and matmuls that torch computes in another way, are left to torch
@@ -11,9 +10,9 @@ gradient of a weight can write into the buffer itself, or add to it. This needs 
         v             autograd gets None for the weight
     GradientTarget    the tensor to write to, and whether it holds a gradient
 
-A view of a weight, such as one expert's matrix or the transpose, remembers its parameter (:class:`_WeightView`). Its gradient
-is written to the same view of the target. Backward decides whether to write to the target, so that hooks and frozen parameters
-work as in torch. Compiled code is left to torch: Dynamo traces through ``__torch_function__`` without a graph break.
+The gradient of a view of a weight, such as one expert's matrix or the transpose, is written to the same view of the target.
+Backward decides whether to write to the target, so that hooks and frozen parameters work as in torch. Compiled code is left to
+torch: Dynamo traces through ``__torch_function__`` without a graph break.
 """
 
 from __future__ import annotations
@@ -101,23 +100,19 @@ class ComputeParameter(_Weight, nn.Parameter):
 
     The matmuls are ``F.linear``, ``matmul``, ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` (without factors): as functions,
     methods and operators. The weight, or a view of it, is the second factor: ``(in, out)``, or ``(experts, in, out)`` with an
-    input of the same number of experts. ``einsum`` is left to torch: to find its matmul took as long as the copy that it would
-    save. So is the grouped matmul, which has no ``out=``.
+    input of as many experts. Not ``einsum``, whose matmul takes long to find, nor the grouped matmul, which has no ``out=``.
 
     Results are plain tensors, except views. They are bitwise equal to those of a plain parameter, and so are the gradients of
     all other operands. If a weight is used once and as a whole, its first gradient is bitwise equal to autograd's, except in
     batched matmuls of its transpose. Sums of several gradients are rounded in another order. Double backward, autocast,
     functorch, forward-mode differentiation and other tensor classes are left to torch.
 
-    Differences to a plain parameter:
+    A dtype that is not floating-point is a ValueError. Other differences to a plain parameter:
 
     - Operations on it take a few microseconds more.
     - The fast paths of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` for inference are not used.
     - Before torch 2.15, the first call of compiled code raises if it gets a view that eager code has made. Pass the parameter.
     - ``backward(inputs=...)`` with a parameter and views of it gives the views no gradient.
-
-    Raises:
-        ValueError: ``data`` is not of a floating-point dtype.
     """
 
     gradient_target: GradientTarget | None = None
@@ -185,10 +180,8 @@ def weight_gradient(
 ) -> torch.Tensor | None:
     """Write the gradient of ``ctx.weight`` to its target. If it has none, return the gradient, unless this pass needs none.
 
-    Args:
-        ctx: of a node with the inputs ``x`` and ``ctx.weight``, which has a ``parameter`` with a ``gradient_target``.
-            ``ctx.is_linear``: whether the weight is ``(out, in)``.
-        multiply, add: ``mm`` and ``addmm_``, or what stands for them.
+    ``ctx`` is of a node with the inputs ``x`` and ``ctx.weight``, which is ``(out, in)`` if ``ctx.is_linear``. ``multiply`` and
+    ``add`` are ``mm`` and ``addmm_``, or what stands for them.
     """
     use = GradientUse.RETURNED
     if not torch.compiler.is_compiling():
@@ -260,7 +253,6 @@ _PLAIN_TYPES = {torch.Tensor, nn.Parameter, ComputeParameter, _WeightView}
 
 
 def _is_product(weight: Any, x: Any, bias: Any = None) -> bool:
-    """Whether a matmul of ``x`` and ``weight`` may become a ``_Product``."""
     return (
         isinstance(weight, _Weight)
         and weight.requires_grad  # type: ignore[attr-defined]

@@ -30,14 +30,12 @@ class Remedy:
 def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) -> list[str]:
     """Advice for the groups whose padding exceeds ``limit``: the reason for the padding, and changes that reduce it.
 
-    If no tried change is within the limit, the text says so and names the best one.
+    One text per kind of group that exceeds the limit, with one line per suggestion. Groups of equal tensors are one kind. If no
+    tried change is within the limit, the text says so and names the best one.
 
     Args:
         layouts: the layouts of all groups of a model by name, in the model's order.
         limit: the most padding, relative to the elements of the group.
-
-    Returns:
-        One text per kind of group that exceeds the limit, with one line per suggestion. Groups of equal tensors are one kind.
     """
     kinds: dict[object, list[str]] = {}
     for name, layout in layouts.items():
@@ -58,7 +56,7 @@ def remedies(
 ) -> list[Remedy]:
     """For each sort of change, the smallest change whose padding is within ``limit``. If a sort has none, its best change.
 
-    ``count`` groups have these tensors. ``neighbours``: names and layouts of other groups, with which one can be merged.
+    Sorts yield small changes first. ``count`` groups have these tensors, and can be merged; so can one with a neighbour.
     """
     found = []
     for sort in (_finer(layout), _split_groups(layout), _merged_groups(layout, count, neighbours), _smaller_sizes(layout)):
@@ -84,9 +82,6 @@ def _advice_text(names: Sequence[str], layout: BufferLayout, limit: float, found
         lines.append("  no tried change brings it within the limit; the best one is")
         chosen = [min(found, key=lambda remedy: remedy.padding_fraction)]
     return "\n".join([*lines, *(f"  - {remedy}" for remedy in chosen)])
-
-
-# --- sorts of changes; each yields small changes first -----------------------------------------------------------
 
 
 def _finer(layout: BufferLayout) -> Iterator[Remedy]:

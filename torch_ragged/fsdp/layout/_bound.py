@@ -26,19 +26,14 @@ class Bound:
     tensor: Optional[int] = None  # The index of the tensor that forces the bound; None if no single one does.
 
     def explain(self, tensors: Sequence[TensorSpec]) -> str:
-        """The reason, with the name of the tensor that forces the bound."""
         return self.why if self.tensor is None else f"{tensors[self.tensor].name}: {self.why}"
 
 
 def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
     """A lower bound on the shard size S, which holds for every order of tensors.
 
-    All elements must fit into ``ranks`` shards, and a block must fit into one shard. From there, three rules raise the bound.
-    If a rule excludes S, it excludes all sizes from S up to the bound that it returns. This ends when no rule excludes S:
-
-    - Tensors that are cut at multiples of ``d`` elements only take at most ``floor(S / d)`` multiples of a shard.
-    - A tensor of more than ``2 * S`` elements contains a whole shard at every offset. So S must be a multiple of its block.
-    - A tensor of more than S elements that cannot contain a whole shard is cut once. Two such parts rarely fill a shard.
+    All elements must fit into ``ranks`` shards, and a block must fit into one shard. From there, three rules raise the bound,
+    until none excludes it: see docs/planner.md. One that excludes S excludes all sizes from S up to the bound that it returns.
     """
     total = sum(kind.numel for kind in kinds)
     bounds = [Bound(-(-total // ranks), f"all {total:,} elements must fit into {ranks:,} shards")]
@@ -118,7 +113,10 @@ def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, boun
 
 
 def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bound:
-    """Raise ``bound`` until the shard is a multiple of the blocks of all tensors, and segments, of more than two shards."""
+    """Raise ``bound`` until the shard is a multiple of the blocks of all tensors, and segments, of more than two shards.
+
+    Such a tensor contains a whole shard at every offset.
+    """
     parts: dict[_BoundPart, int] = {}
     for index, kind in reversed(list(enumerate(kinds))):  # Of tensors of equal kind, the first one is named.
         parts[_BoundPart(kind.numel, kind.grain, kind, True)] = index

@@ -128,10 +128,7 @@ def run_at(runs: Sequence[ElementRun], cut: int) -> ElementRun:
 
 
 def fits(runs: Sequence[tuple[Kind, int]], ranks: int, shard: int, spans: Mapping[Kind, bool]) -> bool:
-    """Whether tensors fit into ``ranks`` shards of ``shard`` elements. ``spans``: whether a kind may contain whole shards.
-
-    ``runs``: in order, each kind with the number of its tensors in a row.
-    """
+    """Whether tensors fit: ``runs`` are kinds in order with their counts, ``spans`` says which may contain whole shards."""
     offset = 0
     for kind, count in runs:
         end = advance(offset, kind, count, shard, spans[kind])
@@ -148,10 +145,5 @@ def first_that_works(works: Callable[[int], bool], low: int, high: int) -> int |
     failed, reach = low - 1, 1
     while low < high and not works(low):
         failed, low, reach = low, min(low + reach, high), 2 * reach
-    while low - failed > 1:
-        middle = (failed + low) // 2
-        if works(middle):
-            low = middle
-        else:
-            failed = middle
-    return low
+    between = range(failed + 1, low)
+    return failed + 1 + bisect_left(between, True, key=works)

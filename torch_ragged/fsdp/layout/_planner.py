@@ -93,7 +93,6 @@ def plan_layout(
 def _plan(
     kinds: tuple[Kind, ...], ranks: int, alignment: int, policy: str, threshold: float
 ) -> tuple[int, tuple[int, ...], str, Bound]:
-    """The shard size, the offset of each tensor, the name of the order, and the bound."""
     bound = lower_bound(kinds, ranks, alignment)
     order, name, best = list(range(len(kinds))), "given", smallest_shard(kinds, ranks, alignment, bound.shard)
     assert best is not None, "a shard that holds all tensors fits"

@@ -179,7 +179,6 @@ def _smallest_unit(kinds: Sequence[Kind], weights: Sequence[int], alignment: int
 
 
 def _place(kinds: Sequence[Kind], weights: Sequence[int], unit: int) -> list[int] | None:
-    """The smallest offsets of tensors in this order; None if they do not fit."""
     edges = [unit * before for before in itertools.accumulate(filter(None, weights))]
     offsets, offset = [], 0
     for kind in kinds:

@@ -99,7 +99,6 @@ def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int,
     ranks, numel, nbytes, dtype = len(parts), output.numel(), parts[rank].nbytes, parts[rank].dtype
 
     def rows(slot: torch.Tensor) -> torch.Tensor:
-        """The part of each rank in a slot."""
         return slot[: ranks * nbytes].view(dtype).view(ranks, numel)
 
     def write(slots: list[torch.Tensor]) -> None:

@@ -22,8 +22,8 @@ _PACKET = 16
 """Bytes of one multimem instruction. Every shard is a multiple of it, because shards are aligned."""
 
 _CHANNEL = 0
-"""The channel of the signal pads that barriers use here. torch's all-gather uses this channel too, but each allocation has its
-own pads: the all-gather works on gathered buffers, and these barriers are on gradient buffers."""
+"""The channel of the signal pads that barriers use here, of gradient buffers. torch's all-gather uses it on gathered buffers,
+which have their own pads, as each allocation has."""
 
 
 class SymmetricSlabs:
@@ -60,19 +60,20 @@ class MulticastCollectives(WrappedCollectives):
         super().__init__(process_groups)
         self._process_groups, self._group, self._slabs = process_groups, group, slabs
         self._timeout_ms = int(1000 * timeout_of(group, slabs.device).total_seconds())
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        # All-gathers have the higher priority, because forward waits for them.
+        self._gathers, self._reductions = (torch.cuda.Stream(slabs.device, priority=priority) for priority in (-1, 0))
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         is_ours = group in (None, self._group) and self._process_groups.custom_all_gather is None
         # All ranks decide alike: buffers are persistent on all ranks or on none.
         if not is_ours or self._slabs.handle(output) is None:
             return super().all_gather(output, shard, group)
-        # A higher priority than reductions have, because forward waits for all-gathers.
-        stream = self._stream("all_gather", output.device, priority=-1)
-        with torch.no_grad(), torch.cuda.stream(stream):
+        # The current stream has written the input, and has read the output's earlier contents. So it is for reductions.
+        self._gathers.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(self._gathers):
             gathered, part = output.view(torch.uint8), shard.view(torch.uint8)
             torch.ops.symm_mem.multimem_all_gather_out(part, self._group.group_name, gathered)
-            return StreamWork(stream.record_event())
+            return StreamWork(self._gathers.record_event())
 
     def reduce_scatter(
         self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
@@ -82,8 +83,8 @@ class MulticastCollectives(WrappedCollectives):
         if not is_ours or handle is None:
             return super().reduce_scatter(output, buffer, reduction, group)
         _, divisor = reduction.begin(output, buffer, self._group.size(), SUMS)
-        stream = self._stream("reduce_scatter", output.device, priority=0)
-        with torch.cuda.stream(stream):
+        self._reductions.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._reductions):
             # Each rank's barrier is behind the kernels that write its gradients: after it, all ranks' gradients are complete.
             handle.barrier(_CHANNEL, self._timeout_ms)
             load_sum(handle.multicast_ptr + handle.rank * output.nbytes, output)
@@ -91,19 +92,11 @@ class MulticastCollectives(WrappedCollectives):
             handle.barrier(_CHANNEL, self._timeout_ms)
             if divisor != 1:
                 output.div_(divisor)
-            return StreamWork(stream.record_event())
+            return StreamWork(self._reductions.record_event())
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         # The load instruction returns the dtype that it reads. A rank receives sums only, straight in the output.
         return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
-
-    def _stream(self, name: str, device: torch.device, priority: int) -> torch.cuda.Stream:
-        """The stream with this name, ordered behind the work that the current stream holds now."""
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(device, priority=priority)
-        # The current stream has written the input, and has read the output's earlier contents.
-        self._streams[name].wait_stream(torch.cuda.current_stream())
-        return self._streams[name]
 
 
 _LOAD_SUM = """

@@ -1,4 +1,7 @@
-"""PeerMemory: memory that all ranks of a process group read and write directly, with signals between the ranks."""
+"""PeerMemory: memory that all ranks of a process group read and write directly, with signals between the ranks.
+
+Each rank has slots of equal size, for exchanges. All ranks make the exchanges in the same order.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,34 +23,16 @@ import torch.distributed as dist
 from torch_ragged._ranks.agreement import problems_of_ranks
 from torch_ragged._ranks.groups import timeout_of
 from torch_ragged.fsdp.comm._collectives import Work
+from torch_ragged.fsdp.comm._gloo import LONGEST_STEP
 
 __all__ = ["HostPeerMemory", "PeerMemory", "Half", "StreamWork", "SymmetricPeerMemory", "host_of"]
 
 TURNS = 2
-"""Slots per rank, which exchanges use in turn. Two are enough, with one signal per exchange: a rank that begins exchange n has
-the signals of exchange n - 1 from all ranks. A rank sends this signal after it has read exchange n - 2, so the slot of exchange
-n - 2 may be overwritten."""
-
-_LONGEST_PEER_STEP = 10.0
-"""Seconds for which an exiting process waits until a thread has ended one half of an exchange."""
+"""Slots per rank, which exchanges use in turn. Two are enough: a rank that begins exchange n has the signals of exchange n - 1
+from all ranks, which they send after they have read exchange n - 2, so that its slot may be overwritten."""
 
 Half = Callable[[list[torch.Tensor]], None]
 """One half of an exchange. Its argument is the slots of all ranks in the order of ranks, as flat tensors of bytes."""
-
-
-class PeerMemory(Protocol):
-    """Slots of equal size in the memory of each rank, for exchanges. All ranks make the exchanges in the same order."""
-
-    rank: int  # This rank in the group of ``size`` ranks.
-    size: int
-    slot_nbytes: int
-
-    def exchange(self, write: Half, read: Half, nbytes: int) -> Work:
-        """Issue an exchange: every rank calls ``write``; when all ranks have written, every rank calls ``read``.
-
-        This returns at once. Until ``wait()``, the caller must keep the tensors that ``write`` reads and ``read`` writes alive,
-        and must not use them. Both may use ``nbytes`` bytes of the slots of any rank; the same number on all ranks.
-        """
 
 
 # -- on one host ---------------------------------------------------------------------------------------------------------
@@ -122,7 +106,10 @@ class HostPeerMemory:
         return [[mapped[rank].chunk(TURNS)[turn] for rank in range(self.size)] for turn in range(TURNS)]
 
     def exchange(self, write: Half, read: Half, nbytes: int) -> Work:
-        """As :meth:`PeerMemory.exchange`.
+        """Issue an exchange: every rank calls ``write``; when all ranks have written, every rank calls ``read``.
+
+        This returns at once. Until ``wait()``, the caller must keep the tensors that ``write`` reads and ``read`` writes alive,
+        and must not use them. Both may use ``nbytes`` bytes of the slots of any rank; the same number on all ranks.
 
         ``wait()`` raises RuntimeError if a peer has closed its socket, as when it dies, has sent no signal within the group's
         timeout, or exchanges another number of bytes. All later exchanges then raise the same error.
@@ -197,14 +184,11 @@ def _stop_serving() -> None:
         signals.interrupt()
         tasks.put(None)
     for thread in serving:
-        thread.join(_LONGEST_PEER_STEP)  # It ends after its last tensors are freed, which is torch's code too.
+        thread.join(LONGEST_STEP)  # It ends after its last tensors are freed, which is torch's code too.
 
 
 class _Signals:
-    """The signals of one rank to its peers, over one socket per peer. A signal says that the rank has written.
-
-    It holds the number of bytes of the exchange, which usually differs if ranks issue different collectives: then they raise.
-    """
+    """The signals of one rank to its peers, over one socket per peer: the rank has written its bytes of an exchange."""
 
     def __init__(self, name: str, rank: int, peers: dict[int, socket.socket], timeout: float) -> None:
         self._name, self._rank, self._peers, self._timeout = name, rank, peers, timeout
@@ -223,7 +207,7 @@ class _Signals:
                 found = int.from_bytes(_packet(peer, 8), "little")
             except OSError as error:
                 raise self._lost(rank, error) from error
-            if found != nbytes:
+            if found != nbytes:  # Usually, if ranks issue different collectives.
                 raise RuntimeError(
                     f"{self._name}: rank {self._rank} exchanges {nbytes} bytes, rank {rank} exchanges {found} bytes: issue the "
                     "same collectives in the same order on all ranks"
@@ -304,7 +288,7 @@ class SymmetricPeerMemory:
     """Symmetric memory (``torch.distributed._symmetric_memory``) of GPUs with peer access, and a stream for exchanges.
 
     An exchange is copies on this stream, with a barrier on the signal pads between them: one kernel of one warp. All ranks must
-    construct this together; it waits for the device. ``priority`` is that of the stream; a lower number is more urgent.
+    construct this together; it waits for the device. ``priority``: of the stream, a lower number is more urgent.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_nbytes: int, priority: int = -1) -> None:
@@ -321,7 +305,7 @@ class SymmetricPeerMemory:
         self._count = 0
 
     def exchange(self, write: Half, read: Half, nbytes: int) -> Work:
-        """As :meth:`PeerMemory.exchange`. ``wait()`` blocks the current stream, not the host."""
+        """As :meth:`HostPeerMemory.exchange`. ``wait()`` blocks the current stream, not the host."""
         # Ranks issue exchanges in the same order, so they use the same slots.
         slots = self._slots[self._count % TURNS]
         self._count += 1
@@ -333,6 +317,9 @@ class SymmetricPeerMemory:
             self._handle.barrier(0, self._timeout_ms)
             read(slots)
             return StreamWork(self._stream.record_event())
+
+
+PeerMemory = HostPeerMemory | SymmetricPeerMemory
 
 
 class StreamWork:
