@@ -441,14 +441,14 @@ class FSDPModule(TorchFSDPModule):
             group.set_memory_pools(MemoryPool(found), MemoryPool(found))
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """All-gather with ``comm(output, shard, group=, async_op=)``: FSDP2's ``AllGather``, whose ``allocate`` is not called."""
+        """All-gather with FSDP2's ``AllGather``: ``comm(output, shard, group=, async_op=)``. ``allocate`` is not called."""
         groups = self._ragged_groups(recurse=False)
         _check_equal_shards(groups, "set_custom_all_gather")
         for group in groups:
             group.process_groups.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce-scatter with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``, as above."""
+        """Reduce-scatter with FSDP2's ``ReduceScatter``: ``comm(output, buffer, group=, op=, async_op=)``, no ``allocate``."""
         groups = self._ragged_groups(recurse=False)
         _check_equal_shards(groups, "set_custom_reduce_scatter")
         for group in groups:
