@@ -83,8 +83,8 @@ class FSDPModule(TorchFSDPModule):
     """The class of a module after ``fully_shard``: FSDP2's methods, on this package's buffers.
 
     It is a subclass of torch's ``FSDPModule``, so that other libraries recognize it. A method of FSDP2 that is not supported
-    raises ``NotImplementedError``. Without ``recurse=False``, a setting also holds for the modules inside that ``fully_shard``
-    was called on. A setting that is a bool raises ``ValueError`` if it gets anything but a bool or a number.
+    raises ``NotImplementedError``. A setting with ``recurse`` also holds for the modules inside that ``fully_shard`` was called
+    on, unless that is False. A setting that is a bool raises ``ValueError`` if it gets anything but a bool or a number.
     """
 
     # The index of the original class in the MRO. torch's __new__ makes an object of that class for slices of containers.
@@ -190,9 +190,8 @@ class FSDPModule(TorchFSDPModule):
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether gradients are set by :meth:`finalize_backward`, not at the end of each pass. On the root, between passes."""
         state = self._root_state("set_manual_backward_finalization must be called on the root FSDP module")
-        if enabled != state.finalizes_manually:
-            if state.context.in_backward or state.context.awaits_finalize:
-                raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
+        if enabled != state.finalizes_manually and (state.context.in_backward or state.context.awaits_finalize):
+            raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
         state.finalizes_manually = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
