@@ -138,9 +138,6 @@ class _WeightView(_Weight, torch.Tensor):
         return self.view_as(self)  # view_as is not one of _VIEWS.
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
 class _Product(torch.autograd.Function):
     """One matmul by ``call``, which adds the bias: ``(m, in) x (in, out)``, of ``F.linear`` ``(out, in)``; or a batch."""
 

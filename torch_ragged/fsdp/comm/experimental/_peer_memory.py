@@ -35,9 +35,6 @@ Half = Callable[[list[torch.Tensor]], None]
 """One half of an exchange. Its argument is the slots of all ranks in the order of ranks, as flat tensors of bytes."""
 
 
-# -- on one host ---------------------------------------------------------------------------------------------------------
-
-
 def host_of() -> str:
     """An id of this host, which must be Linux. Ranks with equal ids share its kernel, network namespace and user, and can share
     CPU memory."""
@@ -279,9 +276,6 @@ def _packet(peer: socket.socket, nbytes: int) -> bytes:
     if not packet:
         raise ConnectionError("end of file")
     return packet
-
-
-# -- on GPUs -------------------------------------------------------------------------------------------------------------
 
 
 class SymmetricPeerMemory:
