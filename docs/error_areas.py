@@ -17,7 +17,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "fsdp.core._kit",
         "fsdp.core._fsdp_init",
         "fsdp.core._mesh",
-        "fsdp.gates._roll_call",
+        "fsdp.gates._gate",
         "fsdp._spmd_types",
     ),
     "Methods of a sharded module": ("fsdp._fsdp_module", "fsdp.memory._persistent_buffers", "fsdp.memory._slots"),

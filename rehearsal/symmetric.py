@@ -39,7 +39,7 @@ class Handle:
         dist.all_reduce(self._flag, group=self._group)
 
 
-def _load_sum(address: int, output: torch.Tensor, blocks: int = 32) -> None:
+def _load_sum(address: int, output: torch.Tensor) -> None:
     start = max(each for each in _multicast if each <= address)
     handle, first = _multicast[start], (address - start) // output.itemsize
     parts = [each.view(output.dtype)[first : first + output.numel()].float() for each in handle.tensors]

@@ -215,7 +215,6 @@ SERIES = (
             "fsdp/core/_grad_reduction.py",
             "fsdp/grads/__init__.py",
             "fsdp/grads/_fsdp_grad.py",
-            "fsdp/grads/_gradient_view.py",
             "fsdp/grads/_weight_gradient.py",
         ),
         ("fsdp/core/weight_gradient_cases.py", "fsdp/core/test_weight_gradient_fallback.py"),

@@ -1,27 +1,7 @@
 """Fully sharded data parallelism on RaggedShard: FSDP2's API on buffers that need no copy-in and no copy-out.
 
-=================  =========================================================================================
-``_fully_shard``   ``fully_shard``: makes parameter groups of modules, and registers hooks
-``_fsdp_module``   ``FSDPModule``, the methods of a sharded module
-``_groups``        finds the groups under a module
-``layout/``        ``BufferLayout``, the offsets of tensors in a buffer, and its planner. Integers only
-``comm/``          collectives over process groups and gloo; ``experimental/``: copy engine and multicast
-``core/``          a parameter, its group, the buffers, gradients, the root, and the hooks of modules; in a folder,
-                   ``encodings/``: what an all-gather sends
-``grads/``         matmuls that write weight gradients into the buffer; ``FSDPGrad``, a gradient that is not reduced yet
-``gates/``         what ranks agree on around calls: optional modules, equal replicas, untrained parameters
-``memory/``        what stays gathered: ``ZERO1``, ``ZERO2``, persistent buffers. ``files/``: shards in mapped files
-``_state_dict``    the checks of ``load_state_dict``
-``codes/``         parameters that are all-gathered in 8 or 4 bits: ``Float8Policy``, ``Float4Policy``
-``offload/``       ``offloaded``: optimizers whose states lie in host memory, by the policy ``Offload``
-``elastic/``       ``reshard_to``: moves a model that trains to another mesh; ``NeighbourCopies``
-``tools/``         ``monitor``, ``memory_report`` and ``token_scale``
-=================  =========================================================================================
-
-Imports point one way: ``layout <- comm <- core <- grads, memory <- codes, gates <- _fsdp_module <- elastic, offload, tools <-
-_fully_shard``; CONTRIBUTING.md has the whole line.
+docs/code_map.md says what stands where, and "Life of a parameter" in docs/design.md follows one parameter through the files.
 The offline planner is :mod:`torch_ragged.offline`.
-"Life of a parameter" in docs/design.md follows one parameter through the files.
 """
 
 from torch.distributed.fsdp import (
@@ -37,12 +17,7 @@ from torch_ragged.fsdp._fully_shard import fully_shard
 from torch_ragged.fsdp._groups import buffer_layouts
 from torch_ragged.fsdp.codes._float8 import Float4Policy, Float8Policy
 from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes
-from torch_ragged.fsdp.codes._float8_weight import (
-    Float8Weight,
-    float4_weight,
-    float8_matmul_weight,
-    float8_weight,
-)
+from torch_ragged.fsdp.codes._float8_weight import Float8Weight, float4_weight, float8_matmul_weight, float8_weight
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import reshard_to

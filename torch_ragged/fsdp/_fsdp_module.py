@@ -51,10 +51,8 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
 
 
 def check_bool(call: str, name: str, value: Any) -> None:
-    """Raise if the argument ``name`` of ``call`` is no truth value. A string or None would be taken for one silently.
-
-    Numbers are truth values, since FSDP2 takes ``step % 4``, and so are scalars of NumPy and tensors.
-    """
+    """Raise if the argument ``name`` of ``call`` is no truth value. A string or None would be taken for one silently."""
+    # Numbers are truth values, since FSDP2 takes ``step % 4``, and so are scalars of NumPy and tensors.
     if not isinstance(value, int) and not hasattr(value, "item"):
         raise ValueError(f"{call}: {name} must be a bool, got {value!r}")
 
@@ -63,18 +61,18 @@ def _checks_bools(cls: type[Any]) -> Any:
     """The class ``cls``, whose public methods call :func:`check_bool` on each argument with the annotation ``bool``."""
     for name, method in list(vars(cls).items()):
         if inspect.isfunction(method) and not name.startswith("_"):
-            params = enumerate(inspect.signature(method).parameters.values())
-            if bools := {each.name: index for index, each in params if each.annotation in (bool, "bool")}:
-                setattr(cls, name, _checked_method(method, bools))
+            kinds = {param.name: param.annotation for param in inspect.signature(method).parameters.values()}
+            if {bool, "bool"} & {*kinds.values()}:
+                setattr(cls, name, _checked_method(method, kinds))
     return cls
 
 
-def _checked_method(method: Callable[..., Any], positions: dict[str, int]) -> Callable[..., Any]:
+def _checked_method(method: Callable[..., Any], kinds: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for name, index in positions.items():
-            if name in kwargs or index < len(args):
-                check_bool(method.__name__, name, kwargs[name] if name in kwargs else args[index])
+        for name, value in [*zip(kinds, args), *kwargs.items()]:
+            if kinds.get(name) in (bool, "bool"):
+                check_bool(method.__name__, name, value)
         return method(*args, **kwargs)
 
     return checked
@@ -84,10 +82,9 @@ def _checked_method(method: Callable[..., Any], positions: dict[str, int]) -> Ca
 class FSDPModule(TorchFSDPModule):
     """The class of a module after ``fully_shard``: FSDP2's methods, on this package's buffers.
 
-    It is a subclass of torch's ``FSDPModule``, so that other libraries recognize it. If a method of FSDP2 is not supported, it
-    raises ``NotImplementedError``. A setting with ``recurse=True``, which is the default, also holds for the modules inside
-    that ``fully_shard`` was called on; with ``recurse=False`` it holds for this module only. A setting that is a bool raises
-    ``ValueError`` if it gets anything but a bool or a number.
+    It is a subclass of torch's ``FSDPModule``, so that other libraries recognize it. A method of FSDP2 that is not supported
+    raises ``NotImplementedError``. A setting with ``recurse`` also holds for the modules inside that ``fully_shard`` was called
+    on, unless that is False. A setting that is a bool raises ``ValueError`` if it gets anything but a bool or a number.
     """
 
     # The index of the original class in the MRO. torch's __new__ makes an object of that class for slices of containers.
@@ -105,7 +102,6 @@ class FSDPModule(TorchFSDPModule):
         return self._ragged_states(recurse=False)[0]
 
     def _root_state(self, error: str) -> FSDPState:
-        """This module's state; raise if it is not that of the root."""
         state: FSDPState = self._get_fsdp_state()
         if state.context.is_initialized and not state.is_root:
             raise RuntimeError(error)
@@ -143,9 +139,7 @@ class FSDPModule(TorchFSDPModule):
 
         Gradients accumulated without gradient sync are dropped too. What is in ``.grad`` stays. If a backward raised, the
         next forward of the root does the same by itself. This method issues no collective, and waits for those in flight.
-
-        Raises:
-            RuntimeError: this is not the root, the outermost ``fully_shard`` module.
+        It raises a RuntimeError if this is not the root.
         """
         state = self._root_state("reset_iter_state must be called on the root, the outermost fully_shard module")
         state.context.drop_backward()
@@ -153,16 +147,11 @@ class FSDPModule(TorchFSDPModule):
             each.reset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Convert the parameters under this module: ``to``, ``cpu``, ``half`` and others call this.
+        """Convert the parameters under this module, which stay the same objects. ``to``, ``cpu`` and others call this.
 
-        The parameters stay the same objects. If only some parameters of a group are under this module, ``fn`` converts these
-        alone, and they leave the group's buffer. They return to it when all parameters of the group have one dtype again. A
-        forward before that raises.
-
-        Raises:
-            ValueError: ``fn`` would move a sharded parameter to another device. Nothing is changed.
-            RuntimeError: ``fn`` would change the dtype of a parameter whose gradients are not in ``.grad`` yet. Nothing is
-                changed.
+        If only some parameters of a group are under this module, these alone are converted, and leave the group's buffer until
+        all parameters of the group have one dtype again. A forward before that raises. If ``fn`` would move a sharded parameter
+        to another device, or change the dtype of one whose gradients are not in ``.grad`` yet, this raises before any change.
         """
         under: set[Any] = set(self.modules()) if recurse else {self}  # type: ignore[attr-defined]
         states = self._ragged_states(recurse)
@@ -187,9 +176,7 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True, **others: Any) -> None:
         """As ``torch.nn.Module.zero_grad``. Also gradients of parameters that are unsharded now, which is FSDP2's trap.
 
-        Between forward and backward, after a backward that raised, or without resharding after backward,
-        ``module.parameters()`` are the unsharded parameters, and ``.grad`` is of the sharded ones. The call waits for optimizer
-        steps that a raised backward has left to a thread.
+        Until a module is resharded, ``module.parameters()`` are the unsharded ones, and ``.grad`` is of the sharded ones.
         """
         groups = self._ragged_groups(recurse=True)
         _wait_for_users(groups)
@@ -201,28 +188,19 @@ class FSDPModule(TorchFSDPModule):
                 param.sharded.grad.zero_()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether gradients are set by :meth:`finalize_backward`, and not at the end of each backward pass.
-
-        Raises:
-            RuntimeError: this is not the root; or a backward pass runs, or is not finalized yet.
-        """
+        """Whether gradients are set by :meth:`finalize_backward`, not at the end of each pass. On the root, between passes."""
         state = self._root_state("set_manual_backward_finalization must be called on the root FSDP module")
-        if enabled != state.finalizes_manually:
-            if state.context.in_backward or state.context.awaits_finalize:
-                raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
+        if enabled != state.finalizes_manually and (state.context.in_backward or state.context.awaits_finalize):
+            raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
         state.finalizes_manually = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients that are not reduced yet, set ``.grad`` and reshard.
 
         If several backward passes run before this call, disable gradient sync for them, and enable it before this call. If
-        this call raises, the next forward drops the gradients.
-
-        Args:
-            async_op: issue the reductions only, and return a handle. ``handle.wait()`` does the rest.
-
-        Raises:
-            RuntimeError: this is not the root, or an earlier handle was not waited for.
+        this call raises, the next forward drops the gradients. With ``async_op`` it only issues the reductions, and ``wait()``
+        of the handle that it returns does the rest. It raises a RuntimeError on another module than the root, or if an earlier
+        handle was not waited for.
         """
         state = self._root_state("finalize_backward must be called on the root FSDP module")
         handle = GradientReductionHandle(state.context)
@@ -234,37 +212,19 @@ class FSDPModule(TorchFSDPModule):
     def synchronize_gradients(self) -> None:
         """Reduce the gradients of backward passes without gradient sync, set ``.grad`` and reshard. Call it on every rank.
 
-        Example::
-
-            model.set_requires_gradient_sync(False)
-            for batch in micro_batches:
-                model(batch).sum().backward()       # .grad is an FSDPGrad
-            model.synchronize_gradients()           # .grad is a DTensor
-            optimizer.step()
-
-        It is for loops that do not know in advance which micro-batch is the last. Bits are those of a backward with gradient
-        sync. Settings stay as they are. The method's name is that of torch's FSDP, and its collectives are those of a backward
-        with gradient sync, for modules with such gradients; none if there are none.
-
-        Raises:
-            RuntimeError: this is not the root, or a forward or backward runs.
+        It is for loops that do not know in advance which micro-batch is the last: :class:`FSDPGrad` has an example. Bits and
+        collectives are those of a backward with gradient sync. Settings stay as they are. A RuntimeError if this is not the
+        root, or a forward or backward runs.
         """
         self._root_state("synchronize_gradients must be called on the root FSDP module").context.synchronize_gradients()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, they accumulate in the gradient buffer, without communication.
-
-        After such a backward, ``.grad`` is an :class:`FSDPGrad`, and an optimizer's step raises.
-        """
+        """Whether backward reduces gradients. If not, they accumulate, and ``.grad`` is an :class:`FSDPGrad` afterwards."""
         for state in self._ragged_states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are resharded after forward. As in FSDP2, True and False both replace an integer.
-
-        Raises:
-            ValueError: it is not a bool.
-        """
+        """Whether parameters are resharded after forward. As in FSDP2, True and False both replace an integer."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
         for state in self._ragged_states(recurse):
@@ -274,60 +234,38 @@ class FSDPModule(TorchFSDPModule):
                     group.keep(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are resharded after backward.
+        """Whether parameters are resharded after backward. If not, the next forward uses them as they are.
 
-        If not, the next forward uses them as they are, without a collective. If an operation changes a DTensor parameter, as an
-        optimizer without ``foreach`` and ``fused`` does, the next forward all-gathers again. Other steps, and writes to
-        ``.data`` or to a local tensor, are not noticed: call :meth:`reshard` after them. As in FSDP2, set it to True before the
-        last backward of an optimizer step.
+        If an operation or an optimizer's step changes a parameter, the next forward all-gathers again. Writes to ``.data`` or
+        to a local tensor are not noticed: call :meth:`reshard` after them. As in FSDP2, True is for a step's last backward.
         """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward passes are the last before an optimizer step. Call it on the root.
-
-        With ``ZERO1``, only such a pass reduces gradients. With other placements it changes nothing: every pass finishes its
-        reductions and sets ``.grad``.
-        """
+        """Whether the next backward passes are the last before a step: ``ZERO1`` reduces only in these. Call it on the root."""
         self._get_fsdp_state().is_last_backward = is_last_backward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the replicas of HSDP.
-
-        If not, backward reduces them within each replica only, and the reduced shards accumulate there. The next backward that
-        reduces over replicas sets ``.grad``. On a 1-D mesh this changes nothing.
-        """
+        """Whether backward reduces gradients over the replicas of HSDP. If not, reduced shards accumulate in each replica."""
         for group in self._ragged_groups(recurse):
             group.settings.requires_all_reduce = requires_all_reduce
 
     def set_max_all_gathers_ahead(self, max_all_gathers: int) -> None:
-        """How many modules' all-gathers may be issued before these modules run. The default is 2. FSDP1's rate limiter.
+        """How many modules' all-gathers may be issued before these modules run, each of which holds the memory of a group.
 
-        Call it on the root. If the limit is reached, an all-gather is issued when its module runs. Each all-gather ahead of
-        use holds the memory of a gathered group.
-
-        Raises:
-            ValueError: ``max_all_gathers`` is not an int of at least 0.
+        Call it on the root, with an int of at least 0. The default is 2. FSDP1's rate limiter.
         """
         if isinstance(max_all_gathers, bool) or not isinstance(max_all_gathers, int) or max_all_gathers < 0:
             raise ValueError(f"max_all_gathers must be an int of at least 0, got {max_all_gathers!r}")
         self._get_fsdp_state().comm.max_gathers = max_all_gathers
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """In forward, issue the all-gathers of ``modules`` after this module's, instead of those of the next module.
-
-        Raises:
-            ValueError: one of them is not an FSDP module.
-        """
+        """In forward, issue the all-gathers of ``modules`` after this module's, instead of those of the next module."""
         self._get_fsdp_state().forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """In backward, issue the all-gathers of ``modules`` after this module's, instead of those of the module before it.
-
-        Raises:
-            ValueError: one of them is not an FSDP module.
-        """
+        """In backward, issue the all-gathers of ``modules`` after this module's, instead of those of the module before it."""
         self._get_fsdp_state().backward_prefetch = _states_of(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -335,11 +273,7 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().unshard_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over all ranks by ``factor``, instead of the number of ranks.
-
-        Raises:
-            ValueError: ``factor`` is not a positive number.
-        """
+        """Divide the sum of gradients over all ranks by ``factor``, a positive number, instead of the number of ranks."""
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"the gradient divide factor must be a positive number, got {factor!r}")
         for group in self._ragged_groups(recurse=False):
@@ -358,9 +292,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a group without gradients on this rank takes part in collectives, with zeros. The default is True.
 
-        The group may have gradients on other ranks. If this rank does not take part, the other ranks wait for it forever. If
-        all ranks leave the same modules unused, False saves the collectives. (FSDP2's default is False.) If a group has
-        gradients for some parameters only, the other ones contribute zeros in any case.
+        False (FSDP2's default) is for ranks that all leave the same modules unused: others would wait for this one forever.
         """
         for state in self._ragged_states(recurse):
             state.reduces_unused = reduce_scatter_unused_params
@@ -369,11 +301,7 @@ class FSDPModule(TorchFSDPModule):
         """How many modules' reduce-scatters may be in flight at once. The default is 1. Each one holds a gradient buffer.
 
         Over gloo the next gradient buffer counts too: with 1, backward waits for a reduce-scatter before it allocates the next
-        module's gradients.
-
-        Raises:
-            TypeError: ``max_input_buffers`` is not an int.
-            ValueError: it is below 1.
+        module's gradients. Anything but an int raises a TypeError, an int below 1 a ValueError.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
@@ -385,11 +313,8 @@ class FSDPModule(TorchFSDPModule):
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with each reduced shard of this module's gradients: a flat tensor, which the hook may change in place.
 
-        The hook runs after the reduce-scatter (HSDP: after the all-reduce) and the division. The shard has the reduce dtype. On
-        a GPU the hook runs in the current stream.
-
-        Raises:
-            ValueError: a ``stream`` is given.
+        The hook runs after the reduce-scatter (HSDP: after the all-reduce) and the division, in the current stream: a
+        ``stream`` is a ValueError. The shard has the reduce dtype.
         """
         if stream is not None:
             raise ValueError("set_all_reduce_hook runs the hook in the current stream: pass no stream")
@@ -397,11 +322,7 @@ class FSDPModule(TorchFSDPModule):
             group.settings.reduce_hook = hook
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward of the root wait for ``event``, which was recorded after an optimizer step on another stream.
-
-        In FSDP2, all-gathers wait for the event. Here the current stream waits for it, and all-gathers follow that stream. The
-        event is used once: set a new one in every iteration.
-        """
+        """Let the root's next forward wait for ``event``, of an optimizer step on another stream. Set one in each step."""
         self._get_fsdp_state().post_optim_event = event
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -412,14 +333,9 @@ class FSDPModule(TorchFSDPModule):
     def set_persistent_buffers(self, enable: bool = True, *, places: int = SLOTS, recurse: bool = True) -> None:
         """Whether the buffers of gathered parameters and gradients stay allocated. Groups take turns in ``places`` slots.
 
-        Addresses then stay the same, as CUDA graphs and registered memory need it. It also saves the time of freeing memory
-        and, on the CPU, of page faults. Each slot is as large as the largest group that uses it. If a module is around other
-        ``fully_shard`` modules, or is not resharded after forward, it has a slot of its own. If groups stay gathered or
-        unreduced (gradient accumulation without sync, modules unsharded by hand), each of them needs a slot at the same time.
-
-        Args:
-            enable: False: allocate buffers for each use.
-            places: how many slots there are.
+        Addresses then stay the same, as CUDA graphs and registered memory need it. "Buffers" in docs/hopper.md has the sizes of
+        slots, and which modules have one of their own. If groups stay gathered or unreduced (gradient accumulation without
+        sync, modules unsharded by hand), each of them needs a slot at the same time.
 
         Raises:
             ValueError: ``places`` is not an int of at least 2.
@@ -439,30 +355,15 @@ class FSDPModule(TorchFSDPModule):
         make_persistent(self._ragged_states(recurse=True), places, {group: devices[group.device] for group in groups})
 
     def set_collectives(self, name: str, *, recurse: bool = True) -> tuple[str, ...]:
-        """Choose the collectives over shards. Replicas are always reduced by their process group.
+        """Choose the collectives over shards: "nccl" (the mesh's process group), "symm", "copy_engine", "multimem" or "auto".
 
-        ===============  =======================================================================================================
-        ``nccl``         the mesh's process group, in place; gloo where that is its backend. The default
-        ``symm``         the same on memory of NCCL's allocator, registered as symmetric windows; sets persistent buffers.
-                         Experimental
-        ``copy_engine``  copies between the ranks' memory: on GPUs by copy engines, in symmetric memory (experimental); on the
-                         CPUs of one host in shared memory
-        ``multimem``     NVSwitch multicast, bfloat16 gradients added in float32; sets persistent buffers.
-                         Experimental
-        ``auto``         ``nccl`` on GPUs, ``copy_engine`` on the CPU, where it is available
-        ===============  =======================================================================================================
-
-        Experimental implementations have not run on several GPUs yet. They are used if they are chosen by name only, and a log
-        line says that they are experimental.
-
-        All ranks call it, between steps, and before :func:`monitor`. If an implementation is unavailable, one log line of
-        ``torch_ragged.fsdp`` says why, and ``nccl`` is used.
+        docs/hopper.md says how each of them moves data, and what it needs. All ranks call this, between steps, and before
+        :func:`monitor`. If an implementation is unavailable, one log line of ``torch_ragged.fsdp`` says why, and ``nccl`` is
+        used. The chosen name for each process group of shards is returned, in the order of modules. Replicas are always reduced
+        by their process group.
 
         Collectives: an all-reduce of 24 bytes per process group to agree on the name, all-gathers of objects to agree on what
         is available, and the collectives that set up shared memory.
-
-        Returns:
-            the chosen name for each process group of shards, in the order of modules.
 
         Raises:
             ValueError: the name is unknown, ranks pass different names, or shards have ``weights`` and the name is not
@@ -503,28 +404,22 @@ class FSDPModule(TorchFSDPModule):
         return tuple(implementation.name for implementation in chosen)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reduce-scatters use a second process group, so that they do not wait for all-gathers.
-
-        The ranks of each process group of shards make a second one here: call it on all ranks.
-        """
+        """Whether reduce-scatters use a second process group, so that these do not wait for all-gathers. On all ranks."""
         for group in self._ragged_groups(recurse):
             group.process_groups.separate_reductions(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether gathered parameters and gradients are in memory of the backend's own allocator (NCCL), if it has one.
 
-        Raises:
-            AssertionError: a custom collective is set, as in FSDP2.
+        As in FSDP2, it raises an AssertionError if a custom collective is set.
         """
         self._set_memory_pool(enable, is_symmetric=False)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Allocate gathered parameters and gradients in symmetric memory, registered with NCCL as windows.
 
-        Raises:
-            ValueError: ``backend`` is not "NCCL".
-            AssertionError: a custom collective is set, as in FSDP2.
-            RuntimeError: the parameters' process group has no NCCL backend.
+        A ValueError if ``backend`` is not "NCCL", a RuntimeError if the mesh has none, an AssertionError with a custom
+        collective.
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm supports NCCL only, got {backend!r}")
@@ -545,20 +440,14 @@ class FSDPModule(TorchFSDPModule):
             group.set_memory_pools(MemoryPool(found), MemoryPool(found))
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """All-gather with ``comm(output, shard, group=, async_op=)``: FSDP2's ``AllGather``, whose ``allocate`` is not called.
-
-        It is called among neighbours (``reshard_after_forward=k``), and within and across nodes (``HIERARCHICAL``), too.
-        """
+        """All-gather with FSDP2's ``AllGather``: ``comm(output, shard, group=, async_op=)``. ``allocate`` is not called."""
         groups = self._ragged_groups(recurse=False)
         _check_equal_shards(groups, "set_custom_all_gather")
         for group in groups:
             group.process_groups.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce-scatter with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``.
-
-        Its ``allocate`` is not called. ``HIERARCHICAL`` calls ``comm`` for each reduction within a node, then across.
-        """
+        """Reduce-scatter with FSDP2's ``ReduceScatter``: ``comm(output, buffer, group=, op=, async_op=)``, no ``allocate``."""
         groups = self._ragged_groups(recurse=False)
         _check_equal_shards(groups, "set_custom_reduce_scatter")
         for group in groups:
@@ -569,14 +458,7 @@ class FSDPModule(TorchFSDPModule):
 
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """Let several roots (stages of a pipeline) share their limits on collectives in flight.
-
-    FSDP2's function shares the streams of collectives. Here roots share how many reduce-scatters are in flight at once, and how
-    many all-gathers are issued ahead of use.
-
-    Raises:
-        ValueError: one of ``modules`` is not an FSDP module.
-    """
+    """Let several roots (stages of a pipeline) share their limits of reduce-scatters in flight and all-gathers ahead of use."""
     states = _states_of(modules)
     for state in states:
         for each in state.context.states:
@@ -597,7 +479,6 @@ def _check_equal_shards(groups: list[FSDPParamGroup], what: str) -> None:
 
 
 def part_of_collectives(call: str) -> FeaturePart:
-    """What ``call`` brings, which chooses collectives of equal shards."""
     return PlainPart(Terms(call, {Need.EQUAL_SHARDS: ": leave weights out"}))
 
 
@@ -626,7 +507,6 @@ class _UnshardHandle(UnshardHandle):
         self._groups = groups
 
     def wait(self) -> None:
-        """Wait for the all-gather, and register the unsharded parameters."""
         for group in self._groups:
             group.unshard()
         self._groups = []

@@ -41,13 +41,9 @@ from torch_ragged.fsdp.core._neighbours import NeighboursPart
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
 from torch_ragged.fsdp.elastic._weights import WeightsPart
 from torch_ragged.fsdp.gates._gate import gate_of
-from torch_ragged.fsdp.gates._untrained import (
-    note_ignored,
-    note_replaced,
-    sharded_originals,
-)
+from torch_ragged.fsdp.gates._untrained import note_ignored, note_replaced, sharded_originals
 from torch_ragged.fsdp.grads._compute_parameter import compute_parameter
-from torch_ragged.fsdp.grads._gradient_view import UnsynchronizedView
+from torch_ragged.fsdp.grads._fsdp_grad import UnsynchronizedView
 from torch_ragged.fsdp.memory._resident import BufferPlacements
 from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy
 
@@ -83,88 +79,72 @@ def fully_shard(
 
     Each call makes one group, of the parameters under ``module`` that are in no group yet. They become DTensors placed as
     :class:`~torch_ragged.RaggedShard`, in one buffer that is all-gathered and reduce-scattered in place, without a copy. The
-    module's class becomes a subclass of :class:`FSDPModule`. All ranks must hold the same parameter values before the call.
+    module's class becomes a subclass of :class:`FSDPModule`, and the call returns ``module``. All ranks must hold the same
+    parameter values before it.
 
     Collectives:
 
-    - In this call: one all-reduce of 24 bytes per mesh dimension. In the first call with a mesh, ranks also compare its process
-      groups through their store. If a call is wrong on one rank, or differs between ranks, all
-      ranks raise before anything is changed. ``dp_mesh_dims`` and ``HIERARCHICAL`` make process groups, and need a second one,
-      and so does ``Offload(parameters="files")``, which makes files.
+    - In this call: one all-reduce of 24 bytes per mesh dimension; a second one with ``dp_mesh_dims``, ``HIERARCHICAL`` or
+      ``Offload(parameters="files")``, which make process groups and files. In the first call with a mesh, ranks also compare
+      its process groups through their store. If a call is wrong on one rank, or differs between ranks, all ranks raise before
+      anything is changed.
     - Per step and group: one all-gather in forward, one in backward if the group was resharded, and one reduce-scatter. HSDP
       adds one all-reduce of the shard.
     - Per backward pass: one all-reduce of a byte per parameter, by which ranks agree on unused parameters.
     - In the root's first forward, with replicas: one all-reduce of 16 bytes over them and one of 8 bytes over each other mesh
       dimension, by which ranks check that replicas hold equal parameters.
 
-    A reduction has one dtype and one mesh. So if the parameters of a call differ in mesh, dtype or compute dtype, each kind has
-    its own buffers and collectives. Each parameter placed as ``Shard`` has its own, too, and so have all parameters together
-    whose tensor types have their own all-gather.
+    Each mesh, dtype and compute dtype among the parameters of a call has its own buffers and collectives: a reduction has one
+    of each. So has each parameter placed as ``Shard``, and so have all parameters whose tensor types have their own all-gather.
 
     Args:
         module: the module to shard, in place; or a list of modules whose parameters make one group. The group is all-gathered
             for the first module of the list that runs, and resharded after the last one.
         mesh: a 1-D mesh of shards; or a 2-D mesh (HSDP) of replicas (first dimension) and shards (second dimension), for
-            parameters placed as ``(Replicate(), RaggedShard)``. None: all ranks, on the accelerator, or on the CPU if there is
-            no accelerator; without a process group, ``init_process_group()`` is called first, as by FSDP2. A rank outside of
-            the mesh may call ``fully_shard``, too, without a collective: its module is then dormant (parameters without local
-            elements, no forward) until :func:`reshard_to`. Plain parameters and buffers move to the mesh's device. Inputs of
-            the root move to an accelerator. If parameters are DTensors on other dimensions of the same mesh (tensor or expert
-            parallelism), they keep these placements, behind the new ones: ``(StridedRaggedShard, Shard(0))``,
-            ``(RaggedShard, Shard(1))``.
+            parameters placed as ``(Replicate(), RaggedShard)``. None: all ranks, on the accelerator if there is one; without a
+            process group, ``init_process_group()`` is called first. On a rank outside of the mesh, the module is dormant
+            (parameters without local elements, no forward) until :func:`reshard_to`, without a collective. Plain parameters and
+            buffers move to the mesh's device, inputs of the root to an accelerator. Parameters that are DTensors on other
+            dimensions of the same mesh (tensor or expert parallelism) keep these placements, behind the new ones:
+            ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
         reshard_after_forward: whether to free the unsharded parameters after forward. None: False for the root, True for other
             modules. An integer k: free them, but each of k neighbouring ranks keeps one k-th of the gathered buffer, and
-            backward all-gathers among these k ranks only. The sharded parameters are registered meanwhile. For tensor types
-            with their own all-gather, an integer means True.
-        shard_placement_fn: a function ``parameter -> placement``. It returns a granularity, as below; or ``Shard(d)``, for a
-            parameter that is sharded as by FSDP2, in a buffer of its own; or torch's ``ShardPlacementResult``, which also names
-            a mesh; or None.
+            backward all-gathers among these k ranks only. For tensor types with their own all-gather, an integer means True.
+        shard_placement_fn: a function ``parameter -> placement``: a granularity, as below; ``Shard(d)``, for a parameter that
+            is sharded as by FSDP2; torch's ``ShardPlacementResult``, which also names a mesh; or None.
         mp_policy: the dtypes of computation, reduction and outputs, as in the installed FSDP2. If it has no ``reduce_dtype``,
             gradients are reduced in ``param_dtype`` (before torch 2.15) or in the parameters' dtype (since torch 2.15). With a
             :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.
-        offload_policy: with ``CPUOffloadPolicy()``, sharded parameters and their gradients are on the CPU. So the optimizer
-            runs there. With an :class:`Offload`, a part of the states of an :func:`offloaded` optimizer is in host memory, or
-            states and parameters are in files.
-        ignored_params: an iterable of parameters that are not sharded, and whose gradients are not reduced. A parameter that is
-            added later, and is trained without ``fully_shard``, causes a warning, unless it was ever in ``ignored_params``.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its
-            data-parallel dimensions; several names are flattened into one dimension. All parameters must be DTensors on
-            ``mesh``, with ``Replicate()`` on these dimensions; or plain tensors with annotations of the package ``spmd_types``.
-            The model computes with such a plain tensor, and its sharded parameter is a DTensor on ``mesh``.
+        offload_policy: with ``CPUOffloadPolicy()``, sharded parameters, their gradients and the optimizer are on the CPU. With
+            an :class:`Offload`, states of an :func:`offloaded` optimizer are in host memory, or these and parameters in files.
+        ignored_params: an iterable of parameters that are not sharded, and whose gradients are not reduced. Others that are
+            trained without ``fully_shard`` cause a warning.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``, the names of data-parallel dimensions of ``mesh``, which is the whole
+            mesh. All parameters must be DTensors on it, with ``Replicate()`` on these dimensions; or plain tensors with
+            annotations of the package ``spmd_types``.
         orig_param_policy: a function ``(fqn, parameter) -> granularity``, which says what must not be cut. None: a parameter
             may be cut anywhere. If ``module`` is a list, each name begins with the module's index in the list. A
             :class:`~torch_ragged.granularity.GroupPolicy`, as ``torch_ragged.optim.muon_policy`` makes, sees a whole buffer.
-        placements: what stays gathered or unreduced between uses: ``ZERO1``, ``ZERO2``, ``ZERO3`` or ``HIERARCHICAL``. None:
-            ``ZERO3`` on a 1-D mesh, HSDP on a 2-D mesh. See :class:`BufferPlacements`.
-        optional: ranks may skip ``module`` in forward, as a vision tower if their batch has text only. It costs votes, which
-            the host waits for: see "Modules that some ranks skip" in docs/fsdp.md.
-        weights: an integer per rank of the shards, at least 0, as ``[3, 2, 0]``. Shards are in proportion to them: the last
-            rank holds nothing, but gathers, computes and reduces like the others. None: equal shards. See "Unequal ranks" in
-            docs/meshes.md.
+        placements: what stays gathered or unreduced between uses: see :class:`BufferPlacements`. None: ``ZERO3`` on a 1-D
+            mesh, HSDP on a 2-D mesh.
+        optional: ranks may skip ``module`` in forward, as a vision tower for a batch of text. It costs votes, which the host
+            waits for: see "Modules that some ranks skip" in docs/fsdp.md.
+        weights: an integer per rank of the shards, at least 0, as ``[3, 2, 0]``. Shards are in proportion to them: see "Unequal
+            ranks" in docs/meshes.md. None: equal shards.
         check_replicas: whether the first forward of the root, and ``checkpoint.save``, raise on all ranks if replicas (HSDP)
             hold other values of these parameters, as after other seeds. False: they may differ, as in DiLoCo and torchft.
-            Buffers and ``ignored_params`` are not compared. A replica that a program changes after the first forward is found
-            at the next ``checkpoint.save``: a comparison in each step would read all shards.
-
-    Returns:
-        ``module``.
 
     Raises:
-        ValueError: ``mesh`` is not as above; a list has a module twice; ``module`` is sharded already; a parameter is sharded
-            already, by this function or torch's, is a DTensor on another device than the mesh's, on a dimension of
-            ``mesh``, or on a mesh that cannot be joined with ``mesh``, is tied to a sharded parameter, is cut unevenly by model
-            parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
-            ``weights`` are not one integer per rank, at least 0; two features exclude each other (docs/combinations.md lists
-            them); or ranks disagree.
-        TypeError: ``module`` is not an ``nn.Module``, ``mesh`` is not a ``DeviceMesh``, ``reshard_after_forward`` is not a
-            bool, int or None, ``placements`` are no ``BufferPlacements``, ``mp_policy`` is no ``MixedPrecisionPolicy`` of
-            floating-point dtypes, ``offload_policy`` is no ``OffloadPolicy``, ``ignored_params`` has something other than
-            parameters, ``orig_param_policy`` or ``shard_placement_fn`` is no function of its arguments, or
-            ``orig_param_policy`` returns something other than a granularity.
+        ValueError: an argument is not as above; a list has a module twice; a module or a parameter is sharded already, by this
+            function or torch's; a parameter is a DTensor on another device, or on a mesh that cannot be joined with ``mesh``,
+            is tied to a sharded one, is cut unevenly by model parallelism, or is a trainable integer; two features exclude each
+            other (docs/combinations.md); or ranks disagree. docs/errors.md has all of them.
+        TypeError: an argument has another type than above, a policy's dtype is no floating-point dtype, or a function does not
+            take the arguments above, or returns something else.
         OSError: a folder of ``Offload(parameters="files")`` is missing or read-only, or has too little space.
         PeerError: another rank died, or did not make this call within the timeout.
-        RuntimeError: another rank raised. If its ``mesh`` or ``module`` is not usable at all, ranks that waited for it raise a
-            ValueError after two seconds, and the process groups in which they waited are ended.
+        RuntimeError: another rank raised. If its ``mesh`` or ``module`` is not usable at all, others raise a ValueError after
+            two seconds, and the process groups in which they waited end.
     """
     if mesh is None:  # All ranks. As in FSDP2, torchrun needs no ``init_process_group``.
         if not dist.is_initialized():

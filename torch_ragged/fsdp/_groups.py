@@ -26,13 +26,7 @@ def named_groups(module: nn.Module) -> dict[str, FSDPParamGroup]:
 
 
 def module_states(module: nn.Module) -> dict[str, FSDPState]:
-    """The state of each module under ``module`` that ``fully_shard`` was called on, by the module's name.
-
-    If ``fully_shard`` was called on a list of modules, they have one state, under the name of the first.
-
-    Raises:
-        ValueError: ``fully_shard`` was called on no module of ``module``.
-    """
+    """The states under ``module``, by the names of the modules that ``fully_shard`` was called on; of a list, of its first."""
     states = _states_by_name(module) if isinstance(module, nn.Module) else {}
     if not states:
         raise ValueError(
@@ -43,11 +37,7 @@ def module_states(module: nn.Module) -> dict[str, FSDPState]:
 
 
 def check_replicas_of(model: nn.Module) -> None:
-    """Raise on all ranks if replicas hold other parameters: a checkpoint of ``model`` would have those of one replica.
-
-    Raises:
-        ValueError: they do; see ``check_replicas`` of :func:`fully_shard`.
-    """
+    """Raise a ValueError on all ranks if replicas hold other parameters: a checkpoint would have those of one replica."""
     checked = [group for state in _states_by_name(model).values() if state.checks_replicas for group in state.groups]
     refuse_other_replicas([model], checked)
 

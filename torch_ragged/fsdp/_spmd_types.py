@@ -1,7 +1,4 @@
-"""AnnotatedParam: a plain parameter with annotations of the package ``spmd_types``, which say how a model has distributed it.
-
-The package is never imported here before a program has imported it. Nothing here moves data.
-"""
+"""AnnotatedParam: a plain parameter with annotations of the package ``spmd_types``, which is imported only if programs do."""
 
 from __future__ import annotations
 
@@ -43,17 +40,10 @@ class AnnotatedParam(Reading):
 
     Axes of data parallelism are ``R``, or are not annotated. One annotated axis may span several data-parallel dimensions.
 
-    Args:
-        fqn: the parameter's name, for errors.
-        param: a plain tensor with an annotation.
-        dp: has the whole mesh.
-
     Raises:
         ValueError: ``dp`` has no whole mesh; a data-parallel axis is not ``R``; an axis of model parallelism has no annotation
             or one without a placement (``V``, ``P``); an annotated axis is not in the mesh; or several axes cut one dimension,
             and not in the order of the mesh.
-
-    No communication.
     """
 
     def __init__(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh) -> None:
@@ -85,11 +75,7 @@ class AnnotatedParam(Reading):
 
 
 def _sharded_axes(spmd: Any, partition_spec: Any, axes: list[Any], fqn: str) -> dict[Any, Any]:
-    """The axes that cut the tensor, with ``S(d)``. Locally they are ``V``: the partition spec tells the dimension.
-
-    Raises:
-        ValueError: several axes cut one dimension in another order than that of the mesh, which a DTensor has.
-    """
+    """The axes that cut the tensor, with ``S(d)``. Locally they are ``V``: the partition spec tells the dimension."""
     sharded: dict[Any, Any] = {}
     for dim, entry in enumerate(partition_spec or ()):
         found = [spmd.normalize_axis(axis) for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
@@ -104,11 +90,7 @@ def _sharded_axes(spmd: Any, partition_spec: Any, axes: list[Any], fqn: str) -> 
 
 
 def _types_on(axes: list[Any], data_dims: list[int], types: dict[Any, Any], fqn: str) -> list[Any]:
-    """The type on each of ``axes``, the dimensions of the whole mesh.
-
-    Raises:
-        ValueError: as in :class:`AnnotatedParam`.
-    """
+    """The type on each of ``axes``, the dimensions of the whole mesh."""
     import spmd_types as spmd
     from spmd_types._mesh_axis import flatten_axes
 

@@ -1,7 +1,4 @@
-"""``load_state_dict`` of a sharded model: before torch copies, check all values on all ranks, and cut plain full tensors.
-
-It copies no value into a parameter: torch's ``load_state_dict`` does, after these hooks.
-"""
+"""``load_state_dict`` of a sharded model: before torch copies, check all values on all ranks, and cut plain full tensors."""
 
 from __future__ import annotations
 
@@ -59,15 +56,9 @@ def before_load(
     """Pre-hook of a module that ``fully_shard`` was called on: check the values of all sharded parameters under it.
 
     The outermost such module of a ``load_state_dict`` does it for those inside. If all values are DTensors, there is no
-    communication. Otherwise, ranks agree by one all-reduce of 24 bytes per mesh dimension, so that all of them raise before any
-    value is copied.
-
-    With ``assign=True``, a group gets the dtype of the state dict, and memory if it is on the meta device. The parameters stay
-    the same objects.
-
-    Raises:
-        RuntimeError: a value does not fit its parameter, as in ``nn.Module``; or another rank raised.
-        ValueError: ranks have values for different parameters.
+    communication. Otherwise, ranks agree by one all-reduce of 24 bytes per mesh dimension. With ``assign=True``, a group gets
+    the dtype of the state dict, and memory if it is on the meta device. A value that does not fit its parameter is a
+    RuntimeError, as in ``nn.Module``, and values for different parameters on different ranks are a ValueError.
     """
     messages = lists[-1]
     if _checked.get(module) is messages:  # The module around it has checked these values.
@@ -99,10 +90,8 @@ def before_load(
 
 
 def take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Pre-hook of a module with sharded parameters: replace plain full tensors by DTensors of this rank's part.
-
-    It runs after the hooks that the module had before ``fully_shard``, which may rename or make values. No communication.
-    """
+    """Pre-hook of a module with sharded parameters: replace plain full tensors by DTensors of this rank's part."""
+    # It runs after the hooks that the module had before ``fully_shard``, which may rename or make values.
     for name, param in module._parameters.items():
         value = state_dict.get(f"{prefix}{name}")
         if isinstance(param, DTensor) and _is_whole(value, param.shape) and _is_plain(value, param):
@@ -140,11 +129,7 @@ def _agree(entries: list[_Entry], problem: Optional[Exception]) -> None:
         raise problem
 
 
-# -- checks --------------------------------------------------------------------------------------------------------------
-
-
 def _check(module: nn.Module, entries: list[_Entry], assigns: bool) -> dict[FSDPParamGroup, _Conversion]:
-    """Check all values; return how groups must be converted before their values are assigned."""
     problems: list[str] = []
     groups: dict[FSDPParamGroup, dict[int, _Entry]] = {}
     for entry in entries:
@@ -203,10 +188,7 @@ def _check_value(entry: _Entry) -> None:
 
 
 def _conversion(group: FSDPParamGroup, entries: list[_Entry]) -> Optional[_Conversion]:
-    """How ``group`` must be converted before the values of ``entries`` are assigned; None: not at all.
-
-    A group on the meta device of which values are missing stays there: its parameters are loaded in several calls.
-    """
+    """How ``group`` must be converted before the values of ``entries`` are assigned; None: not at all."""
     if group.shards.are_typed or not group.dp.is_member:
         return None
     # A buffer has one dtype, and is allocated as a whole.
@@ -220,6 +202,7 @@ def _conversion(group: FSDPParamGroup, entries: list[_Entry]) -> Optional[_Conve
             "or convert the state dict or the model first"
         )
     (dtype,) = dtypes
+    # A group on the meta device of which values are missing stays there: its parameters are loaded in several calls.
     if group.is_meta and is_whole and not any(entry.value.is_meta for entry in entries):
         # As FSDP2 does with assign=True: values on another device are copied to the mesh's.
         home = torch.device("cpu") if group.offloads_params else device_of(group.dp.mesh)
@@ -235,9 +218,6 @@ def _conversion(group: FSDPParamGroup, entries: list[_Entry]) -> Optional[_Conve
     return conversion
 
 
-# -- plain full tensors --------------------------------------------------------------------------------------------------
-
-
 def _is_whole(value: Any, shape: torch.Size) -> bool:
     """Whether ``value`` is a tensor of ``shape``. As in ``nn.Module``, a 0-D parameter also takes one element in 1-D."""
     return isinstance(value, torch.Tensor) and (value.shape == shape or (not shape and tuple(value.shape) == (1,)))
@@ -245,9 +225,7 @@ def _is_whole(value: Any, shape: torch.Size) -> bool:
 
 def _is_plain(value: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether this rank's part can be cut from ``value``; a DTensor is cut already."""
-    if isinstance(value, DTensor):
-        return False
-    return has_extension(param) or not is_wrapper(waited(value))
+    return not isinstance(value, DTensor) and (has_extension(param) or not is_wrapper(waited(value)))
 
 
 @torch.no_grad()

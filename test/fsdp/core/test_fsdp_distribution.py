@@ -36,7 +36,7 @@ from torch_ragged.fsdp.elastic._reshard_to import (
     kept_by,
     mesh_of_groups,
 )
-from torch_ragged.fsdp.grads._gradient_view import UnsynchronizedView
+from torch_ragged.fsdp.grads._fsdp_grad import UnsynchronizedView
 
 
 def whole(*shape):

@@ -13,8 +13,7 @@ from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._fsdp_init import find_params
 from torch_ragged.fsdp.core._fsdp_state import state_of
-from torch_ragged.fsdp.gates._gate import OptionalGate
-from torch_ragged.fsdp.gates._roll_call import RollCall, roll_call_of
+from torch_ragged.fsdp.gates._gate import OptionalGate, RollCall, roll_call_of
 
 
 class Tied(nn.Module):

@@ -1,8 +1,7 @@
 """CallLog: the calls of sharded modules in a forward. All ranks must make the same calls, in the same order.
 
-Otherwise, the all-gather of one module meets that of another module on another rank: ranks would wait for each other for ever,
-or compute with wrong parameters. A log issues no collective. Ranks compare calls through the store of their process group, and
-only calls that are not those of the last forward.
+Otherwise, the all-gather of one module meets that of another module: ranks would wait for each other for ever, or compute with
+wrong parameters. Ranks compare only calls that are not those of the last forward, through the store of their process group.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from torch_ragged._ranks.peers import Peers, fates_of, name_of, peers_named, tracker
+from torch_ragged._ranks.peers import Peers, fates_of, name_of, peers_named, shown, tracker
 from torch_ragged._ranks.peers import wait_for as _wait_for
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
@@ -35,9 +34,8 @@ _FIRST_SLICE = timedelta(seconds=1)
 """After so long a wait for a call that was not expected, a rank reports it: before the others look for a report."""
 
 _CALL_PATIENCE = 10.0  # Seconds.
-"""How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks.
-
-So long, too, ranks that may compare their calls do not count as held: the modules say more than that ranks wait."""
+"""How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks. So long,
+too, ranks that may compare their calls do not count as held: the modules say more than that ranks wait."""
 
 _CONTEXT = 6
 """So many forwards predict the next one: schedules of pipelines run several roots in a period."""
@@ -62,30 +60,20 @@ class CallLog:
         rank 1          root  a  c              c is not: rank 1 counts itself in the store, and waits until all ranks have
                                                 after some seconds, both ranks see in the store that they differ, and raise
 
-    If all ranks count themselves for the same call, they go on. A forward is expected to be the one that has followed the last
-    ones before; after a call that was not expected, it is expected to go on as the last forward that began in the same way.
+    If all ranks count themselves for the same call, they go on. :class:`Predictor` says what is expected.
 
     Ranks compare the roots that they run, too (:class:`_RootLog`), before a root's first all-gather. A forward that gathers
     nothing, and makes the expected calls, is not compared: ranks may accumulate different numbers of passes.
 
-    Args:
-        ranks: the global ranks that must make the same calls.
-        timeout: how long a rank waits for the others.
-        root: the root's name, different from those of other roots.
+    The global ``ranks`` must make the same calls. Each root has another name.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str) -> None:
-        self._root, self._roots = root, _RootLog.of(ranks, timeout)
+    def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str, name: str = "") -> None:
+        self._root, self._ranks, self._rank, self._timeout = root, tuple(ranks), dist.get_rank(), timeout
         self._must_enter, self._note = False, ""  # Whether a forward runs that the log of roots does not know.
         tracker.watch_this_thread()
         # The same number on all of these ranks, since they call their roots in the same order.
-        self._set_up(ranks, timeout, next(_call_counts[dist.get_rank(), tuple(ranks)]))
-        # Keys of the last forward are in use until all ranks have made a later call: of another root, if this one is deleted.
-        left = _left[self._rank, self._ranks]
-        weakref.finalize(self, lambda store, keys: left.append((store, keys)), self._store, self._used).atexit = False
-
-    def _set_up(self, ranks: Sequence[int], timeout: timedelta, name: object) -> None:
-        self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
+        name = name or str(next(_call_counts[self._rank, self._ranks]))
         self._store = SharedStore(f"calls/{name_of(self._ranks)}/{name}")
         # So that other ranks find this process, and this rank their reports, if a collective fails.
         announce()
@@ -98,6 +86,9 @@ class CallLog:
         self._next = 0  # The position of the expected call in ``_expected``.
         self._counted: set[tuple[int, int]] = set()  # The calls of this forward and the last one that count this rank.
         self._used: list[str] = []  # The keys of the last agreement, which no rank reads any more.
+        # Keys of the last forward are in use until all ranks have made a later call: of another root, if this one is deleted.
+        left = _left[self._rank, self._ranks]
+        weakref.finalize(self, lambda store, keys: left.append((store, keys)), self._store, self._used).atexit = False
 
     def start(self, note: str = "") -> None:
         """A forward of the root begins. All ranks must have the same ``note``, which the error names."""
@@ -115,7 +106,6 @@ class CallLog:
 
     @property
     def is_current(self) -> bool:
-        """Whether the process group of this log still exists."""
         return self._store.is_current
 
     def before_collective(self) -> None:
@@ -123,14 +113,13 @@ class CallLog:
         if self._must_enter:
             self._must_enter = False
             # One rank may run an evaluation that the others do not run.
-            self._roots.enter(f"{self._root}{self._note}{'' if torch.is_grad_enabled() else ' without gradients'}")
+            root = f"{self._root}{self._note}{'' if torch.is_grad_enabled() else ' without gradients'}"
+            _RootLog.of(self._ranks, self._timeout).enter(root)
 
     def add(self, call: str) -> None:
         """A module is called. Without communication if the call is expected.
 
-        Raises:
-            PeerError: another rank died, or made no call within the timeout.
-            RuntimeError: another rank makes another call.
+        A PeerError if another rank died, or made no call within the timeout, a RuntimeError if it makes another call.
         """
         if self._is_expected(call):
             self._calls.append(call)
@@ -163,11 +152,7 @@ class CallLog:
         return is_expected
 
     def check(self) -> None:
-        """This rank has waited for long: if another rank waits for a call that this rank did not make, raise.
-
-        Raises:
-            RuntimeError: ranks differ.
-        """
+        """This rank has waited for long: raise a RuntimeError if another rank waits for a call that this rank did not make."""
         if not self._store.has("report"):
             return
         forward, position = map(int, self._store.get("report").split())
@@ -178,7 +163,6 @@ class CallLog:
         self._compare(forward, position, calls[position])
 
     def _compare(self, forward: int, position: int, call: str) -> None:
-        """Raise if another rank makes another call at ``position``."""
         first, differs, calls, count = (self._key(forward, position, part) for part in ("first", "differs", "calls", "count"))
         if self._store.first(first, call) != call:
             self._store.set(differs, "")
@@ -190,7 +174,15 @@ class CallLog:
             self._store.set(self._key(forward, position, "named"), "")
         self._store.wait([self._key(forward, position, "named")], _CALL_PATIENCE)
         _logs.discard(self)  # Later waits, of other models, must not raise this again.
-        raise RuntimeError(_call_difference(dict(sorted(map(json.loads, self._store.get(calls).splitlines())))))
+        ranks: dict[str, list[int]] = {}
+        for rank, other in sorted(map(json.loads, self._store.get(calls).splitlines())):
+            ranks.setdefault(other, []).append(rank)
+        called = "; ".join(f"{shown(some)}: {other}" for other, some in ranks.items())
+        raise RuntimeError(
+            f"ranks called different modules in forward ({called}). All ranks must call the same fully_shard modules, in the "
+            "same order. If a rank may skip a module, such as a vision tower for a batch of text, shard it with "
+            "fully_shard(module, optional=True)"
+        )
 
     def _agree(self, position: int) -> None:
         """Return when all ranks make the call at ``position``: one counter in the store, and the wait for it."""
@@ -222,9 +214,9 @@ class CallLog:
         name = hashlib.sha1(call.encode(), usedforsecurity=False).hexdigest()[:16]
         counter, everyone = self._key(forward, position, name), self._key(forward, position, f"{name} everyone")
         at = forward, position
-        used: list[str] = []
         if at in self._counted:
             return everyone
+        used: list[str] = []
         if at > max(self._counted, default=(0, 0)):  # Otherwise, the keys of a later call are in use.
             used, self._used[:] = list(self._used), [counter, everyone]
         self._counted.add(at)
@@ -241,11 +233,9 @@ class CallLog:
 
 
 class Predictor:
-    """The next forward, by the last ones. Equal on all ranks whose forwards were equal.
+    """The next forward: the one that followed the last ones before, as "encode" after "encode, decode, encode, decode".
 
-    ::
-
-        encode, decode, encode, decode    then encode is expected
+    Equal on all ranks whose forwards were equal.
     """
 
     def __init__(self) -> None:
@@ -256,18 +246,14 @@ class Predictor:
     def expected(self) -> tuple[str, ...]:
         """The calls of the next forward; empty if nothing is known."""
         # After the longest sequence of forwards that is known.
-        for context in _ends_of(self._before):
-            if context in self._followed:
-                return self._followed[context]
-        return ()
+        return next((self._followed[context] for context in _ends_of(self._before) if context in self._followed), ())
 
     def beginning_with(self, calls: Sequence[str]) -> tuple[str, ...] | None:
-        """The latest path that begins with ``calls``."""
+        """The latest path that begins with ``calls``: after a call that was not expected, a forward is to go on so."""
         start = tuple(calls)
         return next((path for path in reversed(self._paths) if path[: len(start)] == start and len(path) > len(start)), None)
 
     def add(self, path: tuple[str, ...]) -> None:
-        """A forward has ended, with these calls."""
         self._paths.pop(path, None)
         self._paths[path] = None
         if len(self._paths) > _MOST_PATHS:
@@ -280,59 +266,32 @@ class Predictor:
 
 
 def _ends_of(sequence: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The sequence, and its shorter ends."""
     return [sequence[start:] for start in range(len(sequence) + 1)]
 
 
 class _RootLog(CallLog):
-    """The roots that run forward, one after the other: a forward with one call for each. All ranks run the same roots.
-
-    A root is expected if it followed the last roots before. Otherwise, ranks compare it.
-    """
+    """The roots that run forward, one after the other: a forward with one call for each. All ranks run the same roots."""
 
     _known: ClassVar[dict[tuple[int, ...], _RootLog]] = {}
 
     @classmethod
-    def of(cls, ranks: Sequence[int], timeout: timedelta) -> _RootLog:
-        """The log of all roots of these ranks."""
-        known = cls._known.get(tuple(ranks))
+    def of(cls, ranks: tuple[int, ...], timeout: timedelta) -> _RootLog:
+        known = cls._known.get(ranks)
         if known is None or not known.is_current:
-            known = cls._known[tuple(ranks)] = _RootLog(ranks, timeout)
+            known = cls._known[ranks] = _RootLog(ranks, timeout, "", "roots")
         return known
-
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        self._set_up(ranks, timeout, "roots")
 
     def enter(self, root: str) -> None:
         """A root's forward is about to communicate. Raises as :meth:`add` does."""
         self._start()
         self._calls.append(root)
-        path = (root,)
-        if self._paths.expected() != path:
+        if self._paths.expected() != (root,):
             self._agree(0)
-        self._paths.add(path)
-
-
-def _call_difference(answers: dict[int, str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, call in answers.items():
-        ranks.setdefault(call, []).append(rank)
-    called = "; ".join(
-        f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}: {call}" for call, some in ranks.items()
-    )
-    return (
-        f"ranks called different modules in forward ({called}). All ranks must call the same fully_shard modules, in the same "
-        "order. If a rank may skip a module, such as a vision tower for a batch of text, shard it with "
-        "fully_shard(module, optional=True)"
-    )
+        self._paths.add((root,))
 
 
 def wait_for_call(work: Any) -> None:
-    """``work.wait()`` for a collective of gloo. After some seconds, look whether ranks have made different calls.
-
-    Raises:
-        RuntimeError: they have; or the collective has failed, here or on another rank.
-    """
+    """``work.wait()`` for a collective of gloo. Raises if it fails, or if ranks make different calls, after some seconds."""
 
     def look() -> None:
         for log in [log for log in _logs if log.is_current]:

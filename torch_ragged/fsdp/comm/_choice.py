@@ -1,7 +1,4 @@
-"""The choice of an implementation of the collectives by its name, from the facts of all ranks; the same on all ranks.
-
-Nothing here changes a parameter group: ``set_collectives`` installs the implementation that was chosen.
-"""
+"""The choice of an implementation of the collectives, for ``set_collectives``, from the facts of all ranks; the same on all."""
 
 from __future__ import annotations
 
@@ -33,38 +30,26 @@ _AUTO = {"cpu": "copy_engine"}
 implementations are experimental there: what is known of them is rehearsed or modelled (docs/measurements.md)."""
 
 _LARGEST_SLOT = {"cuda": 64 << 20, "cpu": 16 << 20}
-"""Bytes of the largest slot, by type of device. A larger transfer is cut into pieces. A rank has two slots for all-gathers and
-two for reductions. All parameter groups with shards over one process group share them."""
+"""Bytes of the largest slot, by type of device. A larger transfer is cut into pieces."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The transfers of all parameter groups that have their shards over one process group.
-
-    Attributes:
-        process_groups: the collectives of each parameter group.
-        gathered_nbytes: bytes of the largest shard that is all-gathered.
-        reduced_nbytes: bytes of the largest buffer that is reduce-scattered.
-    """
+    """The transfers of all parameter groups that have their shards over one process group."""
 
     device: torch.device
-    process_groups: Sequence[ProcessGroupCollectives]
-    gathered_nbytes: int
-    reduced_nbytes: int
+    process_groups: Sequence[ProcessGroupCollectives]  # The collectives of each parameter group.
+    gathered_nbytes: int  # Of the largest shard that is all-gathered.
+    reduced_nbytes: int  # Of the largest buffer that is reduce-scattered.
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """The implementation of the collectives that the ranks of a process group have agreed on.
-
-    Attributes:
-        collectives: makes a parameter group's collectives from those of its process groups.
-        allocate: allocates memory for gathered parameters and for gradients, which must stay at its address. None if the
-            implementation works on any memory.
-    """
+    """The implementation of the collectives that the ranks of a process group have agreed on."""
 
     name: str
-    collectives: Callable[[ProcessGroupCollectives], Collectives]
+    collectives: Callable[[ProcessGroupCollectives], Collectives]  # Makes those of a parameter group.
+    # Allocates gathered parameters and gradients, which must stay at their addresses; None if any memory will do.
     allocate: Callable[[int, torch.dtype], torch.Tensor] | None = None
 
 
@@ -74,8 +59,7 @@ _PROCESS_GROUPS = Implementation("nccl", lambda process_groups: process_groups)
 def choose_implementation(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
     """The implementation for all parameter groups with shards over ``group``. All ranks call this and get the same answer.
 
-    If ``name`` is unavailable, one log line on the group's first rank says why, and the process group is used. On GPUs one log
-    line says that an implementation is experimental.
+    If ``name`` is unavailable, one log line on the group's first rank says why, and the process group is used.
     """
     device, is_first = traffic.device, group.rank() == 0
     wanted = _AUTO.get(device.type, "nccl") if name == "auto" else name
@@ -104,9 +88,6 @@ def choose_implementation(name: str, group: dist.ProcessGroup, traffic: Traffic)
         text = "set_collectives(%r): experimental: it has not run on several GPUs yet (process group %s)"
         _logger.warning(text, name, group.group_name)
     return made
-
-
-# -- makers --------------------------------------------------------------------------------------------------------------
 
 
 def _make_copy_engine(group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
@@ -154,31 +135,20 @@ _MAKERS = {"symm": _make_symm, "copy_engine": _make_copy_engine, "multimem": _ma
 
 @dataclass
 class RankFacts:
-    """The facts that one rank knows about itself.
+    """The facts that one rank knows about itself."""
 
-    Attributes:
-        host: an id of its host; equal for ranks that can share CPU memory.
-        gpu: the id of its GPU; empty on the CPU.
-        out_of_reach: ids of the GPUs that the rank sees and whose memory its own GPU cannot access.
-        may_overlap: whether ranks on one GPU may share symmetric memory.
-        problems: by name of an implementation, why this rank cannot use it.
-    """
-
-    host: str = ""
-    gpu: str = ""
-    out_of_reach: frozenset[str] = frozenset()
-    may_overlap: bool = False
-    problems: dict[str, str] = field(default_factory=dict)
+    host: str = ""  # An id, equal for ranks that can share CPU memory.
+    gpu: str = ""  # Its id; empty on the CPU.
+    out_of_reach: frozenset[str] = frozenset()  # Ids of the GPUs that it sees, and whose memory its own GPU cannot access.
+    may_overlap: bool = False  # Whether ranks on one GPU may share symmetric memory.
+    problems: dict[str, str] = field(default_factory=dict)  # By name of an implementation, why this rank cannot use it.
 
 
 _known_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def problems_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
-    """By name of an implementation, why the ranks of ``group`` cannot use it; the same on all ranks.
-
-    The first call for a group costs one all-gather of objects.
-    """
+    """By name of an implementation, why ``group`` cannot use it; alike on all ranks. The first call all-gathers objects."""
     # All ranks know a group or none does, because all ranks of a group call this together.
     if group not in _known_choices:
         try:
@@ -238,15 +208,11 @@ def _facts(group: dist.ProcessGroup, device: torch.device) -> RankFacts:
 
 def _problems_of_gpu(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
     """By name of an implementation, why this rank's GPU cannot use it; empty if it can."""
+    import torch.distributed._symmetric_memory as symm_mem
+
     backend = backend_of(group, device)
     registers = hasattr(backend, "register_mem_pool") and backend.supports_tensor_alloc(device)
-    try:
-        import torch.distributed._symmetric_memory as symm_mem
-
-        has_memory = symm_mem.get_backend(device) is not None
-    except ImportError:
-        has_memory = False
-    no_memory = "" if has_memory else "torch has no symmetric memory for this device"
+    no_memory = "" if symm_mem.get_backend(device) else "torch has no symmetric memory for this device"
     return {
         "symm": "" if registers else f"the backend {dist.get_backend(group)} cannot register memory",
         "copy_engine": no_memory,
@@ -259,8 +225,6 @@ def _problem_of_multicast(device: torch.device) -> str:
         return "multimem instructions need compute capability 9.0 (Hopper)"
     if not has_multicast(device):
         return "this GPU has no multicast: no NVSwitch, or a driver without it"
-    if not hasattr(torch.ops.symm_mem, "multimem_all_gather_out"):
-        return "this torch has no multimem_all_gather_out"
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -19,21 +19,16 @@ from torch.profiler import record_function
 
 from torch_ragged.fsdp.comm._call_log import wait_for_call
 
-__all__ = ["gloo_all_gather", "errors_of", "is_worth_broadcasts", "issued", "reduce_scatter", "sum_parts"]
+__all__ = ["LONGEST_STEP", "gloo_all_gather", "errors_of", "is_worth_broadcasts", "issued", "reduce_scatter", "sum_parts"]
 
 _SMALLEST_BROADCAST = 2**18
 _MOST_BROADCASTS = 8
 """If a shard has at least so many bytes, and there are at most so many ranks, broadcasts are faster than gloo's all-gather.
-
-Measured on 2, 4 and 8 ranks of one host. With small shards or many ranks they are slower, because each broadcast is a call of
-its own and takes several steps.
-"""
+Otherwise they are slower: each one is a call of its own and takes several steps. Measured on 2, 4 and 8 ranks of one host."""
 
 _SMALLEST_PAIR = 2**21
-"""If a shard has at least so many bytes, two exchanges with the other ranks take about as long as one exchange with all ranks.
-
-Measured on 2, 4 and 8 ranks of one host: 0.98, 1.03 and 1.05 of the time at this size. For smaller shards, two take longer.
-"""
+"""If a shard has at least so many bytes, two exchanges with the other ranks take about as long as one exchange with all ranks:
+0.98, 1.03 and 1.05 of the time at this size, on 2, 4 and 8 ranks of one host. For smaller shards, two take longer."""
 
 _SUMMED_AT_ONCE = 2**17
 """A sum over ranks adds so many elements of all ranks before it adds the next ones, so that the sum stays in the cache."""
@@ -41,8 +36,8 @@ _SUMMED_AT_ONCE = 2**17
 _POLL = 1e-3
 """Seconds between two checks of the collectives in flight."""
 
-_LONGEST_STEP = 10.0
-"""Seconds for which an exiting process waits until the assistant has ended a sum or a copy."""
+LONGEST_STEP = 10.0
+"""Seconds for which an exiting process waits until a thread has ended a sum or a copy."""
 
 
 def is_worth_broadcasts(shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
@@ -51,10 +46,7 @@ def is_worth_broadcasts(shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def gloo_all_gather(parts: Sequence[torch.Tensor], shard: torch.Tensor, group: dist.ProcessGroup) -> Assisted:
-    """Fill ``parts``, one per rank, with every rank's ``shard``: one broadcast per rank whose part is not empty.
-
-    A broadcast writes to the part itself. gloo's all-gather fills its own memory and copies it.
-    """
+    """Fill ``parts``, one per rank, with every rank's ``shard``: one broadcast per rank whose part is not empty."""
     rank = group.rank()
     # All ranks issue the broadcasts in the order of source ranks, so that they match. This rank sends ``shard``, not its copy
     # in ``output``. So the copy can be made while the broadcasts are in flight.
@@ -67,23 +59,16 @@ def gloo_all_gather(parts: Sequence[torch.Tensor], shard: torch.Tensor, group: d
 
 
 def reduce_scatter(
-    output: torch.Tensor,
-    buffer: torch.Tensor,
-    group: dist.ProcessGroup,
-    divisor: float,
-    sizes: Sequence[int] | None = None,
+    output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, divisor: float, sizes: Sequence[int] | None = None
 ) -> Assisted:
     """Sum ``buffer`` (ranks * S elements) over ranks, divide it, and write this rank's slice to ``output`` (S elements).
 
-    ``sizes``: the elements of each rank's slice, if they differ.
-
-    ``output`` may have a wider dtype. This takes one or two all-to-alls and a local sum. gloo's reduce-scatter is an all-reduce
-    of a copy of the buffer and sends twice the bytes. Until ``wait()``, a receive buffer is allocated: ranks - 1 parts if parts
-    are large, otherwise as much as ``buffer``.
+    ``sizes``: the elements of each rank's slice, if they differ. ``output`` may have a wider dtype. This takes one or two
+    all-to-alls and a local sum. gloo's reduce-scatter is an all-reduce of a copy of the buffer and sends twice the bytes. Until
+    ``wait()``, a receive buffer is allocated: ranks - 1 parts if parts are large, otherwise as much as ``buffer``.
     """
     # Equal on all ranks, because parts have one size: one all-to-all does not match two.
-    is_large = sizes is None and output.numel() * buffer.element_size() >= _SMALLEST_PAIR
-    if is_large:
+    if sizes is None and output.numel() * buffer.element_size() >= _SMALLEST_PAIR:
         works, parts = _exchange_with_others(buffer, group)
     else:  # From all ranks, so that its own part is copied to the receive buffer.
         ranks = group.size()
@@ -122,11 +107,7 @@ def _exchange_with_others(buffer: torch.Tensor, group: dist.ProcessGroup) -> tup
 
 
 def sum_parts(parts: Sequence[torch.Tensor], output: torch.Tensor, divisor: float) -> None:
-    """Write the sum of ``parts`` (S elements each), divided by ``divisor``, to ``output`` (S elements).
-
-    Parts are added in their order, in the dtype of ``output``. If that is bfloat16 or float16, they are added in float32, and
-    the sum is rounded once.
-    """
+    """Write the sum of ``parts``, in their order, divided by ``divisor``, to ``output``. Narrow sums are rounded once."""
     is_narrow = output.dtype in (torch.bfloat16, torch.float16)
     with torch.inference_mode():  # Outside of it, torch refuses writes to tensors that were made in inference mode.
         for target, *pieces in zip(*(each.split(_SUMMED_AT_ONCE) for each in (output, *parts))):
@@ -152,33 +133,25 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def issued(collective: Callable[..., Any], *arguments: Any, **options: Any) -> dist.Work:
-    """The work of one of torch's collectives, which is in flight."""
     work = collective(*arguments, **options, async_op=True)
     assert work is not None, "this rank is not part of the collective's process group"
     return work
 
 
 class Assisted:
-    """Collectives in flight and a local ``step``, which runs once: on the assistant's thread or in ``wait()``.
-
-    Args:
-        needs_works: whether ``step`` reads the results of ``works``.
-    """
+    """Collectives in flight and a local ``step``, which runs once: on the assistant's thread or in ``wait()``."""
 
     def __init__(self, works: list[dist.Work], step: Callable[..., None], *arguments: Any, needs_works: bool) -> None:
         # Works and arguments are kept until wait(), also after the step: the caller's thread frees their memory, at a moment
         # that does not depend on the assistant.
-        self._works, self._step, self._needs_works = works, step, needs_works
+        self._works, self._step = works, step
+        self._needs_works = needs_works  # Whether the step reads the results of the works.
         self._arguments: tuple[Any, ...] | None = arguments
         self._is_made, self._lock = False, threading.Lock()
         _assistant.watch(self)  # Last: the assistant may run the step at once.
 
     def wait(self) -> None:
-        """Wait for the collectives and the step.
-
-        Raises:
-            Exception: the first error of a collective, or the error of the step. No collective is in flight then.
-        """
+        """Wait for the collectives and the step. Raises their first error, when no collective is in flight any more."""
         errors = errors_of(self._works)
         if errors:
             # The results are incomplete, so the assistant must not run the step. If it is running it, the lock waits.
@@ -219,17 +192,15 @@ def errors_of(works: Iterable[Any]) -> list[Exception]:
 class _Assistant:
     """A thread that runs the steps of collectives while the caller computes. ``wait()`` runs each step that it has not run.
 
-    A callback in a thread of gloo cannot replace it. If such a thread enters Python while the interpreter exits, it calls
-    ``std::terminate``, and ``destroy_process_group`` waits for the callback forever. The assistant polls and never blocks in
-    torch, so ``_stop()`` can end it at any time.
+    It polls and never blocks in torch, so ``_stop()`` can end it at any time. A callback in a thread of gloo cannot replace it:
+    if it enters Python while the interpreter exits, it calls ``std::terminate``.
     """
 
     def __init__(self) -> None:
         self._forget()
         atexit.register(self._stop)
-        if hasattr(os, "register_at_fork"):
-            # A forked child has no copy of the thread, and another thread may have held the lock during the fork.
-            os.register_at_fork(after_in_child=self._forget)
+        # A forked child has no copy of the thread, and another thread may have held the lock during the fork.
+        os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         self._tasks: queue.SimpleQueue[Assisted | None] = queue.SimpleQueue()
@@ -237,7 +208,6 @@ class _Assistant:
         self._has_ended, self._lock = False, threading.Lock()
 
     def watch(self, task: Assisted) -> None:
-        """Run the step of ``task`` when its input is complete."""
         with self._lock:
             if self._has_ended:
                 return
@@ -259,11 +229,10 @@ class _Assistant:
         # A thread that runs torch's code while the interpreter exits would abort the process, so its step has to end first.
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join(_LONGEST_STEP)
+            self._thread.join(LONGEST_STEP)
 
 
 def _assist(tasks: queue.SimpleQueue[Assisted | None]) -> None:
-    """Advance each of ``tasks`` until it is finished. Return when ``tasks`` yields None."""
     in_flight: list[Assisted] = []
     while True:
         # If nothing is in flight, the thread sleeps until a task comes and takes no CPU time.

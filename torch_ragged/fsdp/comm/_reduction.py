@@ -1,6 +1,6 @@
 """Reduction: what a reduction over ranks computes, and how it divides. Every carrier begins its reductions here.
 
-Nothing here knows how data moves. A new reduction is a subclass that overrides :meth:`Reduction.steps`, and no carrier changes.
+A new reduction is a subclass that overrides :meth:`Reduction.steps`, and no carrier changes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,7 @@ def ops_of(group: dist.ProcessGroup, device: torch.device) -> Ops:
 
 
 class Steps(NamedTuple):
-    """The steps of a reduction.
-
-    Attributes:
-        op: the op of the collective.
-        before: what the input is divided by, in place, before the collective.
-        after: what the output is divided by after it.
-    """
+    """The op of a collective, what its input is divided by before it, in place, and its output after it."""
 
     op: Any
     before: float = 1
@@ -52,15 +46,10 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients are reduced: the sum over ranks, divided by ``divisor``. Equal on all ranks, as settings are.
+    """How gradients are reduced: the sum over ranks, divided by ``divisor``. Equal on all ranks, as settings are."""
 
-    Attributes:
-        divisor: None divides by the number of ranks, and by the number of replicas if there are any.
-        sum_only: whether backends compute sums only, never averages.
-    """
-
-    divisor: float | None = None
-    sum_only: bool = False
+    divisor: float | None = None  # None: the number of ranks, and that of replicas if there are any.
+    sum_only: bool = False  # Whether backends compute sums only, never averages.
 
     def steps(self, size: int, dtype: torch.dtype, averages: bool) -> Steps:
         """The steps over ``size`` ranks with an output of ``dtype``, by a carrier that may average itself."""
@@ -76,24 +65,14 @@ class Reduction:
                 before *= 2
         return Steps(dist.ReduceOp.SUM, before, divisor / before)
 
-    @property
-    def partial_op(self) -> str:
-        """The op of the ``Partial`` placement of values that are not reduced yet."""
-        return "avg" if self.divisor is None else "sum"
-
     def rest(self) -> Reduction:
-        """What is left for a second step, over other ranks. The first one has applied the user's divisor.
-
-        If there is none, each step divides by its own number of ranks.
-        """
+        """What is left for a second step, over other ranks: the first one has applied the user's divisor, if there is one."""
         return self if self.divisor in (None, 1) else dataclasses.replace(self, divisor=1.0)
 
     def begin(self, output: torch.Tensor, source: torch.Tensor, size: int, ops: Ops) -> tuple[Any, float]:
         """Divide ``source`` in place; return the op to issue over ``size`` ranks, and what ``output`` is divided by after that.
 
-        Raises:
-            ValueError: the carrier does not compute the op. Nothing is written or sent then, on any rank: reductions and
-                carriers are equal on all ranks.
+        If the carrier does not compute the op, all ranks raise a ValueError, and nothing is written or sent.
         """
         steps = self.steps(size, output.dtype, ops.averages)
         # An op with a factor is an object that knows its kind, and kinds do not know the object: it stands on the left.

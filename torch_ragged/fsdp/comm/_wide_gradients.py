@@ -1,7 +1,4 @@
-"""Reduce-scatters that send the narrow dtype of backward and add in a wider one, and the gradients that came wide already.
-
-Nothing here knows whether gradients have accumulated, which needs the wide dtype: the group does.
-"""
+"""Reduce-scatters that send the narrow dtype of backward and add in a wider one, and the gradients that came wide already."""
 
 from __future__ import annotations
 
@@ -30,26 +27,21 @@ class WideGradients:
         the group's buffer     | x x a a | a x x x | x x x b | x x x x |      a and b are wide gradients
         the second buffer      | a a | a . | b . | . . |                      one part per rank, padded to the longest part
 
-    Args:
-        indices: the parameters that may have wide gradients, the same on all ranks.
-
-    Attributes:
-        kept: this rank's, by parameter. Ranks may differ.
-        are_few: whether sending or keeping them beside the other gradients costs little. Equal on all ranks.
+    ``indices``: the parameters that may have wide gradients, the same on all ranks.
     """
 
     def __init__(self, layout: BufferLayout, rank: int, indices: Sequence[int]) -> None:
         self._layout, self._rank, self._indices = layout, rank, frozenset(indices)
-        self.kept: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, torch.Tensor] = {}  # By parameter. Ranks may differ.
         # Of all ranks, because this rank packs its gradients for each of them.
         self._intervals = [_gradient_intervals(layout, each, indices) for each in range(layout.ranks)]
         # The longest part on any rank: a reduce-scatter has parts of one size.
         self._part = max(sum(stop - start for _, _, start, stop in intervals) for intervals in self._intervals)
-        # Equal on all ranks, as the layout and the indices are. It depends on no gradient: these may differ between ranks.
+        # Whether sending or keeping them beside the other gradients costs little. Equal on all ranks, as the layout and the
+        # indices are. It depends on no gradient: these may differ between ranks.
         self.are_few = self._part * layout.ranks <= layout.numel * _LARGEST_PART
 
     def keep(self, index: int, gradient: torch.Tensor) -> None:
-        """Keep a gradient, or add it to the one of its parameter."""
         kept = self.kept.get(index)
         # Not in place: a hook of the user may have kept the first gradient.
         self.kept[index] = gradient if kept is None else kept + gradient
@@ -67,19 +59,13 @@ class WideGradients:
                 yield index, self.kept.pop(index)
 
     def allow_narrow(self, collectives: Collectives, device: torch.device) -> bool:
-        """Whether ``collectives`` send gradients in their narrow dtype and add them in the wide one. Equal on all ranks.
-
-        If not, gradients have to be cast to the wide dtype before the reduce-scatter.
-        """
+        """Whether gradients need no cast to the wide dtype before the reduce-scatter. Equal on all ranks."""
         return self.are_few and collectives.reduce_scatter_traits(device).adds_wide
 
     def reduce_scatter(
         self, collectives: Collectives, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction
     ) -> Work:
-        """Reduce ``buffer`` and, by a second reduce-scatter, what is kept. ``wait()`` adds both in ``output``.
-
-        The output, this rank's shard, is in the wide dtype, and the buffer in the narrow one.
-        """
+        """Reduce the narrow ``buffer`` and, by a second reduce-scatter, what is kept. ``wait()`` adds both in ``output``."""
         narrow = collectives.reduce_scatter(output, buffer, reduction)
         if not self._part:  # No rank has an element of a wide gradient.
             return narrow
@@ -96,7 +82,6 @@ class WideGradients:
         return wait_all([narrow, Then(work, functools.partial(self._add, received, output))])
 
     def _add(self, received: torch.Tensor, output: torch.Tensor) -> None:
-        """Add this rank's reduced part to its shard."""
         for index, offset, start, stop in self._intervals[self._rank]:
             first = self._layout.offsets[index] + start - self._layout.edges[self._rank]
             output[first : first + stop - start].add_(received[offset : offset + stop - start])

@@ -1,7 +1,4 @@
-"""The gate of a root: ranks agree on its calls, so that no all-gather of one module meets that of another one.
-
-It moves no parameters: it calls the states whose calls other ranks make.
-"""
+"""The gate of a root: ranks agree on its calls, so that no all-gather of one module meets that of another one."""
 
 from __future__ import annotations
 
@@ -9,24 +6,26 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from torch_ragged._ranks.agreement import reduce_min
 from torch_ragged._ranks.groups import device_of, timeout_of
 from torch_ragged.fsdp.comm._call_log import CallLog
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, Gate
-from torch_ragged.fsdp.gates._roll_call import RollCall, roll_call_of
 from torch_ragged.fsdp.gates._untrained import note_root, refuse_other_replicas, warn_of_unsharded
 
-__all__ = ["OptionalGate", "RootGate", "gate_of"]
+__all__ = ["OptionalGate", "RollCall", "RootGate", "gate_of", "roll_call_of"]
+
+OptionalEvent = tuple[FSDPState, bool]
+"""A state and whether its call ends: its pre-forward, or its post-forward."""
 
 
 def gate_of(states: Sequence[FSDPState]) -> Gate | None:
-    """The gate of a root, in its first forward; None if the mesh has one rank, or if ranks are simulated.
-
-    ``states`` are those under the root; the root's is the first.
-    """
-    log, roll_call = _call_log_of(states), roll_call_of(states[0].modules, states)
-    note_root(states[0].modules)
+    """The gate of a root, whose state is the first, in its first forward; None if there is one rank, or ranks are simulated."""
     groups = [group for state in states for group in state.groups]
+    log, roll_call = _call_log_of(states[0], groups), roll_call_of(states[0].modules, states)
+    note_root(states[0].modules)
     if torch.is_grad_enabled():
         warn_of_unsharded(states[0].modules, groups)
     if log is None:
@@ -91,13 +90,8 @@ class OptionalGate(RootGate):
     def _meet(self, state: FSDPState | None, is_exit: bool = False, stays_unsharded: bool = False) -> tuple[bool, bool]:
         """Return when this event is next on all ranks that have it, and take part in the events before it.
 
-        Args:
-            state: of an optional module; None: when no rank has such an event.
-            is_exit: whether its call ends, and does not begin.
-            stays_unsharded: whether this rank must not reshard at the end of the call.
-
-        Returns:
-            whether gradients are enabled, and whether the module stays unsharded, on any rank that has the event.
+        The event is that the call of an optional module begins, or ends if ``is_exit``; None: when no rank has one. What is
+        returned is what :meth:`RollCall.agree` says of it.
         """
         event = None if state is None else (state, is_exit)
         self.before_collective()  # A vote is a collective, too: ranks make sure that they run the same root.
@@ -112,9 +106,7 @@ class OptionalGate(RootGate):
                 other.enter_call(other.context, needs[0])
 
 
-def _call_log_of(states: Sequence[FSDPState]) -> CallLog | None:
-    """The log of the calls under a root; None if there is one rank, or if the ranks are simulated."""
-    groups = [group for state in states for group in state.groups]
+def _call_log_of(root: FSDPState, groups: Sequence[FSDPParamGroup]) -> CallLog | None:
     group = max(groups, key=lambda group: group.dp.mesh.size(), default=None)
     # A report that runs on one rank alone must not wait for others.
     if group is None or group.plan.runs_on_meta or group.dp.mesh.size() == 1:
@@ -125,5 +117,86 @@ def _call_log_of(states: Sequence[FSDPState]) -> CallLog | None:
     if dist.get_backend(shard_group) == "fake":
         return None
     # Names of modules are known under one root only. Groups are numbered in the order of their construction.
-    root = f"{type(states[0].modules[0]).__name__} with {group.names} in group {group.named.number}"
-    return CallLog(sorted(group.dp.mesh.mesh.flatten().tolist()), timeout_of(shard_group, device_of(group.dp.mesh)), root)
+    name = f"{type(root.modules[0]).__name__} with {group.names} in group {group.named.number}"
+    return CallLog(sorted(group.dp.mesh.mesh.flatten().tolist()), timeout_of(shard_group, device_of(group.dp.mesh)), name)
+
+
+class RollCall:
+    """The pre-forward and post-forward events of optional modules: ranks agree which of them runs next on any rank.
+
+    ::
+
+        rank 0 (images)  tower pre-forward   tower post-forward   layer pre-forward
+        rank 1 (text)    layer pre-forward   layer pre-forward    layer pre-forward
+        agreed           tower pre-forward   tower post-forward   layer pre-forward
+                         rank 1 takes part   rank 1 reshards      both unshard the layer
+
+    The event that comes first in the tree of modules is next. A rank with another event takes part in it, and asks again.
+    ``events``: of each optional module its pre-forward, those inside it, its post-forward. ``groups`` connect all ranks.
+    """
+
+    def __init__(self, events: Sequence[OptionalEvent], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._events, self._groups, self._device = list(events), list(groups), device
+        self._index = {event: index for index, event in enumerate(self._events)}
+
+    def agree(
+        self, event: OptionalEvent | None, stays_unsharded: bool = False
+    ) -> tuple[OptionalEvent | None, tuple[bool, bool]]:
+        """The event that is next, and whether gradients are enabled, and the module stays unsharded, on any rank that has it.
+
+        One all-reduce of 16 bytes per process group, for which the host waits. ``event`` is the rank's own; None: that of a
+        module that is not optional, which is after those of all others. ``stays_unsharded``: this rank must not reshard there.
+        """
+        own = len(self._events) if event is None else self._index[event]
+        # MIN picks the earliest event. Its last bit is 0 if any rank at that event needs it, so MIN is the OR of needs, too.
+        votes = [2 * own + (not needed) for needed in (torch.is_grad_enabled(), stays_unsharded)]
+        # On the device of the backend. The host reads it, and so waits for all ranks: that is the price of an optional module.
+        vote = torch.tensor(votes, device=self._device)
+        for group in self._groups:
+            # One after the other: what the first group has found reaches ranks that only share the second one.
+            reduce_min(vote, group, "the call of an optional module")
+        grad, stays = vote.tolist()
+        agreed = grad // 2
+        return (None if agreed == len(self._events) else self._events[agreed]), (grad % 2 == 0, stays % 2 == 0)
+
+
+def roll_call_of(modules: Sequence[nn.Module], states: Sequence[FSDPState]) -> RollCall | None:
+    """The roll call of the optional modules inside ``modules``, the root's; None if there are none."""
+    by_module = {module: state for state in states for module in state.modules}
+    events: list[OptionalEvent] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, is_optional: bool) -> None:
+        if module in seen:
+            return
+        # A module that is used twice has one position, so that the order is the same on all ranks.
+        seen.add(module)
+        state = by_module.get(module)
+        is_optional |= state is not None and state.is_optional
+        if state is not None and is_optional:
+            # Each event is of one module: a list would begin several times and end once.
+            if len(state.modules) > 1:
+                names = ", ".join(type(each).__name__ for each in state.modules)
+                raise ValueError(f"the modules {names} are inside an optional module and have one group: shard them one by one")
+            state.is_optional = True  # Also that of a module inside an optional one.
+            events.append((state, False))
+        for child in module.children():
+            visit(child, is_optional)
+        if state is not None and is_optional:
+            # After those inside it, which end before.
+            events.append((state, True))
+
+    if states[0].is_optional:
+        raise ValueError(
+            "the root, whose forward runs first, cannot be optional: all ranks must call it. Mark the modules inside it that a "
+            "rank may skip"
+        )
+    for module in modules:
+        visit(module, False)
+    if not events:
+        return None
+    groups = [group for state in states for group in state.groups]
+    pairs = [(group.dp.shard_group, group.dp.replicate_group) for group in groups]
+    # Each process group once. They are equal on all ranks, in an order that they share.
+    connecting = list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
+    return RollCall(events, connecting, device_of(groups[0].dp.mesh))

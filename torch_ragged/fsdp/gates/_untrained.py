@@ -1,7 +1,7 @@
 """Warnings and errors of parameters that a step would not train, or would train differently on each rank. FSDP2 is silent.
 
-Nothing here changes a module, the values of a parameter or an optimizer. It looks at the first forward of a
-root, at the steps of an optimizer, at errors of backward, and when a root's state dict is made.
+Nothing here changes a module, the values of a parameter or an optimizer. It looks at the first forward of a root, at the steps
+of an optimizer, at errors of backward, and when a root's state dict is made.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
-__all__ = [
-    "note_ignored",
-    "note_replaced",
-    "note_root",
-    "refuse_other_replicas",
-    "sharded_originals",
-    "warn_of_unsharded",
-]
+__all__ = ["note_ignored", "note_replaced", "note_root", "refuse_other_replicas", "sharded_originals", "warn_of_unsharded"]
 
 sharded_originals = WeakTensorKeyDictionary()
 """The parameters that ``fully_shard`` has replaced, with their names."""
@@ -72,10 +65,7 @@ _ADVICE = (
 def note_replaced(
     param: nn.Parameter, fqn: str, module: nn.Module, name: str, call: str = "fully_shard", remedy: str = ""
 ) -> None:
-    """``call`` has replaced ``param``, which was ``name`` of ``module``. An optimizer that holds it trains nothing.
-
-    The warning advises to make the optimizer after ``call``, and adds ``remedy``.
-    """
+    """``call`` has replaced ``param``, ``name`` of ``module``: an optimizer that holds it trains nothing. A warning says so."""
     sharded_originals[param], replaced_params[param] = fqn, (weakref.ref(module), name, call, remedy)
     _seen.clear()  # Also optimizers that have made steps may hold it.
     if not _optimizer_hooks:
@@ -85,7 +75,6 @@ def note_replaced(
 
 
 def note_ignored(params: Iterable[torch.Tensor]) -> None:
-    """The user wants these parameters to stay as they are."""
     for param in params:
         if not isinstance(param, DTensor):  # No warning asks for them, and torch cannot convert one that has a weak reference.
             _ignored[param] = None
@@ -119,21 +108,18 @@ def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGrou
 def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> None:
     """Raise on all ranks if replicas (HSDP) hold other values of a parameter: they would train apart for ever.
 
-    Buffers are not compared, since running statistics may differ. Collectives: those of :func:`first_difference` for each mesh
-    with replicas. ``groups`` are equal on all ranks; the names in the error are those under ``roots``.
+    Collectives: those of :func:`first_difference` for each mesh with replicas. The error has names under ``roots``.
     """
-    by_mesh: dict[DeviceMesh, list[FSDPParamGroup]] = {}
+    by_mesh: dict[tuple[DeviceMesh, dist.ProcessGroup], list[FSDPParamGroup]] = {}
     for group in groups:
         replicas = group.dp.replicate_group
         # A memory report runs on one rank alone. Simulated ranks send nothing, and neither does a group that was destroyed.
         if replicas is None or replicas.size() == 1 or group.plan.runs_on_meta or replicas not in process_groups():
             continue
         if dist.get_backend(replicas) != "fake":
-            by_mesh.setdefault(group.params[0].sharded.device_mesh, []).append(group)  # type: ignore[attr-defined]
-    for mesh, members in by_mesh.items():
-        dp, params = members[0].dp, [param for group in members for param in group.params]
-        replicas = dp.replicate_group
-        assert replicas is not None
+            by_mesh.setdefault((group.params[0].sharded.device_mesh, replicas), []).append(group)  # type: ignore[attr-defined]
+    for (mesh, replicas), members in by_mesh.items():
+        params = [param for group in members for param in group.params]
         parts = [(index, part) for index, param in enumerate(params) for part in _parts(local_of(param.sharded))]
         # Also the groups of model parallelism: all ranks raise.
         others = [each for each in map(mesh.get_group, range(mesh.ndim)) if each is not replicas and each.size() > 1]
@@ -141,7 +127,7 @@ def refuse_other_replicas(roots: Sequence[nn.Module], groups: Sequence[FSDPParam
         first = first_difference([part for _, part in parts], replicas, others, device, "the comparison of replicas")
         if first is not None:
             _roots.update(roots)
-            names = dp.mesh.mesh_dim_names
+            names = members[0].dp.mesh.mesh_dim_names
             raise ValueError(
                 f"{_names([params[parts[first][0]].registered_names[0]])[0]} has other values on some replicas (mesh dimension "
                 f"{names[0] if names else 0}), which would train apart: call torch.manual_seed with one seed on all ranks "
@@ -160,12 +146,10 @@ def _parts(local: torch.Tensor) -> list[torch.Tensor]:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Fused kernels, foreach kernels of DTensors and offload write to parameters without a change of their version counters, by
-    which the next forward sees that gathered ones are outdated.
-
-    All parameters with gradients count, also those without elements on this rank: ranks must all-gather alike.
-    """
+    which the next forward sees that gathered ones are outdated."""
     if torch.compiler.is_compiling():
         return
+    # Also those without elements on this rank: ranks must all-gather alike.
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     torch.autograd.graph.increment_version([param for param in params if owner_of(param) is not None])
 
@@ -180,8 +164,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if look is None or look.looks or look.params != count:
         params = [param for group in optimizer.param_groups for param in group["params"]]
     if look is None or look.params != count:
-        owned = (group_by_param.get(id(owner_of(param))) for param in params)
-        look = _Look(count, _STEPS_LOOKED_AT, weakref.WeakSet(group for group in owned if group is not None))
+        look = _Look(count, _STEPS_LOOKED_AT, weakref.WeakSet(group for _, group in _sharded_of(params)))
     waiting = [group for group in look.groups if group.is_unsynchronized]
     if waiting and backward_id() == -1:  # Optimizers that step in backward do so while other groups reduce.
         _refuse_unsynchronized(optimizer, waiting)
@@ -198,12 +181,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}{remedy}"
         )
     texts += _of_detached(params) + _of_alone(optimizer, params) + _of_offload(optimizer, params)
-    pending: dict[int, tuple[nn.Module, str]] = {}
-    if backward_id() == -1:
-        # Not of groups that accumulate: the program has set .grad, as DCP does to make states, or the step was refused above.
-        alone = (param for group in all_groups if group.is_pending and not group.is_unsynchronized for param in group.params)
-        pending = {id(param.sharded): param.registered_names[0] for param in alone}
-    if names := _names(pending[id(param)] for param in params if id(param) in pending):
+    # Not of groups that accumulate: the program has set .grad, as DCP does to make states, or the step was refused above.
+    pending = [owner for owner, group in _sharded_of(params) if group.is_pending and not group.is_unsynchronized]
+    if pending and backward_id() == -1:
+        names = _names(owner.registered_names[0] for owner in pending)
         texts.append(
             f"makes a step while gradients of its parameters are not reduced: {_listed(names)}. They are not in .grad, so that "
             "this step does not use them. A backward used parameters that unshard() has gathered, outside of a forward: the "
@@ -215,10 +196,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_unsynchronized(optimizer: Optimizer, waiting: Sequence[FSDPParamGroup]) -> None:
-    """An error on all ranks, at every step: without it, a step would leave gradients out, or use a part of them.
-
-    If a program has set ``.grad`` since then, the step uses what it has set: DCP makes an optimizer's states by such a step.
-    """
+    """An error on all ranks, at every step: without it, a step would leave gradients out, or use a part of them."""
+    # If a program has set ``.grad`` since then, the step uses what it has set: DCP makes an optimizer's states by such a step.
     found = {
         id(param.sharded): param.registered_names[0]
         for group in waiting
@@ -288,10 +267,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 def _of_alone(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]:
     """Parameters with gradients in no group, if the optimizer has sharded ones, too: otherwise it may train another model."""
     alone = [param for param in params if _is_alone(param) and param.grad is not None and param not in replaced_params]
-    if not alone or not _has_ranks():
-        return []
-    sharded = {id(param.sharded) for group in all_groups for param in group.params}
-    if not any(id(param) in sharded for param in params):
+    if not alone or not _has_ranks() or not _sharded_of(params):
         return []
     note_ignored(alone)
     texts = _described(alone, optimizer.param_groups)
@@ -303,19 +279,24 @@ def _of_offload(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[st
     if getattr(optimizer, "follows_offload", False):
         return []
     policies = {}
-    for group in all_groups:
+    for owner, group in _sharded_of(params):
         policy = next((part for part in group.plan.parts if getattr(part, "moves_states", False)), None)
         if policy is not None:
-            policies.update({id(param.sharded): (param.registered_names[0], policy) for param in group.params})
-    found = [policies[id(param)] for param in params if id(param) in policies]
-    if not found:
+            policies[owner.registered_names[0]] = policy
+    if not policies:
         return []
-    names, name, policy = _names(owner for owner, _ in found), type(optimizer).__name__, found[0][1]
+    names, name, policy = _names(policies), type(optimizer).__name__, next(iter(policies.values()))
     return [
         f"keeps all of its states beside the parameters, and fully_shard(..., offload_policy={policy!r}) has no effect on "
         f"them: {_listed(names)}. Make the optimizer that follows the policy by offloaded({name}, model, ...), or leave the "
         "policy out"
     ]
+
+
+def _sharded_of(params: Iterable[torch.Tensor]) -> list[tuple[FSDPParam, FSDPParamGroup]]:
+    """Those of ``params`` that lie in a group, with it."""
+    owners = [owner for param in params if (owner := owner_of(param)) is not None]
+    return [(owner, group_by_param[id(owner)]) for owner in owners if id(owner) in group_by_param]
 
 
 def _is_alone(param: torch.Tensor) -> bool:
@@ -343,7 +324,6 @@ def _described(params: Sequence[torch.Tensor], named: Sequence[dict[str, Any]] =
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -372,10 +352,8 @@ def _refuse_resharded(error: RuntimeError) -> None:
 
 
 def _refuse_sharded_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """``inputs`` of ``torch.autograd.grad`` or ``backward(inputs=)`` are sharded parameters: forward has used other ones.
-
-    With ``allow_unused=True``, autograd would return None, or the gradient of the uses of the sharded ones only.
-    """
+    """``inputs`` of ``torch.autograd.grad`` or ``backward(inputs=)`` are sharded parameters: forward has used other ones."""
+    # With ``allow_unused=True``, autograd would return None, or the gradient of the uses of the sharded ones only.
     owners = {id(owner.unsharded): owner for each in inputs if (owner := owner_of(each)) is not None}
     if not owners:
         return
@@ -400,7 +378,6 @@ def _refuse_sharded_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> Non
 
 
 def _innermost_parameters(error: BaseException) -> list[torch.Tensor | None]:
-    """The parameters of the last module on the way to ``error``."""
     trace, module = error.__traceback__, None
     while trace is not None:
         each = trace.tb_frame.f_locals.get("self")

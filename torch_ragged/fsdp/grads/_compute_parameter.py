@@ -17,10 +17,7 @@ __all__ = ["compute_parameter"]
 
 
 def compute_parameter(group: FSDPParamGroup, index: int, value: torch.Tensor) -> nn.Parameter | None:
-    """The unsharded parameter of ``value`` whose matmuls write into the gradient buffer; None: a plain parameter is as good.
-
-    A matmul that writes there leaves nothing to copy and nothing to allocate.
-    """
+    """The unsharded parameter of ``value`` whose matmuls write into the gradient buffer; None: a plain parameter is as good."""
     # The buffer must take the gradient as the matmul computes it: the same dtype and order of elements, and no sum over the
     # model's ranks before it.
     has_layout = not group.shards.are_typed and group.param_dtype == group.grad_buffer.dtype

@@ -2,47 +2,112 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils import _pytree as pytree
 
-__all__ = ["FSDPGrad", "GradSource"]
+from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer
+from torch_ragged.fsdp.core._grad_reduction import GradReduction
 
-_ADVICE = "Call synchronize_gradients() of the root module on every rank first"
+__all__ = ["FSDPGrad", "UnsynchronizedView"]
 
 _SCALES = {"aten::mul_": "mul_", "aten::div_": "div_", "aten::_foreach_mul_": "mul_", "aten::_foreach_div_": "div_"}
 _ZEROS = ("aten::zero_", "aten::_foreach_zero_")
 _ALIASES = ("aten::detach", "aten::alias")
 
 
-class GradSource(Protocol):
-    """The group that holds what an :class:`FSDPGrad` shows.
+class UnsynchronizedView:
+    """While gradients of a group wait for a later reduction, it sets ``.grad`` of its parameters, and is read by them."""
 
-    Attributes:
-        has_memory: whether there are components. If not, ``zero_()`` drops the gradient, as nothing is to be filled.
-    """
+    has_memory = True  # If not, ``zero_()`` drops the gradient, as nothing is to be filled.
 
-    has_memory: bool
+    def __init__(self, reduction: GradReduction, holds_unreduced: bool) -> None:
+        self._reduction, self._holds_unreduced = reduction, holds_unreduced
+        self._shown: dict[int, FSDPGrad] = {}  # By parameter. The same parameters on all ranks.
+        self._copy: DBuffer | None = None  # What reading one of them has reduced. Equal on all ranks: reading is collective.
+        # Also of parameters that this rank has not used: another rank may have, and reading is a collective of all of them.
+        for index, param in enumerate(reduction.params):
+            sharded: Any = param.sharded
+            if sharded.requires_grad:
+                dtype = sharded.grad_dtype or reduction.buffer.reduce_dtype
+                sharded.grad = self._shown[index] = FSDPGrad(self, index, sharded, dtype, sharded.grad)
 
-    def is_published(self, index: int) -> bool:
-        """Whether ``.grad`` of parameter ``index`` is an FSDPGrad now."""
+    def take_back(self) -> None:
+        self._copy, shown, self._shown = None, self._shown, {}
+        for index, grad in shown.items():
+            param = self._reduction.params[index]
+            sharded: Any = param.sharded
+            if isinstance(sharded.grad, FSDPGrad) and (sharded.grad._source, sharded.grad._index) == (self, index):
+                sharded.grad = grad.reduced
+                continue
+            # The program has set another gradient, or None: that replaces the parts which wait, too.
+            for part in self.local_components(index).values():
+                part.zero_()
+            param.has_gradient, param.was_used, param.pending = False, False, None
+
+    def reduced(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return gradient.reduced if isinstance(gradient, FSDPGrad) else gradient
+
+    def shows(self, index: int) -> bool:
+        return index in self._shown
+
+    # -- what an FSDPGrad asks -------------------------------------------------------------------------------------
+
+    is_published = shows
 
     def why_not_published(self) -> str:
-        """For the error that says so."""
+        return "this FSDPGrad is out of date: a later backward or synchronization has begun. Read .grad again"
 
     def local_components(self, index: int) -> dict[str, torch.Tensor]:
         """The memory of "unreduced" and "partial", those that exist. Writing to it changes what is reduced later."""
+        parts, reduction = {}, self._reduction
+        if (unreduced := reduction.buffer.accumulated(index)) is not None:
+            parts["unreduced"] = unreduced
+        if reduction.kept is not None:
+            begin, end = reduction.intervals[index]
+            parts["partial"] = reduction.kept.flat[begin:end]
+        return parts
 
     def component(self, index: int, name: str) -> DTensor | None:
         """ "unreduced" or "partial" as a DTensor; None if there is none."""
+        part, param = self.local_components(index).get(name), self._reduction.params[index]
+        if part is None:
+            return None
+        sums = Partial("avg" if self._reduction.settings.reduction.divisor is None else "sum")
+        if name == "unreduced":
+            return param.distribution.unreduced(part, param.pending or (), sums)
+        return param.distribution.partial(part, param.sharded, sums)  # type: ignore[arg-type]
+
+    def note_change(self) -> None:
+        self._copy = None
 
     def reduced_copy(self, index: int, dtype: torch.dtype) -> DTensor:
         """Collective: what is pending, reduced over all ranks."""
+        reduction = self._reduction
+        if reduction.settings.reduce_hook is not None:
+            raise RuntimeError(
+                "reading a gradient that is not synchronized would call the hook of set_all_reduce_hook, or leave it out: call "
+                "synchronize_gradients() on every rank first"
+            )
+        # One reduction for all parameters of the group. All ranks have a copy or none, as all of them read, and change, alike.
+        if self._copy is None:
+            self._copy = reduction.reduced_copy(_unreduced(reduction) if self._holds_unreduced else None)
+        begin, end = reduction.intervals[index]
+        flat = self._copy.flat[begin:end].to(reduction.sharded.flat.device, dtype, copy=True)
+        return reduction.gradient(reduction.params[index], flat)
 
-    def note_change(self) -> None:
-        """A component was changed."""
+
+def _unreduced(reduction: GradReduction) -> DBuffer:
+    """A copy of the gradient buffer in ``reduce_dtype``, with zeros where this rank has no gradient."""
+    buffer, like = reduction.buffer, reduction.sharded
+    flat = torch.zeros(like.layout.numel, dtype=buffer.reduce_dtype, device=buffer.device)
+    copy = DBuffer(like.layout, Partial(), like.rank, flat.dtype, flat.device, pool=Borrowed(flat))
+    for index in range(len(reduction.params)):
+        if (view := buffer.accumulated(index)) is not None:
+            copy.tensor(index).copy_(view)
+    return copy
 
 
 class FSDPGrad(torch.Tensor):
@@ -65,31 +130,28 @@ class FSDPGrad(torch.Tensor):
     ==============  =====================================  =======================  ================================
 
     Partial is ``Partial("avg")``, or ``Partial("sum")`` if a gradient divide factor is set. A component is None if there is no
-    such part on this rank. The gradient is the sum of all three, reduced. Its shape and device are those of
-    the parameter; its dtype is the parameter's ``grad_dtype``.
+    such part on this rank. The gradient is the sum of all three, reduced: of the parameter's shape, device and ``grad_dtype``.
 
-    - **Read it** on every rank: ``materialize()``, ``full_tensor()``, ``redistribute()``, ``clone()``, and operations without
-      side effects (norms) reduce a copy. They issue the collectives of the group's reduction once; later reads in the group
-      use its result, until a component changes.
-    - **Scale it, or set it to zeros**, alike on every rank: ``mul_``, ``div_``, ``zero_``, ``zero_grad(set_to_none=False)`` and
-      ``GradScaler.unscale_`` act on each component. ``unscale_`` reads, too; the others issue no collective.
-    - **Drop it**: ``param.grad = None`` drops all components, as on one device. So does another tensor, which replaces them.
-    - **Everything else raises** ``RuntimeError``: other writes, views, ``to_local()``, ``placements``, and the step of an
-      optimizer. ``to_local()`` would be a part of the gradient only.
-
-    An FSDPGrad that a program keeps is out of date when the next backward begins, and raises then.
+    - Reading it, on every rank, reduces a copy: ``materialize()``, ``full_tensor()``, ``redistribute()``, ``clone()``, norms.
+      Later reads in the group use the result, until a component changes.
+    - Scaling it, or setting it to zeros, acts on each component, alike on every rank. ``GradScaler.unscale_`` reads, too.
+    - ``param.grad = None`` drops all components. So does another tensor, which replaces them.
+    - All else raises ``RuntimeError``: other writes, views, ``to_local()``, ``placements``, an optimizer's step, and any use
+      after the next backward has begun.
 
     The class and its words are those that torch's FSDP has in its main branch (2026). There, it is a DTensor, and
     ``to_local()`` reads by a collective. Here it is not: torch 2.11 sends some operations on subclasses to DTensor's own code.
     """
 
     reduced: DTensor | None
-    _source: GradSource
+    _source: UnsynchronizedView
     _index: int
     _sharded: DTensor
 
     @staticmethod
-    def __new__(cls, source: GradSource, index: int, sharded: DTensor, dtype: torch.dtype, reduced: DTensor | None) -> FSDPGrad:
+    def __new__(
+        cls, source: UnsynchronizedView, index: int, sharded: DTensor, dtype: torch.dtype, reduced: DTensor | None
+    ) -> FSDPGrad:
         # No memory of its own: components lie in the buffers of the group, so that their reduction copies nothing.
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, sharded.shape, strides=sharded.stride(), dtype=dtype, device=sharded.device, requires_grad=False
@@ -122,11 +184,7 @@ class FSDPGrad(torch.Tensor):
         """Whether the memory of the components is still theirs."""
         return self._source.has_memory
 
-    def reads(self, source: GradSource, index: int) -> bool:
-        """Whether it shows parameter ``index`` of ``source``."""
-        return self._source is source and self._index == index
-
-    def _live(self) -> GradSource:
+    def _live(self) -> UnsynchronizedView:
         # Its components may hold the gradients of the next pass already.
         if not self._source.is_published(self._index):
             raise RuntimeError(self._source.why_not_published())
@@ -192,9 +250,7 @@ class FSDPGrad(torch.Tensor):
     # -- operations ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name, kwargs = func._schema.name, kwargs or {}
         if name in _ALIASES:  # ``grad.detach()`` and ``.data`` show the same components.
             grad = args[0]
@@ -231,12 +287,12 @@ class FSDPGrad(torch.Tensor):
 def _refusal(what: str) -> RuntimeError:
     return RuntimeError(
         f"{what} of a gradient that is not synchronized: some of it is not reduced over all ranks yet (a backward ran with "
-        f"set_requires_gradient_sync(False), set_requires_all_reduce(False) or set_is_last_backward(False)). {_ADVICE}"
+        "set_requires_gradient_sync(False), set_requires_all_reduce(False) or set_is_last_backward(False)). Call "
+        "synchronize_gradients() of the root module on every rank first"
     )
 
 
 def _scalar(factor: Any) -> Any:
-    """A factor as a plain number or tensor."""
     if isinstance(factor, DTensor):
         factor = factor.full_tensor()
     if isinstance(factor, torch.Tensor) and factor.numel() != 1:
@@ -245,7 +301,6 @@ def _scalar(factor: Any) -> Any:
 
 
 def _on_each(written: Any, operation: str, operands: list[tuple[Any, ...]], result: Any) -> Any:
-    """Apply an in-place operation to all components of FSDPGrads, and to other tensors themselves."""
     for grad, values in zip(written, operands):
         if operation == "zero_" and isinstance(grad, FSDPGrad) and not grad.has_memory:
             if grad._sharded.grad is grad:  # So that zero_grad(set_to_none=False) does what zero_grad() does.

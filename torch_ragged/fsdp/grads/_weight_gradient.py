@@ -1,8 +1,7 @@
 """Matmuls that write weight gradients directly into the gradient buffer, without an allocation and without a copy.
 
-Normally autograd allocates the gradient of a parameter, and a hook copies it into the buffer. The matmul that computes the
-gradient of a weight can write into the buffer itself, or add to it. This needs another autograd node, which is made in forward:
-:class:`ComputeParameter` detects the matmul by ``__torch_function__``::
+Normally autograd allocates the gradient of a parameter, and a hook copies it into the buffer. That the matmul writes there
+needs another autograd node, which is made in forward: :class:`ComputeParameter` detects it by ``__torch_function__``::
 
     F.linear(x, W, b), x @ W.t(), x @ W[e], ...
         |   all other operations, and matmuls that torch computes in another way, are left to torch
@@ -11,11 +10,9 @@ gradient of a weight can write into the buffer itself, or add to it. This needs 
         v             autograd gets None for the weight
     GradientTarget    the tensor to write to, and whether it holds a gradient
 
-A view of a weight, such as one expert's matrix or the transpose, remembers its parameter (:class:`_WeightView`). Its gradient
-is written to the same view of the target. Backward decides whether to write to the target, so that hooks and frozen parameters
-work as in torch. If it does not, the gradient is computed as in torch and returned to autograd.
-
-Compiled code is left to torch: Dynamo traces through ``__torch_function__`` without a graph break.
+The gradient of a view of a weight, such as one expert's matrix or the transpose, is written to the same view of the target.
+Backward decides whether to write to the target, so that hooks and frozen parameters work as in torch. Compiled code is left to
+torch: Dynamo traces through ``__torch_function__`` without a graph break.
 """
 
 from __future__ import annotations
@@ -57,10 +54,9 @@ class GradientTarget(Protocol):
     """The destination of one parameter's gradient. Both methods are called in backward only."""
 
     def begin(self) -> tuple[torch.Tensor, bool] | None:
-        """The tensor to write to, and whether it holds a gradient to add to. It has the parameter's shape and strides.
+        """The tensor to write to, of the parameter's shape and strides, and whether it holds a gradient to add to.
 
-        None: the gradient goes through autograd, to ``.grad`` and its hooks. A gradient with another dtype than the tensor's
-        does so, too.
+        None: the gradient goes through autograd, to ``.grad`` and its hooks. So does one with another dtype than the tensor's.
         """
 
     def done(self) -> None:
@@ -104,27 +100,19 @@ class ComputeParameter(_Weight, nn.Parameter):
 
     The matmuls are ``F.linear``, ``matmul``, ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` (without factors): as functions,
     methods and operators. The weight, or a view of it, is the second factor: ``(in, out)``, or ``(experts, in, out)`` with an
-    input of the same number of experts. ``einsum`` is left to torch: to find its matmul took as long as the copy that it would
-    save. So is the grouped matmul, which has no ``out=``.
+    input of as many experts. Not ``einsum``, whose matmul takes long to find, nor the grouped matmul, which has no ``out=``.
 
     Results are plain tensors, except views. They are bitwise equal to those of a plain parameter, and so are the gradients of
     all other operands. If a weight is used once and as a whole, its first gradient is bitwise equal to autograd's, except in
     batched matmuls of its transpose. Sums of several gradients are rounded in another order. Double backward, autocast,
     functorch, forward-mode differentiation and other tensor classes are left to torch.
 
-    Differences to a plain parameter:
+    A dtype that is not floating-point is a ValueError. Other differences to a plain parameter:
 
     - Operations on it take a few microseconds more.
     - The fast paths of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` for inference are not used.
     - Before torch 2.15, the first call of compiled code raises if it gets a view that eager code has made. Pass the parameter.
     - ``backward(inputs=...)`` with a parameter and views of it gives the views no gradient.
-
-    Args:
-        data: a tensor of a floating-point dtype.
-        requires_grad: as in ``nn.Parameter``.
-
-    Raises:
-        ValueError: ``data`` has another dtype.
     """
 
     gradient_target: GradientTarget | None = None
@@ -150,14 +138,8 @@ class _WeightView(_Weight, torch.Tensor):
         return self.view_as(self)  # view_as is not one of _VIEWS.
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
 class _Product(torch.autograd.Function):
-    """One matmul of an input and a weight by ``call``: ``(m, in) x (in, out)`` or ``(e, m, in) x (e, in, out)``.
-
-    The weight of ``F.linear`` is ``(out, in)``. ``call`` adds the bias.
-    """
+    """One matmul by ``call``, which adds the bias: ``(m, in) x (in, out)``, of ``F.linear`` ``(out, in)``; or a batch."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -166,7 +148,9 @@ class _Product(torch.autograd.Function):
         ctx.weight, ctx.is_linear = weight, call is F.linear
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
         if recomputation_ends(saves=1 + ctx.needs_input_grad[1]):
-            return _unused(x, weight.shape[-2 if ctx.is_linear else -1])
+            # An activation checkpoint, which has the inputs that it needs: nothing reads this product.
+            with no_dispatch():  # Selective checkpoints expect the operators of the first forward.
+                return x.new_empty(1).expand(*x.shape[:-1], weight.shape[-2 if ctx.is_linear else -1])
         if bias is None:
             return call(x, weight)
         return call(x, weight, bias) if ctx.is_linear else call(bias, x, weight)
@@ -180,17 +164,12 @@ class _Product(torch.autograd.Function):
         with as_plain_tensors():
             multiply, add = (torch.mm, torch.Tensor.addmm_) if x.dim() == 2 else (torch.bmm, torch.Tensor.baddbmm_)
             of_weight, of_x = weight_gradient(ctx, x, gradient, multiply, add), None
-            if _needs_input_gradient(ctx):
+            # A pass for the gradients of weights only, as in a pipeline schedule, needs none of the input.
+            if needs[1] and (torch.compiler.is_compiling() or gradient_use(ctx.next_functions[0][0]) is not GradientUse.NONE):
                 factor = weight if ctx.is_linear else weight.mT
                 is_transposed = x.stride() == (1, x.shape[0])  # Then torch returns a transposed gradient, too.
                 of_x = multiply(factor.mT, gradient.mT).mT if is_transposed else multiply(gradient, factor)
         return None, of_x, of_weight, *[gradient if need else None for need in needs[3:]]  # Autograd sums that of a bias.
-
-
-def _unused(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """A product in an activation checkpoint that stops when the inputs of the product are saved: nothing reads it."""
-    with no_dispatch():  # Selective checkpoints expect the operators of the first forward.
-        return x.new_empty(1).expand(*x.shape[:-1], columns)
 
 
 def weight_gradient(
@@ -198,12 +177,8 @@ def weight_gradient(
 ) -> torch.Tensor | None:
     """Write the gradient of ``ctx.weight`` to its target. If it has none, return the gradient, unless this pass needs none.
 
-    If the weight is stored transposed, the gradient is computed transposed, as in the backward of ``mm``.
-
-    Args:
-        ctx: of a node with the inputs ``x`` and ``ctx.weight``, which has a ``parameter`` with a ``gradient_target``.
-            ``ctx.is_linear``: whether the weight is ``(out, in)``.
-        multiply, add: ``mm`` and ``addmm_``, or what stands for them.
+    ``ctx`` is of a node with the inputs ``x`` and ``ctx.weight``, which is ``(out, in)`` if ``ctx.is_linear``. ``multiply`` and
+    ``add`` are ``mm`` and ``addmm_``, or what stands for them.
     """
     use = GradientUse.RETURNED
     if not torch.compiler.is_compiling():
@@ -219,6 +194,7 @@ def weight_gradient(
         return None
     weight, destination = ctx.weight, _destination(ctx) if use is GradientUse.ACCUMULATED else None
     rows, columns = (-1, -2) if ctx.is_linear else (-2, -1)  # in and out
+    # As in the backward of ``mm``: of a weight that is stored transposed, the gradient is computed transposed.
     is_transposed = weight.stride(rows) == 1 and weight.stride(columns) == weight.shape[rows]
     if destination is None and multiply is torch.bmm:
         is_transposed = False  # The backward of bmm does not look at strides.
@@ -266,13 +242,6 @@ def _destination(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
     return view, holds_gradient, target
 
 
-def _needs_input_gradient(ctx: Any) -> bool:
-    """Whether this backward needs the gradient of the input. A pass for the gradients of weights only does not."""
-    if not ctx.needs_input_grad[1] or torch.compiler.is_compiling():
-        return ctx.needs_input_grad[1]
-    return gradient_use(ctx.next_functions[0][0]) is not GradientUse.NONE
-
-
 # -- which calls are products ------------------------------------------------------------------------------------------
 # A handler gets a call's arguments and returns its result, or None to leave the call to torch. If the arguments are wrong, it
 # returns None, so that torch raises its own error.
@@ -281,7 +250,6 @@ _PLAIN_TYPES = {torch.Tensor, nn.Parameter, ComputeParameter, _WeightView}
 
 
 def _is_product(weight: Any, x: Any, bias: Any = None) -> bool:
-    """Whether a matmul of ``x`` and ``weight`` may become a ``_Product``."""
     return (
         isinstance(weight, _Weight)
         and weight.requires_grad  # type: ignore[attr-defined]

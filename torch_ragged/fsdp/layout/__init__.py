@@ -1,4 +1,1 @@
-"""The layout of a group's tensors in one buffer, and the planner that computes it.
-
-This works on integers only: nothing here allocates memory or communicates.
-"""
+"""The layout of a group's tensors in one buffer, and its planner: integers only, without memory and communication."""

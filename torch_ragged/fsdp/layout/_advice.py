@@ -1,7 +1,4 @@
-"""Advice for groups whose padding exceeds a limit: changes that reduce the padding.
-
-Each suggested change was planned first, so its padding is exact.
-"""
+"""Advice for groups whose padding exceeds a limit: changes that reduce it. Each was planned, so its padding is exact."""
 
 from __future__ import annotations
 
@@ -21,33 +18,24 @@ _MOST_MERGED_TENSORS = 10_000  # Planning a larger group takes too long for advi
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change and its padding.
-
-    Attributes:
-        text: the change, in words.
-        padding_fraction: the padding after the change, relative to the elements of the changed groups.
-    """
+    """A change in words, and the padding after it, relative to the elements of the changed groups."""
 
     text: str
     padding_fraction: float
 
     def __str__(self) -> str:
-        return f"{self.text}: {_percentage(self.padding_fraction)}"
+        return f"{self.text}: {self.padding_fraction:,.2%}"
 
 
 def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) -> list[str]:
     """Advice for the groups whose padding exceeds ``limit``: the reason for the padding, and changes that reduce it.
 
-    Groups of equal tensors are reported once. Each suggestion was planned, and its padding is within the limit. If no tried
-    change is within the limit, the text says so and names the best one.
+    One text per kind of group that exceeds the limit, with one line per suggestion. Groups of equal tensors are one kind. If no
+    tried change is within the limit, the text says so and names the best one.
 
     Args:
         layouts: the layouts of all groups of a model by name, in the model's order.
         limit: the most padding, relative to the elements of the group.
-
-    Returns:
-        One text per kind of group that exceeds the limit, with one line per suggestion. If no group exceeds it, nothing is
-        planned.
     """
     kinds: dict[object, list[str]] = {}
     for name, layout in layouts.items():
@@ -68,9 +56,7 @@ def remedies(
 ) -> list[Remedy]:
     """For each sort of change, the smallest change whose padding is within ``limit``. If a sort has none, its best change.
 
-    Args:
-        count: the number of groups with equal tensors, this one included.
-        neighbours: names and layouts of other groups, with which this one can be merged.
+    Sorts yield small changes first. ``count`` groups have these tensors, and can be merged; so can one with a neighbour.
     """
     found = []
     for sort in (_finer(layout), _split_groups(layout), _merged_groups(layout, count, neighbours), _smaller_sizes(layout)):
@@ -86,19 +72,16 @@ def remedies(
 
 def _advice_text(names: Sequence[str], layout: BufferLayout, limit: float, found: Sequence[Remedy]) -> str:
     lines = [
-        f"{_and_more(names)}: padding {_percentage(layout.padding_fraction)} on {layout.ranks:,} ranks exceeds {100 * limit:g}%"
-        f" (at least {_percentage(layout.bound_fraction)}: {layout.forced_by})"
+        f"{_and_more(names)}: padding {layout.padding_fraction:,.2%} on {layout.ranks:,} ranks exceeds {100 * limit:g}%"
+        f" (at least {layout.bound_fraction:,.2%}: {layout.forced_by})"
     ]
-    mending = [remedy for remedy in found if remedy.padding_fraction <= limit]
-    if mending:
-        return "\n".join([*lines, *(f"  - {remedy}" for remedy in mending)])
+    chosen = [remedy for remedy in found if remedy.padding_fraction <= limit]
     if not found:
-        return "\n".join([*lines, "  no tried change reduces it"])
-    best = min(found, key=lambda remedy: remedy.padding_fraction)
-    return "\n".join([*lines, "  no tried change brings it within the limit; the best one is", f"  - {best}"])
-
-
-# --- sorts of changes; each yields small changes first -----------------------------------------------------------
+        lines.append("  no tried change reduces it")
+    elif not chosen:
+        lines.append("  no tried change brings it within the limit; the best one is")
+        chosen = [min(found, key=lambda remedy: remedy.padding_fraction)]
+    return "\n".join([*lines, *(f"  - {remedy}" for remedy in chosen)])
 
 
 def _finer(layout: BufferLayout) -> Iterator[Remedy]:
@@ -148,8 +131,7 @@ def _smaller_sizes(layout: BufferLayout) -> Iterator[Remedy]:
             ranks -= ranks % 8 if ranks > 8 else 0
             if ranks and ranks not in tried:
                 tried.add(ranks)
-                padding = plan_layout(layout.tensors, ranks, layout.alignment).padding_fraction
-                yield Remedy(f"FSDP size {ranks:,}", padding)
+                yield Remedy(f"FSDP size {ranks:,}", plan_layout(layout.tensors, ranks, layout.alignment).padding_fraction)
         whole //= 2
 
 
@@ -189,7 +171,3 @@ def _cut_text(tensor: TensorSpec) -> str:
 
 def _and_more(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
-
-
-def _percentage(fraction: float) -> str:
-    return f"{100 * fraction:,.2f}%"

@@ -1,7 +1,4 @@
-"""Lower bounds on the shard size, each with its reason in words.
-
-Nothing here depends on the order of tensors: the bounds hold for every layout.
-"""
+"""Lower bounds on the shard size, each with its reason in words. They hold for every layout, in any order of tensors."""
 
 from __future__ import annotations
 
@@ -22,32 +19,21 @@ _MAX_RAISES = 16  # Groups of models need 3. If the loop stops early, the bound 
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound on the shard size.
+    """A lower bound on the shard size, and the reason in words."""
 
-    Attributes:
-        shard: no layout has a smaller shard, in elements.
-        why: the reason, in words.
-        tensor: the index of the tensor that forces the bound; None if no single tensor does.
-    """
-
-    shard: int
+    shard: int  # No layout has a smaller one, in elements.
     why: str
-    tensor: Optional[int] = None
+    tensor: Optional[int] = None  # The index of the tensor that forces the bound; None if no single one does.
 
     def explain(self, tensors: Sequence[TensorSpec]) -> str:
-        """The reason, with the name of the tensor that forces the bound."""
         return self.why if self.tensor is None else f"{tensors[self.tensor].name}: {self.why}"
 
 
 def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
     """A lower bound on the shard size S, which holds for every order of tensors.
 
-    All elements must fit into ``ranks`` shards, and a block must fit into one shard. From there, three rules raise the bound.
-    If a rule excludes S, it excludes all sizes from S up to the bound that it returns. This ends when no rule excludes S:
-
-    - Tensors that are cut at multiples of ``d`` elements only take at most ``floor(S / d)`` multiples of a shard.
-    - A tensor of more than ``2 * S`` elements contains a whole shard at every offset. So S must be a multiple of its block.
-    - A tensor of more than S elements that cannot contain a whole shard is cut once. Two such parts rarely fill a shard.
+    All elements must fit into ``ranks`` shards, and a block must fit into one shard. From there, three rules raise the bound,
+    until none excludes it: see docs/planner.md. One that excludes S excludes all sizes from S up to the bound that it returns.
     """
     total = sum(kind.numel for kind in kinds)
     bounds = [Bound(-(-total // ranks), f"all {total:,} elements must fit into {ranks:,} shards")]
@@ -74,9 +60,9 @@ def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
 def _of_divisor(counts: Mapping[Kind, int], ranks: int, divisor: int, bound: Bound) -> Bound:
     """Raise ``bound`` if tensors that are cut at multiples of ``divisor`` only do not fit.
 
-    These tensors take at most ``full`` elements of a shard: the largest multiple in it. Another tensor of n elements is
-    contiguous, so it touches at most ``2 + (n - 2) // S`` shards. All shards that no other tensor touches lose ``S - full``
-    elements. Up to the next multiple, a larger S leaves ``full`` as it is, and other tensors touch no more shards.
+    These tensors take at most ``full`` elements of a shard: the largest multiple in it. Another tensor of n elements touches at
+    most ``2 + (n - 2) // S`` shards. All shards that no other tensor touches lose ``S - full`` elements. Up to the next
+    multiple, a larger S leaves ``full`` as it is, and other tensors touch no more shards.
     """
     whole = total = touched = 0
     for kind, count in counts.items():
@@ -99,15 +85,15 @@ def _of_divisor(counts: Mapping[Kind, int], ranks: int, divisor: int, bound: Bou
 def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, bound: Bound) -> Bound:
     """Raise ``bound`` if the tensors that are cut once take more shards than there are.
 
-    A tensor of more than S elements that cannot contain a whole shard has two parts. Each is at one end of a shard, so a shard
-    has at most two parts. Parts are multiples of ``divisor``: a shard has at most ``full`` elements of them, and a part of
-    the shortest tensor has at least ``rest``. Then n such tensors take n + 1 shards, where ``n = full // rest``;
-    docs/planner.md has the proof. Shards that are inside a longer tensor have no parts.
+    A tensor of more than S elements that cannot contain a whole shard has two parts, each at one end of a shard. Parts are
+    multiples of ``divisor``: a shard has at most ``full`` elements of them, and a part of the shortest tensor has at least
+    ``rest``. Then ``n = full // rest`` such tensors take n + 1 shards; docs/planner.md has the proof.
     """
     cut = {kind: count for kind, count in counts.items() if kind.numel > bound.shard and bound.shard % kind.grain}
     if not cut:
         return bound
     longest = max(kind.numel for kind in cut)
+    # Shards inside a longer tensor have no parts.
     inside = sum(max(0, (kind.numel + 1) // longest - 1) * count for kind, count in counts.items())
     best, end, number, divisor = bound, longest, 0, 0
     for kind in sorted(cut, key=lambda kind: (-kind.numel, -kind.grain)):
@@ -127,7 +113,10 @@ def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, boun
 
 
 def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bound:
-    """Raise ``bound`` until the shard is a multiple of the blocks of all tensors, and segments, of more than two shards."""
+    """Raise ``bound`` until the shard is a multiple of the blocks of all tensors, and segments, of more than two shards.
+
+    Such a tensor contains a whole shard at every offset.
+    """
     parts: dict[_BoundPart, int] = {}
     for index, kind in reversed(list(enumerate(kinds))):  # Of tensors of equal kind, the first one is named.
         parts[_BoundPart(kind.numel, kind.grain, kind, True)] = index

@@ -1,9 +1,8 @@
 """The orders of tensors that the planner tries. Nothing here chooses the shard size.
 
 Interleaved orders mix tensors of different block sizes, for shard sizes at which no sorted order fits. Padding arises at shard
-boundaries: if a boundary would be inside a block, the tensor there starts later. Tensors of the smallest block need the least
-padding. So a good order has one of them at every boundary, and uses them in proportion, so that some are left for the last
-boundaries.
+boundaries: if one would be inside a block, the tensor there starts later. Tensors of the smallest block need the least padding.
+So a good order has one of them at every boundary, and uses them in proportion, so that some are left for the last boundaries.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def interleaved_order(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int
     """An order in which tensors fit into ``ranks`` shards of ``shard`` elements; None if this search finds none.
 
     A class is the tensors of one block size, in the given order. A dynamic program keeps, for counts of laid-out tensors per
-    class, the order that ends at the smallest offset. It looks at counts near the proportional mix only. It costs as much as
-    laying out a few dozen orders.
+    class, the order that ends at the smallest offset. It looks at counts near the proportional mix only.
     """
     classes: dict[tuple[int, int], list[int]] = {}
     for index, kind in enumerate(kinds):

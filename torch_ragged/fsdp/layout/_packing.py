@@ -1,7 +1,4 @@
-"""Packing tensors into equal shards in a given order: each tensor at the smallest offset at which no block is cut.
-
-Nothing here chooses the order, nor the shard sizes that are tried.
-"""
+"""Packing tensors into equal shards in a given order: each tensor at the smallest offset at which no block is cut."""
 
 from __future__ import annotations
 
@@ -19,23 +16,14 @@ __all__ = ["Kind", "advance", "first_that_works", "fits", "last_cut", "may_span"
 
 
 class Kind(NamedTuple):
-    """The planner's view of a tensor, without its name and shape. Tensors of equal kind are interchangeable.
+    """The planner's view of a tensor, without its name and shape. Tensors of equal kind are interchangeable."""
 
-    Attributes:
-        numel: the number of elements.
-        block: the tensor is cut at multiples of ``block`` only. If it has segments, the elements of their largest block.
-        period: blocks are counted anew every ``period`` elements.
-        unit: if the shard size is a multiple of ``unit``, the tensor can contain whole shards.
-        grain: all cuts are at multiples of ``grain``. So are the sizes of all shards that the tensor contains.
-        runs: where a tensor with segments is cut; empty for other tensors.
-    """
-
-    numel: int
-    block: int
-    period: int
-    unit: int
-    grain: int
-    runs: tuple[ElementRun, ...] = ()
+    numel: int  # The number of elements.
+    block: int  # The tensor is cut at multiples of it only. If it has segments, the elements of their largest block.
+    period: int  # After so many elements, blocks are counted anew.
+    unit: int  # If the shard size is a multiple of it, the tensor can contain whole shards.
+    grain: int  # All cuts are at multiples of it. So are the sizes of all shards that the tensor contains.
+    runs: tuple[ElementRun, ...] = ()  # Where a tensor with segments is cut; empty for other tensors.
 
     @staticmethod
     def of(tensor: TensorSpec) -> Kind:
@@ -80,12 +68,9 @@ def place(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int] | None:
 def advance(offset: int, kind: Kind, count: int, shard: int, spans: bool) -> int | None:
     """The offset after ``count`` tensors of ``kind``, each laid out at the smallest possible offset, from ``offset`` on.
 
-    All tensors that fit in the rest of a shard take one step together. A tensor across a boundary takes one step. None if a
-    tensor fits at no offset. This is certain if it fits neither in the shard of ``offset`` nor from the start of the next one,
-    because all other shards are like the next one.
-
-    Args:
-        spans: whether a tensor may contain whole shards.
+    All tensors that fit in the rest of a shard take one step together. A tensor across a boundary takes one step; it may
+    contain whole shards if ``spans``. None if a tensor fits at no offset. This is certain if it fits neither in the shard of
+    ``offset`` nor from the start of the next one, because all other shards are like the next one.
     """
     numel, block, period, runs = kind.numel, kind.block, kind.period, kind.runs
     while count:
@@ -115,10 +100,7 @@ def may_span(kind: Kind, shard: int) -> bool:
 
 
 def last_cut(kind: Kind, room: int, shard: int, spans: bool) -> int:
-    """Where the first shard boundary can be in a tensor with segments: the last cut up to ``room``; 0 if there is none.
-
-    If ``spans``, the boundaries after the first one are between blocks, too.
-    """
+    """The last cut up to ``room`` in a tensor with segments; 0: none. If ``spans``, no later boundary cuts a block, either."""
     if not spans:
         start, _, block = run_at(kind.runs, room)
         return room - (room - start) % block
@@ -146,12 +128,7 @@ def run_at(runs: Sequence[ElementRun], cut: int) -> ElementRun:
 
 
 def fits(runs: Sequence[tuple[Kind, int]], ranks: int, shard: int, spans: Mapping[Kind, bool]) -> bool:
-    """Whether tensors fit into ``ranks`` shards of ``shard`` elements.
-
-    Args:
-        runs: in order, each kind with the number of its tensors in a row.
-        spans: for each kind, whether a tensor may contain whole shards.
-    """
+    """Whether tensors fit: ``runs`` are kinds in order with their counts, ``spans`` says which may contain whole shards."""
     offset = 0
     for kind, count in runs:
         end = advance(offset, kind, count, shard, spans[kind])
@@ -162,19 +139,11 @@ def fits(runs: Sequence[tuple[Kind, int]], ranks: int, shard: int, spans: Mappin
 
 
 def first_that_works(works: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The first number from ``low`` to ``high`` for which ``works`` is true; None if there is none.
-
-    If ``works`` is true for a number, it must be true for all larger ones. The search is fast if the answer is near ``low``.
-    """
+    """The first number from ``low`` to ``high`` that works, as all larger ones do; None: none. Fast if it is near ``low``."""
     if low > high or not works(high):
         return None
     failed, reach = low - 1, 1
     while low < high and not works(low):
         failed, low, reach = low, min(low + reach, high), 2 * reach
-    while low - failed > 1:
-        middle = (failed + low) // 2
-        if works(middle):
-            low = middle
-        else:
-            failed = middle
-    return low
+    between = range(failed + 1, low)
+    return failed + 1 + bisect_left(between, True, key=works)

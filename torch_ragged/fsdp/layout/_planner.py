@@ -3,10 +3,7 @@
 For a fixed order and shard size S, the smallest offset for each tensor is optimal and takes O(n). Feasibility is not monotone
 in S: if a tensor contains whole shards, S must be a multiple of its block; if it crosses one boundary only, S need not be. So
 the search goes through the sets of blocks whose tensors may contain whole shards. For each set, it tries multiples of their
-least common multiple, where feasibility is monotone. It keeps the smallest S of all sets and orders.
-
-The cost does not grow with the number of elements. It does not grow with the number of ranks beyond the number of tensors.
-``docs/planner.md`` has the proofs and the measurements.
+least common multiple, where feasibility is monotone. ``docs/planner.md`` has the proofs, the cost and the measurements.
 """
 
 from __future__ import annotations
@@ -96,7 +93,6 @@ def plan_layout(
 def _plan(
     kinds: tuple[Kind, ...], ranks: int, alignment: int, policy: str, threshold: float
 ) -> tuple[int, tuple[int, ...], str, Bound]:
-    """The shard size, the offset of each tensor, the name of the order, and the bound."""
     bound = lower_bound(kinds, ranks, alignment)
     order, name, best = list(range(len(kinds))), "given", smallest_shard(kinds, ranks, alignment, bound.shard)
     assert best is not None, "a shard that holds all tensors fits"
@@ -167,10 +163,8 @@ def smallest_shard(kinds: Sequence[Kind], ranks: int, alignment: int, bound: int
 
 @lru_cache(maxsize=4096)
 def _uneven_shards(fused: frozenset[Kind], alignment: int, bound: int) -> list[int]:
-    """The shard sizes, from ``bound`` on, at which one of the ``fused`` tensors can contain a whole shard; the first ones.
-
-    The boundaries of the shard may be in different segments, so its size need not be a multiple of their blocks.
-    """
+    """The first shard sizes, from ``bound`` on, at which one of the ``fused`` tensors can contain a whole shard."""
+    # The boundaries of the shard may be in different segments, so its size need not be a multiple of their blocks.
     found: set[int] = set()
     for kind in fused:
         step = math.lcm(alignment, kind.grain)
@@ -180,11 +174,8 @@ def _uneven_shards(fused: frozenset[Kind], alignment: int, bound: int) -> list[i
 
 
 def _steps(kinds: Iterable[Kind], alignment: int, bound: int) -> list[int]:
-    """The numbers whose multiples are tried as shard sizes, smallest first: one per set of units.
-
-    Tensors of these units may contain whole shards. Only tensors of at least ``bound`` elements can do so. If one unit divides
-    another unit of the set, it does not change the number.
-    """
+    """The numbers whose multiples are tried as shard sizes, smallest first: one per set of units."""
+    # Tensors of these units may contain whole shards, which only tensors of at least ``bound`` elements can do.
     units = sorted({kind.unit for kind in kinds if kind.numel >= bound})
     if len(units) <= _MAX_SUBSET_BLOCKS:
         subsets = [subset for n in range(len(units) + 1) for subset in itertools.combinations(units, n)]

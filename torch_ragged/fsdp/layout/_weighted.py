@@ -1,17 +1,13 @@
-"""Shards in proportion to weights: their layout, and its planner.
-
-A layout is integers only: it owns no memory and does not know the rank of its process.
-"""
+"""Shards in proportion to weights: their layout, and its planner."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch_ragged.fsdp.layout._bound import Bound
@@ -67,7 +63,7 @@ class WeightedLayout(BufferLayout):
     def _smallest(self) -> int:
         return sum(self.weights) * self.alignment
 
-    @functools.cached_property
+    @cached_property
     def edges(self) -> tuple[int, ...]:
         unit = self.shard_numel // max(self.weights)
         return tuple(unit * before for before in itertools.accumulate(self.weights, initial=0))
@@ -87,11 +83,7 @@ class WeightedLayout(BufferLayout):
 
 
 def check_weights(weights: Any, ranks: int) -> tuple[int, ...]:
-    """``weights``, without their common divisor.
-
-    Raises:
-        ValueError: they are not one integer per rank, from 0 on; all are 0; or they need too many units.
-    """
+    """``weights``, without their common divisor. A ValueError says what is wrong with them."""
     given = tuple(weights) if isinstance(weights, Sequence) and not isinstance(weights, (str, bytes)) else ()
     is_valid = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in given)
     if len(given) != ranks or not is_valid or not any(given):
@@ -183,7 +175,6 @@ def _smallest_unit(kinds: Sequence[Kind], weights: Sequence[int], alignment: int
 
 
 def _place(kinds: Sequence[Kind], weights: Sequence[int], unit: int) -> list[int] | None:
-    """The smallest offsets of tensors in this order; None if they do not fit."""
     edges = [unit * before for before in itertools.accumulate(filter(None, weights))]
     offsets, offset = [], 0
     for kind in kinds:

@@ -39,7 +39,7 @@ StateSizes = dict[str, tuple[int, torch.dtype]]
 class UsedGradients:
     """The source of gradients that a step in backward has used: their memory is free, and reading them is an error.
 
-    It is a ``GradSource`` that publishes nothing, so that an FSDPGrad asks it for nothing else.
+    It is a source of FSDPGrads that publishes nothing, so that an FSDPGrad asks it for nothing else.
 
     Args:
         why: the error.

@@ -1,4 +1,1 @@
-"""Collectives over memory that ranks share: copy engines and multicast. Not run on several GPUs yet.
-
-Users choose them with ``set_collectives``.
-"""
+"""Collectives over memory that ranks share, which users choose with ``set_collectives``. Not run on several GPUs yet."""

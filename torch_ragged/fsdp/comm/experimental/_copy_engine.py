@@ -1,7 +1,4 @@
-"""All-gather and reduce-scatter as copies between the memories of the ranks. On a GPU, copy engines make the copies, not SMs.
-
-Nothing here allocates or maps memory: ``PeerMemory`` does.
-"""
+"""All-gather and reduce-scatter as copies between the memories of the ranks. On a GPU, copy engines make them, not SMs."""
 
 from __future__ import annotations
 
@@ -31,14 +28,9 @@ class CopyEngineCollectives(WrappedCollectives):
         all-gather       each rank writes its shard to its own slot           | signal |  each rank reads the other ranks' slots
         reduce-scatter   each rank writes each part to the slot of its owner  | signal |  each rank adds up its own slot
 
-    On the CPU, parts are added in the order of ranks, and bfloat16 and float16 are added in float32 and rounded once. On a GPU,
-    ``torch.sum`` adds them. A transfer that is larger than a slot is cut into pieces. Buffers may be in any memory, because all
-    data passes through the slots. This costs one more copy of a rank's own shard. On GPUs this class is experimental: it has
-    not run on several GPUs yet.
-
-    Args:
-        process_groups: collectives of the same ranks. They serve other groups, replicas, and custom collectives.
-        gathers, reductions: two memories, so that an all-gather and a reduce-scatter do not wait for each other.
+    A transfer that is larger than a slot is cut into pieces. Buffers may be in any memory, because all data passes through the
+    slots: two memories, so that an all-gather and a reduce-scatter do not wait for each other. ``process_groups``, of the same
+    ranks, serve other groups, replicas, and custom collectives.
     """
 
     def __init__(
@@ -107,7 +99,6 @@ def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int,
     ranks, numel, nbytes, dtype = len(parts), output.numel(), parts[rank].nbytes, parts[rank].dtype
 
     def rows(slot: torch.Tensor) -> torch.Tensor:
-        """The part of each rank in a slot."""
         return slot[: ranks * nbytes].view(dtype).view(ranks, numel)
 
     def write(slots: list[torch.Tensor]) -> None:

@@ -1,7 +1,6 @@
 """All-gather and reduce-scatter by NVSwitch multicast (NVLS): one store writes to all ranks, one load returns their sum.
 
-Experimental: it has not run on several GPUs yet. Importing this file must not need Triton: the kernel is compiled at its
-first use.
+Importing this file must not need Triton: the kernel is compiled at its first use.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _PACKET = 16
 """Bytes of one multimem instruction. Every shard is a multiple of it, because shards are aligned."""
 
 _CHANNEL = 0
-"""The channel of the signal pads that barriers use here. torch's all-gather uses this channel too, but each allocation has its
-own pads: the all-gather works on gathered buffers, and these barriers are on gradient buffers."""
+"""The channel of the signal pads that barriers use here, of gradient buffers. torch's all-gather uses it on gathered buffers,
+which have their own pads, as each allocation has."""
 
 
 class SymmetricSlabs:
@@ -50,33 +49,31 @@ class SymmetricSlabs:
 
 
 class MulticastCollectives(WrappedCollectives):
-    """Collectives on gathered buffers and gradient buffers in :class:`SymmetricSlabs`. Experimental.
+    """Collectives on gathered buffers and gradient buffers in :class:`SymmetricSlabs`.
 
-    An all-gather stores each shard once, to the multicast address of the gathered buffers
-    (``torch.ops.symm_mem.multimem_all_gather_out``). A reduce-scatter loads the sum of all ranks' gradients of this rank's
-    shard from the multicast address of the gradient buffers. The switch adds bfloat16 in float32, in an order of its own, and
-    rounds once. All-gathers run on one stream, reduce-scatters on another one.
-
-    The process group serves all other calls: other buffers, other dtypes than float32 and bfloat16, and custom collectives.
+    An all-gather stores each shard once, to the multicast address of the gathered buffers. A reduce-scatter loads the sum of
+    all ranks' gradients of this rank's shard from that of the gradient buffers. The switch adds bfloat16 in float32, in an
+    order of its own, and rounds once. The process group serves all other calls: other buffers and dtypes, custom collectives.
     """
 
     def __init__(self, process_groups: ProcessGroupCollectives, group: dist.ProcessGroup, slabs: SymmetricSlabs) -> None:
         super().__init__(process_groups)
         self._process_groups, self._group, self._slabs = process_groups, group, slabs
         self._timeout_ms = int(1000 * timeout_of(group, slabs.device).total_seconds())
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        # All-gathers have the higher priority, because forward waits for them.
+        self._gathers, self._reductions = (torch.cuda.Stream(slabs.device, priority=priority) for priority in (-1, 0))
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         is_ours = group in (None, self._group) and self._process_groups.custom_all_gather is None
         # All ranks decide alike: buffers are persistent on all ranks or on none.
         if not is_ours or self._slabs.handle(output) is None:
             return super().all_gather(output, shard, group)
-        # A higher priority than reductions have, because forward waits for all-gathers.
-        stream = self._stream("all_gather", output.device, priority=-1)
-        with torch.no_grad(), torch.cuda.stream(stream):
+        # The current stream has written the input, and has read the output's earlier contents. So it is for reductions.
+        self._gathers.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(self._gathers):
             gathered, part = output.view(torch.uint8), shard.view(torch.uint8)
             torch.ops.symm_mem.multimem_all_gather_out(part, self._group.group_name, gathered)
-            return StreamWork(stream.record_event())
+            return StreamWork(self._gathers.record_event())
 
     def reduce_scatter(
         self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
@@ -86,8 +83,8 @@ class MulticastCollectives(WrappedCollectives):
         if not is_ours or handle is None:
             return super().reduce_scatter(output, buffer, reduction, group)
         _, divisor = reduction.begin(output, buffer, self._group.size(), SUMS)
-        stream = self._stream("reduce_scatter", output.device, priority=0)
-        with torch.cuda.stream(stream):
+        self._reductions.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._reductions):
             # Each rank's barrier is behind the kernels that write its gradients: after it, all ranks' gradients are complete.
             handle.barrier(_CHANNEL, self._timeout_ms)
             load_sum(handle.multicast_ptr + handle.rank * output.nbytes, output)
@@ -95,19 +92,11 @@ class MulticastCollectives(WrappedCollectives):
             handle.barrier(_CHANNEL, self._timeout_ms)
             if divisor != 1:
                 output.div_(divisor)
-            return StreamWork(stream.record_event())
+            return StreamWork(self._reductions.record_event())
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         # The load instruction returns the dtype that it reads. A rank receives sums only, straight in the output.
         return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
-
-    def _stream(self, name: str, device: torch.device, priority: int) -> torch.cuda.Stream:
-        """The stream with this name, ordered behind the work that the current stream holds now."""
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(device, priority=priority)
-        # The current stream has written the input, and has read the output's earlier contents.
-        self._streams[name].wait_stream(torch.cuda.current_stream())
-        return self._streams[name]
 
 
 _LOAD_SUM = """
@@ -120,15 +109,10 @@ _LOAD_SUM = """
 _TYPES = {torch.float32: "v4.f32", torch.bfloat16: "acc::f32.v4.bf16x2"}
 
 
-def load_sum(address: int, output: torch.Tensor, blocks: int = 32) -> None:
-    """Fill ``output`` with the sum over ranks of the memory at a multicast ``address``. It makes no barrier.
-
-    Args:
-        output: float32 or bfloat16.
-        blocks: the most thread blocks of the kernel. A few saturate the links and leave the other SMs to compute.
-    """
+def load_sum(address: int, output: torch.Tensor) -> None:
+    """Fill ``output`` (float32 or bfloat16) with the sum over ranks of the memory at a multicast ``address``. No barrier."""
     packets, threads = output.nbytes // _PACKET, 512
-    grid = (min(blocks, -(-packets // threads)),)
+    grid = (min(32, -(-packets // threads)),)  # A few blocks saturate the links, and leave the other SMs to compute.
     asm = _LOAD_SUM.replace("{type}", _TYPES[output.dtype])
     load_sum_kernel()[grid](address, output.view(torch.int32), packets, ASM=asm, BLOCK=threads, num_warps=threads // 32)
 

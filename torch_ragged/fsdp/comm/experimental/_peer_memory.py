@@ -1,6 +1,6 @@
 """PeerMemory: memory that all ranks of a process group read and write directly, with signals between the ranks.
 
-Nothing here knows what the bytes mean: the caller's ``write`` and ``read`` copy and add them.
+Each rank has slots of equal size, for exchanges. All ranks make the exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,52 +23,21 @@ import torch.distributed as dist
 from torch_ragged._ranks.agreement import problems_of_ranks
 from torch_ragged._ranks.groups import timeout_of
 from torch_ragged.fsdp.comm._collectives import Work
+from torch_ragged.fsdp.comm._gloo import LONGEST_STEP
 
 __all__ = ["HostPeerMemory", "PeerMemory", "Half", "StreamWork", "SymmetricPeerMemory", "host_of"]
 
 TURNS = 2
-"""Slots per rank, which exchanges use in turn. Two are enough, with one signal per exchange: a rank that begins exchange n has
-the signals of exchange n - 1 from all ranks. A rank sends this signal after it has read exchange n - 2, so the slot of exchange
-n - 2 may be overwritten."""
-
-_LONGEST_PEER_STEP = 10.0
-"""Seconds for which an exiting process waits until a thread has ended one half of an exchange."""
+"""Slots per rank, which exchanges use in turn. Two are enough: a rank that begins exchange n has the signals of exchange n - 1
+from all ranks, which they send after they have read exchange n - 2, so that its slot may be overwritten."""
 
 Half = Callable[[list[torch.Tensor]], None]
 """One half of an exchange. Its argument is the slots of all ranks in the order of ranks, as flat tensors of bytes."""
 
 
-class PeerMemory(Protocol):
-    """Slots of equal size in the memory of each rank, for exchanges. All ranks make the exchanges in the same order.
-
-    Attributes:
-        rank: this rank in the group of ``size`` ranks.
-        slot_nbytes: bytes of a slot.
-    """
-
-    rank: int
-    size: int
-    slot_nbytes: int
-
-    def exchange(self, write: Half, read: Half, nbytes: int) -> Work:
-        """Issue an exchange: every rank calls ``write``; when all ranks have written, every rank calls ``read``.
-
-        This returns at once. Until ``wait()``, the caller must keep the tensors that ``write`` reads and ``read`` writes alive,
-        and must not use them.
-
-        Both may use slots of any rank. ``nbytes``: the bytes of a slot that they use; the same on all ranks.
-        """
-
-
-# -- on one host ---------------------------------------------------------------------------------------------------------
-
-
 def host_of() -> str:
-    """An id of this host. Ranks with equal ids can share CPU memory: they have one kernel, network namespace and user.
-
-    Raises:
-        OSError: this system is not Linux.
-    """
+    """An id of this host, which must be Linux. Ranks with equal ids share its kernel, network namespace and user, and can share
+    CPU memory."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         raise OSError(f"shared memory between processes needs Linux, this is {sys.platform}")
     # A host name is no id: containers on different hosts may have the same one. Abstract sockets belong to a network namespace.
@@ -80,28 +48,23 @@ def host_of() -> str:
 class HostPeerMemory:
     """Memory that the ranks of one host share, and a Unix socket between each pair of ranks for signals.
 
-    Neither has a name in a file system, so nothing is left after a process ends in any way. The memory is a ``memfd``. A rank
-    sends its descriptor over the sockets, and the kernel frees the memory with the last process that maps it.
+    Neither has a name in a file system, so nothing is left after a process ends in any way. The memory is a ``memfd``: ranks
+    send its descriptor over the sockets, and the kernel frees it with the last process that maps it. A thread makes the
+    exchanges in the order in which they were issued, so that ranks compute meanwhile, and wait for exchanges in any order.
 
-    If a peer dies, its socket closes and exchanges raise. They also raise if a peer sends no signal within the group's timeout.
-
-    A thread makes the exchanges in the order in which they were issued, and sleeps while it waits for signals. So the ranks can
-    compute meanwhile, and can call ``wait()`` on their exchanges in different orders.
-
-    All ranks must construct this together: it makes two all-gathers of objects.
-
-    Raises:
-        OSError: the ranks cannot share memory. Every rank raises it.
+    All ranks must construct this together: it makes two all-gathers of objects. Every rank raises an OSError if one cannot
+    share.
     """
 
     def __init__(self, group: dist.ProcessGroup, slot_nbytes: int) -> None:
+        self._peers: dict[int, socket.socket] = {}
         self.rank, self.size, self.slot_nbytes = group.rank(), group.size(), slot_nbytes
         timeout = timeout_of(group, torch.device("cpu")).total_seconds()
-        self._peers: dict[int, socket.socket] = {}
         slots: list[list[torch.Tensor]] = []
         problem = ""
         try:
-            self._peers = _connected(group, timeout)
+            _connect(self._peers, group, timeout)
+            self._peers = dict(sorted(self._peers.items()))
             slots = self._shared()
         except Exception as error:  # Not raised: the other ranks wait for this rank in the all-gather below.
             problem = str(error) or type(error).__name__
@@ -140,10 +103,13 @@ class HostPeerMemory:
         return [[mapped[rank].chunk(TURNS)[turn] for rank in range(self.size)] for turn in range(TURNS)]
 
     def exchange(self, write: Half, read: Half, nbytes: int) -> Work:
-        """As :meth:`PeerMemory.exchange`.
+        """Issue an exchange: every rank calls ``write``; when all ranks have written, every rank calls ``read``.
 
-        ``wait()`` raises RuntimeError if a peer has closed its socket, has sent no signal in time, or exchanges another number
-        of bytes. All later exchanges then raise the same error.
+        This returns at once. Until ``wait()``, the caller must keep the tensors that ``write`` reads and ``read`` writes alive,
+        and must not use them. Both may use ``nbytes`` bytes of the slots of any rank; the same number on all ranks.
+
+        ``wait()`` raises RuntimeError if a peer has closed its socket, as when it dies, has sent no signal within the group's
+        timeout, or exchanges another number of bytes. All later exchanges then raise the same error.
         """
         exchange = _HostExchange(write, read, nbytes)
         self._tasks.put(exchange)
@@ -157,14 +123,10 @@ class HostPeerMemory:
             for peer in self._peers.values():
                 peer.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_tasks"):
-            self.close()
+    __del__ = close
 
 
 class _HostExchange:
-    """An exchange that the thread makes. If it fails, ``wait()`` raises the error."""
-
     def __init__(self, write: Half, read: Half, nbytes: int) -> None:
         self.write, self.read, self.nbytes = write, read, nbytes
         self.done = threading.Event()
@@ -206,8 +168,7 @@ _serving = weakref.WeakKeyDictionary()
 """The threads that make exchanges, each with its tasks and its signals. Weak keys: a thread that has ended is dropped."""
 
 # A forked child has the sockets but none of the threads. At its exit, it must not shut down the connections of its parent.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_serving.clear)
+os.register_at_fork(after_in_child=_serving.clear)
 
 
 @atexit.register
@@ -220,15 +181,11 @@ def _stop_serving() -> None:
         signals.interrupt()
         tasks.put(None)
     for thread in serving:
-        thread.join(_LONGEST_PEER_STEP)  # It ends after its last tensors are freed, which is torch's code too.
+        thread.join(LONGEST_STEP)  # It ends after its last tensors are freed, which is torch's code too.
 
 
 class _Signals:
-    """The signals of one rank to its peers, over one socket per peer. A signal says that the rank has written.
-
-    A signal holds the number of bytes of the exchange. If ranks issue different collectives, these numbers usually differ, and
-    the ranks raise.
-    """
+    """The signals of one rank to its peers, over one socket per peer: the rank has written its bytes of an exchange."""
 
     def __init__(self, name: str, rank: int, peers: dict[int, socket.socket], timeout: float) -> None:
         self._name, self._rank, self._peers, self._timeout = name, rank, peers, timeout
@@ -241,14 +198,13 @@ class _Signals:
                 raise self._lost(rank, error) from error
 
     def receive(self, nbytes: int) -> None:
-        """Wait until all peers have sent ``nbytes``."""
         # A peer may have sent the signal of the next exchange already. Sockets keep the order of signals: it is read next time.
         for rank, peer in self._peers.items():
             try:
-                found = int.from_bytes(_received_bytes(peer, 8), "little")
+                found = int.from_bytes(_packet(peer, 8), "little")
             except OSError as error:
                 raise self._lost(rank, error) from error
-            if found != nbytes:
+            if found != nbytes:  # Usually, if ranks issue different collectives.
                 raise RuntimeError(
                     f"{self._name}: rank {self._rank} exchanges {nbytes} bytes, rank {rank} exchanges {found} bytes: issue the "
                     "same collectives in the same order on all ranks"
@@ -278,10 +234,10 @@ def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
-def _connected(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.socket]:
-    """Connect to all other ranks of ``group``, which call this too. Returns the sockets by rank, in ascending order."""
-    rank, peers = group.rank(), {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+def _connect(peers: dict[int, socket.socket], group: dist.ProcessGroup, timeout: float) -> None:
+    """Connect to all other ranks of ``group``, which call this too. ``peers`` gets the sockets by rank, also if this raises."""
+    rank = group.rank()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         name, token = secrets.token_hex(16), secrets.token_bytes(16)
         problem = ""
         try:
@@ -298,50 +254,35 @@ def _connected(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.soc
                 raise OSError(f"rank {other} cannot listen: {found}")
         # Each pair of ranks has one connection, from the higher rank to the lower rank. All ranks connect before they accept.
         # This cannot deadlock, because the backlog of each listener has room for all ranks.
-        try:
-            for other in range(rank):
-                peers[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                peer.settimeout(timeout)
-                peer.connect(f"\0torch_ragged-{addresses[other][0]}")
-                peer.sendall(addresses[other][1] + rank.to_bytes(4, "little"))
-            while len(peers) < group.size() - 1:
-                peer, _ = listener.accept()
-                peer.settimeout(timeout)
-                greeting = _received_bytes(peer, len(token) + 4)
-                # Any process in this network namespace can connect; only ranks of this group know the token.
-                if greeting[: len(token)] != token:
-                    peer.close()
-                    continue
-                peers[int.from_bytes(greeting[len(token) :], "little")] = peer
-        except BaseException:
-            for peer in peers.values():
+        for other in range(rank):
+            peers[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peer.settimeout(timeout)
+            peer.connect(f"\0torch_ragged-{addresses[other][0]}")
+            peer.sendall(addresses[other][1] + rank.to_bytes(4, "little"))
+        while len(peers) < group.size() - 1:
+            peer, _ = listener.accept()
+            peer.settimeout(timeout)
+            greeting = _packet(peer, len(token) + 4)
+            # Any process in this network namespace can connect; only ranks of this group know the token.
+            if greeting[: len(token)] != token:
                 peer.close()
-            raise
-    return dict(sorted(peers.items()))
+                continue
+            peers[int.from_bytes(greeting[len(token) :], "little")] = peer
 
 
-def _received_bytes(peer: socket.socket, nbytes: int) -> bytes:
-    parts: list[bytes] = []
-    while nbytes:
-        part = peer.recv(nbytes)
-        if not part:
-            raise ConnectionError("end of file")
-        parts.append(part)
-        nbytes -= len(part)
-    return b"".join(parts)
-
-
-# -- on GPUs -------------------------------------------------------------------------------------------------------------
+def _packet(peer: socket.socket, nbytes: int) -> bytes:
+    """The next packet, of at most ``nbytes``. Sockets of this kind deliver what a peer has sent at once as a whole."""
+    packet = peer.recv(nbytes)
+    if not packet:
+        raise ConnectionError("end of file")
+    return packet
 
 
 class SymmetricPeerMemory:
     """Symmetric memory (``torch.distributed._symmetric_memory``) of GPUs with peer access, and a stream for exchanges.
 
-    An exchange is copies on this stream, with a barrier on the signal pads between them. The barrier is one kernel of one warp.
-    So the host does not wait, and the SMs are free to compute.
-
-    All ranks must construct this together; it waits for the device. ``priority`` is that of the stream; a lower number is more
-    urgent.
+    An exchange is copies on this stream, with a barrier on the signal pads between them: one kernel of one warp. All ranks must
+    construct this together; it waits for the device. ``priority``: of the stream, a lower number is more urgent.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_nbytes: int, priority: int = -1) -> None:
@@ -358,10 +299,7 @@ class SymmetricPeerMemory:
         self._count = 0
 
     def exchange(self, write: Half, read: Half, nbytes: int) -> Work:
-        """As :meth:`PeerMemory.exchange`. ``wait()`` blocks the current stream, not the host.
-
-        The exchange runs behind the work that the current stream holds when it is issued.
-        """
+        """As :meth:`HostPeerMemory.exchange`. ``wait()`` blocks the current stream, not the host."""
         # Ranks issue exchanges in the same order, so they use the same slots.
         slots = self._slots[self._count % TURNS]
         self._count += 1
@@ -373,6 +311,9 @@ class SymmetricPeerMemory:
             self._handle.barrier(0, self._timeout_ms)
             read(slots)
             return StreamWork(self._stream.record_event())
+
+
+PeerMemory = HostPeerMemory | SymmetricPeerMemory
 
 
 class StreamWork:
