@@ -285,7 +285,7 @@ class PairTraining:
 
     def find_codes(self) -> None:
         """Which parameters the policy has quantized."""
-        names = {id(param): name for name, param in self.model.named_parameters()}
+        names, self.codes = {id(param): name for name, param in self.model.named_parameters()}, {}
         for module in self.model.modules():
             for group in module._ragged_groups(recurse=False) if isinstance(module, FSDPModule) else ():
                 for param in group.params if group.plan.part(fsdp.Float8Policy) is not None else ():

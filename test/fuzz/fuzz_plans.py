@@ -90,6 +90,8 @@ class PlanTraining(PairTraining):
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__(case)
         self.whole = fuzz_pairs_training.mesh_of(case["mesh"])
+        if case["knob"] == "set_gradient_divide_factor":
+            self.divisor *= self.ranks  # The loss is a mean over the whole batch: nothing else divides.
 
     def build(self, tp: DeviceMesh | None) -> Net:
         torch.manual_seed(self.case["seed"])

@@ -200,7 +200,8 @@ class _Assistant:
         self._forget()
         atexit.register(self._stop)
         # A forked child has no copy of the thread, and another thread may have held the lock during the fork.
-        os.register_at_fork(after_in_child=self._forget)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         self._tasks: queue.SimpleQueue[Assisted | None] = queue.SimpleQueue()
