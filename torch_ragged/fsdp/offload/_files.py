@@ -34,17 +34,11 @@ _THREADS = "torch_ragged-files"
 
 @dataclass(eq=False)
 class _Window:
-    """Host memory for one chunk.
+    """Host memory for one chunk."""
 
-    Attributes:
-        memory: its bytes, at an address that is a multiple of a page.
-        filled: the read that fills it.
-        saved: the write that reads it.
-    """
-
-    memory: mmap.mmap
-    filled: Future[None] | None = None
-    saved: Future[None] | None = None
+    memory: mmap.mmap  # At an address that is a multiple of a page.
+    filled: Future[None] | None = None  # The read that fills it.
+    saved: Future[None] | None = None  # The write that reads it.
 
 
 class _Record(NamedTuple):
@@ -67,11 +61,6 @@ class FileTier(Tier):
     A thread reads and a thread writes, one request after the other. A chunk is read after its last write, and a window is
     filled after what it held was written. An error of a write is raised by the next read of its chunk or window, or by
     :meth:`look`.
-
-    Args:
-        chunks: all chunks of the file.
-        folder: where the file lies.
-        rank: this rank.
     """
 
     is_transient = True

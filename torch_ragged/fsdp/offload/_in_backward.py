@@ -8,9 +8,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from torch_ragged.fsdp.core._dbuffer import current_stream, order_behind
 from torch_ragged.fsdp.core._fsdp_param import local_of
@@ -21,20 +22,6 @@ __all__ = ["BackwardStep"]
 
 _IN_FLIGHT = 2
 """The most groups whose step the thread has not ended, when backward goes on."""
-
-_USED = (
-    "this gradient was used by the step in backward of offloaded(..., in_backward=True): it can be neither read, clipped nor "
-    "unscaled. Call optimizer.step() and optimizer.zero_grad(), or give offloaded() no in_backward"
-)
-
-
-class Stepper(Protocol):
-    """The optimizer. Groups refer to a :class:`BackwardStep` as long as they live, and it refers to this weakly."""
-
-    param_groups: list[dict[str, Any]]
-
-    def step_group(self, group: FSDPParamGroup) -> None:
-        """Step the parameters of a group. A thread may call it, one at a time."""
 
 
 class BackwardStep:
@@ -49,13 +36,14 @@ class BackwardStep:
     On the CPU, a thread steps, beside autograd. On an accelerator, the thread of autograd issues the step's kernels.
 
     Args:
-        optimizer: steps the groups.
+        optimizer: steps a group by its ``step_group(group)``, which a thread may call. Groups refer to this object as long as
+            they live, and it refers to the optimizer weakly.
         members: its parameters in each group.
     """
 
-    def __init__(self, optimizer: Stepper, members: Mapping[FSDPParamGroup, Sequence[SteppedParam]]) -> None:
+    def __init__(self, optimizer: Optimizer, members: Mapping[FSDPParamGroup, Sequence[SteppedParam]]) -> None:
         self._optimizer, self._members = weakref.ref(optimizer), members
-        self._used = UsedGradients(_USED)
+        self._used = UsedGradients()
         # Groups that were stepped since the last take(). Equal on all ranks, between passes.
         self._stepped: set[FSDPParamGroup] = set()
         # Groups that are reduced in a pass that has not ended, equal on all ranks; and whether this rank has stepped them.
@@ -108,7 +96,7 @@ class BackwardStep:
         self._streams.append(stream)
         self._run(optimizer, group)
 
-    def _run(self, optimizer: Stepper, group: FSDPParamGroup) -> None:
+    def _run(self, optimizer: Any, group: FSDPParamGroup) -> None:
         try:
             if self._problem is None:
                 with torch.no_grad():  # A setting of each thread.

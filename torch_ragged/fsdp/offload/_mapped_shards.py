@@ -24,9 +24,6 @@ class MappedShards(Shards):
         file       | shard of a | shard of b | shard of c | padding |    one file per group and rank
            | mapped into memory
         buffer     DBuffer Shard(0)
-
-    Args:
-        folder: where the file lies.
     """
 
     _file: MappedFile | None = None  # None: on the meta device, or without elements.

@@ -24,8 +24,7 @@ class Offload(OffloadPolicy, FeaturePart):
     made without :func:`offloaded` keeps its states beside the parameters, as always.
 
     Args:
-        optimizer: the fraction of the elements of each group's shard whose states do not lie on the device, from 0 to 1. They
-            are the last ones of the shard.
+        optimizer: the fraction, from 0 to 1, of each group's shard, its last elements, whose states do not lie on the device.
         parameters: whether the sharded parameters and their gradients lie in host memory, too, as with ``CPUOffloadPolicy()``.
             Then the optimizer runs on the CPU, so ``optimizer`` must be 1. Or ``"files"``: the parameters lie in scratch files
             in the folder ``to``, one for each group, which are mapped into memory. Gradients are in host memory.
@@ -76,22 +75,17 @@ class Offload(OffloadPolicy, FeaturePart):
 
     @property
     def may_fail_alone(self) -> bool:  # type: ignore[override]
-        return self.parameters_folder is not None
+        return self.parameters == "files"
 
     @property
     def folder(self) -> str | None:
         """The folder of the files of states; None: they lie in memory."""
         return None if self.to == "cpu" else self.to
 
-    @property
-    def parameters_folder(self) -> str | None:
-        """The folder of the files of parameters; None: they lie in memory."""
-        return self.to if self.parameters == "files" else None
-
     def equip(self, kit: Kit) -> None:
         kit.offloads_params = kit.pins_memory = self.parameters is not False
-        if self.parameters_folder is not None:
-            kit.shards = MappedShards(kit.layout, kit.rank, self.parameters_folder)
+        if self.parameters == "files":
+            kit.shards = MappedShards(kit.layout, kit.rank, self.to)
 
     @classmethod
     def fit(cls, report: Any, *, device_bytes: int, host_bytes: int | None = None) -> Offload:
@@ -101,12 +95,8 @@ class Offload(OffloadPolicy, FeaturePart):
             policy = Offload.fit(report, device_bytes=40 * 2**30, host_bytes=100 * 2**30)
 
         The model of the report may be on the meta device. What the report does not count needs room beside ``device_bytes``:
-        activations and, on an accelerator, two windows of 8,388,608 elements with their states.
-
-        Args:
-            report: the :class:`MemoryReport` of the model and its optimizer.
-            device_bytes: the bytes that a rank may use on its device.
-            host_bytes: the bytes that a rank may use of host memory; None: any number.
+        activations and, on an accelerator, two windows of 8,388,608 elements with their states. Bytes are those of a rank;
+        ``host_bytes=None`` is any number.
 
         Raises:
             TypeError: ``report`` is no report, or bytes are no number.

@@ -21,18 +21,12 @@ TierMemory = dict[str, torch.Tensor]
 
 
 class TierEvent(NamedTuple):
-    """What happened in a tier, for a monitor.
+    """What happened in a tier, for a monitor."""
 
-    Attributes:
-        kind: ``tier_read`` or ``tier_write``, states that moved; or ``tier_exposed``, a step that waited for them.
-        nbytes: that moved.
-        begin, end: ``time.perf_counter()``. Equal for copies by an accelerator, which the host does not wait for.
-    """
-
-    kind: str
+    kind: str  # ``tier_read`` or ``tier_write``, states that moved; or ``tier_exposed``, a step that waited for them.
     nbytes: int
-    begin: float
-    end: float
+    begin: float  # By ``time.perf_counter()``.
+    end: float  # Equal to ``begin`` for copies by an accelerator, which the host does not wait for.
 
 
 class Tier:
@@ -79,11 +73,7 @@ class Tier:
 
 
 def host_slabs(chunks: Sequence[StepChunk], is_pinned: bool) -> dict[StepChunk, TierMemory]:
-    """One slab of host memory for each state of one group of ``fully_shard``, with the parts of its chunks.
-
-    Args:
-        is_pinned: whether the memory is page-locked, for copies to a GPU.
-    """
+    """One slab of host memory for each state of one group of ``fully_shard``, with the parts of its chunks."""
     totals: dict[str, tuple[int, torch.dtype]] = {}
     for chunk in chunks:
         for name, (numel, dtype) in chunk.sizes.items():
@@ -108,11 +98,8 @@ class WindowTier(Tier):
         step                  | chunk 0 | chunk 1 |         | chunk 2 |
         copy out                        | chunk 0 | chunk 1 |         | chunk 2 |
 
-    On an accelerator, copies run on two streams beside the step, so that both directions of the bus are in use.
-
-    Args:
-        slabs: the states of each chunk, in page-locked host memory if ``device`` is an accelerator.
-        device: where the optimizer steps.
+    On an accelerator, copies run on two streams beside the step, so that both directions of the bus are in use. The slabs are
+    in page-locked host memory then.
     """
 
     def __init__(self, slabs: Mapping[StepChunk, TierMemory], device: torch.device) -> None:
@@ -154,17 +141,14 @@ class WindowTier(Tier):
 
     def look(self, chunk: StepChunk) -> TierMemory:
         if chunk in self._held:  # A step that raised has fetched it ahead: the next one must not use that window.
-            self._forget(chunk)
+            self._copies.wait_in(self._held.pop(chunk))
         self._copies.wait_out()
         return self._slabs[chunk]
 
     def reset(self) -> None:
-        for chunk in list(self._held):
-            self._forget(chunk)
-
-    def _forget(self, chunk: StepChunk) -> None:
-        """Free the window of a chunk that was fetched ahead. Its slab, which the copy reads, may be written next."""
-        self._copies.wait_in(self._held.pop(chunk))
+        for turn in self._held.values():  # The copies read slabs, which are written next.
+            self._copies.wait_in(turn)
+        self._held.clear()
 
     def _note_copy(self, kind: str, chunk: StepChunk, begin: float) -> None:
         self._note(kind, chunk.nbytes, begin, None if isinstance(self._copies, _HostCopies) else begin)
@@ -200,15 +184,11 @@ class _HostCopies:
 
 
 class _StreamCopies:
-    """Copies between host memory and an accelerator, on a stream for each direction. Events order them.
-
-    Args:
-        windows: the device memory of the copies. The optimizer may be deleted while some are in flight.
-    """
+    """Copies between host memory and an accelerator, on a stream for each direction. Events order them."""
 
     def __init__(self, device: torch.device, windows: Sequence[torch.Tensor]) -> None:
         self._in, self._out = torch.Stream(device), torch.Stream(device)
-        for window in windows:
+        for window in windows:  # The optimizer may be deleted while copies are in flight.
             window.record_stream(self._in)
             window.record_stream(self._out)
         self._arrived = [torch.Event(device), torch.Event(device)]

@@ -150,8 +150,9 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
     windows = 0
     for one in optimizers:
         if hasattr(one, "tier_nbytes"):  # Of fsdp.offload: reading ``state`` would copy it.
-            held |= one.state_nbytes("device")  # type: ignore[attr-defined]
-            hosted |= one.state_nbytes("host")  # type: ignore[attr-defined]
+            on_device, in_host = one.state_nbytes()  # type: ignore[attr-defined]
+            held |= on_device
+            hosted |= in_host
             windows += one.tier_nbytes()["windows"]
         else:
             held |= {id(param): _local_nbytes(state.values()) for param, state in one.state.items()}
