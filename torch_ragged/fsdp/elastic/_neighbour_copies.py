@@ -28,15 +28,7 @@ from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import local_tensor, process_groups
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.elastic._reshard_to import (
-    Description,
-    ModelMove,
-    check_no_hooks,
-    check_stateful,
-    checked_states,
-    mesh_of_groups,
-    optimizers_of,
-)
+from torch_ragged.fsdp.elastic._reshard_to import Description, ModelMove, check_no_hooks, checked_states, mesh_of_groups
 from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
 from torch_ragged.transfer._watch import Watch
@@ -90,32 +82,17 @@ class _Shards:
 
 
 @dataclass
-class _Steps:
-    """Counts the steps of optimizers, as a hook of theirs."""
-
-    count: int = 0
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.count += 1
-
-
-@dataclass
 class _Generation:
     """One copy: this rank's own shards, and those of the rank whose copy it keeps.
 
     It has all that :meth:`NeighbourCopies.recover` needs, because the next copy may have other tensors.
-
-    Attributes:
-        step: the number of the ``update()`` that made this copy; -1 until both buffers have arrived.
-        steps: how many steps the optimizers of this rank had made. Those of the other rank had made as many.
-        specs: of all tensors, by name.
     """
 
     own: _Shards
     kept: _Shards
-    step: int = -1
-    steps: int = 0
-    specs: dict[str, Spec] = field(default_factory=dict)
+    step: int = -1  # The number of the ``update()`` that made this copy; -1 until both buffers have arrived.
+    steps: int = 0  # That the optimizers of this rank had made. Those of the other rank had made as many.
+    specs: dict[str, Spec] = field(default_factory=dict)  # Of all tensors, by name.
     told: Description | None = None
     whole: list[torch.Tensor] = field(default_factory=list)
 
@@ -184,7 +161,8 @@ class NeighbourCopies:
         assert mesh_group is not None
         self._device = device_of_messages(mesh_group)
         with agreement([mesh_group], self._device, _CALL) as claim:
-            optimizers, self._stateful = optimizers_of(optimizer, _CALL), check_stateful(stateful, _CALL)
+            self._stateful = stateful
+            move = self._move(None)
             local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             distance = (local if local < dp.ranks else 1) if distance is None else distance
             whole = all(isinstance(each, int) and not isinstance(each, bool) for each in (every, distance))
@@ -194,7 +172,7 @@ class NeighbourCopies:
                     f"integers, every >= 1 and a distance between 1 and {dp.ranks - 1}"
                 )
             claim.append(f"every={every}, distance={distance}")
-            claim += self._move(None).lines()  # Or the copies of two models, or of two dtypes, would meet.
+            claim += move.lines()  # Or the copies of two models, or of two dtypes, would meet.
         announce()  # So that other ranks can ask whether this process lives.
         self._mesh = dp.mesh
         self._ranks = tuple(dp.mesh.mesh.tolist())
@@ -216,10 +194,13 @@ class NeighbourCopies:
         self._generations = [_Generation(_Shards(self._device), _Shards(self._device)) for _ in range(2)]
         self._handle: Handle | None = None
         self._has_failed = False
-        self._steps = _Steps()
-        for each in optimizers:
-            # The optimizer may live longer than this object, which it must not keep alive.
-            weakref.finalize(self, each.register_step_post_hook(self._steps).remove)
+        self._steps = steps = [0]  # Of all optimizers together.
+
+        def count(*args: Any) -> None:  # An optimizer may live longer than the copies, which it must not keep alive.
+            steps[0] += 1
+
+        for states in move.optimizers:
+            weakref.finalize(self, states.optimizer.register_step_post_hook(count).remove)
         self._left, self._deaths = self._ranks, 0
 
     @property
@@ -255,7 +236,7 @@ class NeighbourCopies:
             )
         # The older one, or one that was never complete: the last complete copy stays until this one is complete on all ranks.
         generation = min(self._generations, key=lambda each: each.step)
-        generation.step, generation.steps = -1, self._steps.count
+        generation.step, generation.steps = -1, self._steps[0]
         problem: Exception | None = None
         try:
             self._fill(generation)

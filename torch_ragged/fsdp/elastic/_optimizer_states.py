@@ -42,15 +42,10 @@ class Single:
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank tells the others about an optimizer.
+    """What one rank tells the others about an optimizer."""
 
-    Attributes:
-        options: of each parameter group, all but ``params``, with tensors on the CPU.
-        states: by the name of the parameter, its states: :class:`PlacedState`, :class:`Single` or the value itself.
-    """
-
-    options: list[dict[str, Any]]
-    states: dict[str, dict[str, Any]]
+    options: list[dict[str, Any]]  # Of each parameter group, all but ``params``, with tensors on the CPU.
+    states: dict[str, dict[str, Any]]  # By name: :class:`PlacedState`, :class:`Single` or the value itself.
 
     @property
     def lines(self) -> list[str]:
@@ -70,10 +65,7 @@ class OptimizerStates:
 
         optimizer.empty_state(param, group, name, shape, dtype) -> DTensor      uninitialized; group is a parameter group
 
-    Args:
-        optimizer: its parameters must all have a name.
-        names: the sharded parameters with their names.
-        label: a prefix of the names of moved tensors, which no other optimizer has.
+    The names of moved tensors begin with ``label``, which no other optimizer has.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], label: str) -> None:
@@ -170,7 +162,6 @@ class OptimizerStates:
         Args:
             params: the new parameters by name.
             moved: the moved states, as :meth:`target` has named them.
-            told: the options and states of a rank that had shards.
             was_member, is_member: whether this rank had shards, and has shards now. If it only has them now, it takes the
                 options and states of ``told``. If it has none now, it has no states.
         """
