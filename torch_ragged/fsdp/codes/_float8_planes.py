@@ -119,14 +119,8 @@ class PlanesEncoding(Encoding):
            | weight_factory, after the first all-gather; later ones fill the same memory
         what the module holds
 
-    There is no buffer in the dtype of the computation. If the policy has planes of backward, there are two such sets.
-
-    Args:
-        forms: the kind and tile of the planes of forward, and of those of backward if they are others.
-        recomputes: whether backward needs the planes of forward, too.
-
-    Attributes:
-        buffer: the codes of forward.
+    There is no buffer in the dtype of the computation. If the policy has planes of backward, there are two such sets, and
+    ``forms`` has the kind and tile of each. If modules recompute activations, backward needs the set of forward, too.
     """
 
     computes_in_buffer = False
@@ -138,7 +132,7 @@ class PlanesEncoding(Encoding):
         rank: int,
         factory: WeightFactory,
         forms: Sequence[tuple[type[Float8Planes], tuple[int, int]]],
-        recomputes: bool = True,
+        recomputes: bool,
     ) -> None:
         super().__init__(layout, rank)
         self._factory, self._recomputes = factory, recomputes
@@ -169,7 +163,8 @@ class PlanesEncoding(Encoding):
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return self._sets[0].numel_by_dtype
+        codes, scales = self._sets[0].buffer.flat, self._sets[0].scales.flat
+        return {codes.dtype: codes.numel(), scales.dtype: scales.numel()}
 
     def compute_tensor(self, index: int) -> torch.Tensor:
         """An empty tensor: the first :meth:`decode` makes the tensor to compute with."""
@@ -274,10 +269,6 @@ class _PlaneSet:
             of_codes, of_scales = self._kind.dtypes
             self.planes.append(self._kind(codes.view(of_codes), part.view(shape).view(of_scales), self._tile, dtype))
         self.scales.free()
-
-    @property
-    def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return {torch.uint8: self._layout.numel, self._kind.scale_storage: self._scale_layout.numel}
 
     def all_gather(self, shards: Shards, collectives: Collectives) -> list[Work]:
         self.is_gathered = True

@@ -45,12 +45,6 @@ def float8_weight(planes: Float8Planes) -> Float8Weight:
     Losses and gradients have the bits that ``Float8Policy`` gives without it. Of ``F.linear``, autograd keeps the codes, not
     the values. Any other operation dequantizes its operand, as does ``F.linear`` under autocast, compilation and functorch:
     what it keeps for backward is in ``param_dtype``. Writing to the weight raises ``RuntimeError``. No communication.
-
-    Args:
-        planes: of one parameter, of any number of dimensions from two on.
-
-    Returns:
-        a tensor of the shape of ``planes.codes`` and of ``planes.dtype``, in the memory of ``planes``.
     """
     return Float8Weight(planes)
 
@@ -70,14 +64,7 @@ def float8_matmul_weight(planes: Float8Planes) -> Float8Weight:
 
 
 def float4_weight(planes: Float8Planes) -> Float8Weight:
-    """The ``weight_factory`` of ``Float4Policy``: :func:`float8_weight` for codes of 4 bits. No communication.
-
-    Args:
-        planes: :class:`Float4Planes` of one parameter, of any number of dimensions from two on.
-
-    Returns:
-        a tensor of the shape of the parameter and of ``planes.dtype``, in the memory of ``planes``.
-    """
+    """The ``weight_factory`` of ``Float4Policy``: :func:`float8_weight` for codes of 4 bits. No communication."""
     return float8_weight(planes)
 
 

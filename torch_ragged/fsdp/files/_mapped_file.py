@@ -47,11 +47,7 @@ class MappedFile:
     next one is used already. Steps, which may run in a thread beside passes, have an order of their own.
 
     A page that is touched without :meth:`use` is read by the system, as late as then. If the system cannot read it, it ends the
-    process with SIGBUS: :meth:`use` reads first, and raises instead.
-
-    Args:
-        folder, rank: as for :class:`ScratchFile`.
-        nbytes: the size, not 0.
+    process with SIGBUS: :meth:`use` reads first, and raises instead. A file of 0 bytes cannot be mapped.
 
     Attributes:
         memory: the bytes of the file.
@@ -107,15 +103,11 @@ class MappedFile:
 
 @dataclass
 class _Turns:
-    """The order of use in passes, or in steps.
-
-    Attributes:
-        recent: the file before the last one, and the last one.
-        kept: the last one, the one that is read ahead and, if ``keeps_previous``, the one before the last.
-    """
+    """The order of use in passes, or in steps."""
 
     keeps_previous: bool
-    recent: list[weakref.ref[MappedFile]] = field(default_factory=list)
+    recent: list[weakref.ref[MappedFile]] = field(default_factory=list)  # The file before the last one, and the last one.
+    # The last one, the one that is read ahead and, if ``keeps_previous``, the one before the last.
     kept: weakref.WeakSet[MappedFile] = field(default_factory=weakref.WeakSet)
 
 

@@ -37,10 +37,6 @@ class ScratchFile:
         uses_cache: whether it is read and written through the page cache, as a file must be that is mapped into memory. If not,
             it is read and written past it (``O_DIRECT``) where the file system allows it.
 
-    Attributes:
-        path: the name that it had when it was made.
-        fd: its descriptor.
-
     Raises:
         OSError: ``folder`` is missing or read-only, or the disk is full. The error names the file, as those of all methods.
     """

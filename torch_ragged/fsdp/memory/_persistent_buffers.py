@@ -36,11 +36,8 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
     """Let groups take turns in two rings of ``size`` slots that stay allocated: for unsharded parameters, and for gradients.
 
     If a group stays unsharded while other groups run, it has its own slot: modules around others, and modules that are not
-    resharded after forward. Memory is allocated here, in the same order on all ranks.
-
-    Args:
-        states: all states under one module, in the order of forward.
-        allocators: the allocator of each group. Groups with the same allocator share rings.
+    resharded after forward. Memory is allocated here, in the same order on all ranks. Groups with the same allocator share
+    rings. ``states`` are in the order of forward.
     """
     for group in allocators:
         check_pairs([PERSISTENT, *group.plan.parts])  # Planes of backward would need other slots.

@@ -102,10 +102,6 @@ class Resident(Keeper):
         resident at j0    ^               ^                one all-gather across nodes, once per optimizer step
         within a node | n0 j0   n0 j1 |                    one all-gather within the node for the shards of each node,
                                       | n1 j0   n1 j1 |    all in place
-
-    Args:
-        levels: the nodes, and the process groups within and across them.
-        log: records the bytes that are kept.
     """
 
     def __init__(self, levels: Levels, log: MemoryLog) -> None:

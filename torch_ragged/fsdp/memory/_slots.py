@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,19 +17,12 @@ __all__ = ["SlotRing", "Slot", "SlotMemory"]
 
 @dataclass(eq=False)
 class SlotMemory:
-    """Memory of one dtype, which one buffer uses at a time.
-
-    Attributes:
-        flat: the memory.
-        description: for errors.
-        holder: the memory of the buffer that uses it. None: it is free.
-        freed_on: the stream that was current when the last holder freed it.
-    """
+    """Memory of one dtype, which one buffer uses at a time."""
 
     flat: torch.Tensor
-    description: str
-    holder: weakref.ref[BufferMemory] | None = None
-    freed_on: torch.Stream | None = None
+    description: str  # For errors.
+    holder: weakref.ref[BufferMemory] | None = None  # The memory of the buffer that uses it. None: it is free.
+    freed_on: torch.Stream | None = None  # The stream that was current when the last holder freed it.
 
 
 class _SlotMemory(BufferMemory):
@@ -110,22 +104,18 @@ class SlotRing:
         members   0 1 2 3 4 5 6 7
         slots     A B C A B C A B          while member 3 computes in A, member 4 is all-gathered into B
 
-    Args:
-        name: a description of the contents, for errors.
-        size: the number of slots.
-        allocate: as in :class:`Slot`.
+    ``name`` says what lies in them, for errors. ``allocate`` is that of :class:`Slot`.
     """
 
     def __init__(self, name: str, size: int, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._name, self._size, self._allocate = name, size, allocate
-        self._turns: list[list[Slot]] = [[] for _ in range(size)]
-        self._members = 0
+        self._slots: list[list[Slot]] = [[] for _ in range(size)]
+        self._turns = itertools.cycle(range(size))
 
     def join(self, groups: int) -> list[Slot]:
         """The next member's slots: one for each of its ``groups``, which are used at the same time."""
-        turn = self._members % self._size
-        self._members += 1
-        slots = self._turns[turn]
+        turn = next(self._turns)
+        slots = self._slots[turn]
         slots += [Slot(f"slot {turn} of {self._size} for {self._name}", self._allocate) for _ in range(len(slots), groups)]
         return slots[:groups]
 

@@ -28,7 +28,7 @@ from torch_ragged.fsdp.tools._timeline import Timeline, timeline_of
 
 __all__ = ["Monitor", "monitor"]
 
-_TIMED_KINDS = ("all_gather", "reduce_scatter", "other")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "other")
 _TIERS = ("tier_read", "tier_write", "tier_exposed")
 
 
@@ -44,11 +44,8 @@ def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
                 bar.set_postfix_str(watch.postfix())
 
     It does not communicate. ``torch.profiler`` works without a monitor: collectives are always ranges with the name of their
-    group. ``torch_ragged::all_gather (blocks.3)`` is the call, ``torch_ragged::all_gather_wait (blocks.3)`` is the wait.
-
-    Args:
-        model: a module on which ``fully_shard`` was called, or a module that contains such modules.
-        optimizer: one or several optimizers, whose steps are timed.
+    group. ``torch_ragged::all_gather (blocks.3)`` is the call, ``torch_ragged::all_gather_wait (blocks.3)`` is the wait. The
+    steps of the optimizers are timed. ``model`` has modules on which ``fully_shard`` was called.
 
     Raises:
         ValueError: ``fully_shard`` was called on no module of ``model``, or another monitor watches it.
@@ -131,8 +128,6 @@ class Monitor:
     def timeline(self) -> Timeline:
         """When all this was in the step of the last row.
 
-        ``watch.timeline.save("step.png")`` draws it, and ``save("step.json")`` writes a trace for Perfetto.
-
         Raises:
             RuntimeError: there is no row yet.
         """
@@ -188,21 +183,16 @@ class Monitor:
         tiers = [(kind, begin - self._host_start, end - self._host_start) for kind, _, begin, end in events]
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._timeline = timeline_of(seconds, collectives, optimizers, rank, tiers)
-        row: dict[str, float] = {"step_s": seconds, **dict.fromkeys(("optimizer_s", "exposed_s", "compute_s"), 0.0)}
-        for span in self._timeline.spans:
-            if span.kind not in (*_TIMED_KINDS, *_TIERS):
-                row[f"{span.kind}_s"] += span.end - span.begin
+        row: dict[str, float] = {"step_s": seconds}
+        for kind in ("optimizer", "exposed", "compute", *_COLLECTIVES, *(_TIERS if self._offloaded else ())):
+            row[f"{kind}_s"] = sum(span.end - span.begin for span in self._timeline.spans if span.kind == kind)
         if tokens is not None:
             row["tokens_per_s"] = tokens / max(seconds, 1e-9)
-        for kind in _TIMED_KINDS:
-            mine = [each for each in collectives if each[0] == kind]
-            row[f"{kind}_s"] = sum(ended - issued for _, _, issued, _, ended in mine)
-            row[f"{kind}_exposed_s"] = sum(ended - waited for _, _, _, waited, ended in mine)
+        for kind in _COLLECTIVES:
+            row[f"{kind}_exposed_s"] = sum(ended - waited for name, _, _, waited, ended in collectives if name == kind)
             row |= {key: self._counts[key] for key in (f"{kind}_calls", f"{kind}_bytes")}
-        for kind in _TIERS if self._offloaded else ():
-            row[f"{kind}_s"] = sum(end - begin for name, begin, end in tiers if name == kind)
-            if kind != "tier_exposed":
-                row[f"{kind}_bytes"] = sum(nbytes for name, nbytes, _, _ in events if name == kind)
+        for kind in ("tier_read", "tier_write") if self._offloaded else ():
+            row[f"{kind}_bytes"] = sum(nbytes for name, nbytes, _, _ in events if name == kind)
         row["memory_peak_bytes"], row["memory_reserved_bytes"] = self._memory()
         peak = sum(high_water(self._logs, {"buffers": self._held})[1].values())
         row["buffer_bytes"] = self._sharded + sum(transient_nbytes(group) for group in self._groups.values())
@@ -243,11 +233,9 @@ class Monitor:
 
     @contextlib.contextmanager
     def collective(self, nbytes: int = 0, name: str = "own") -> Iterator[None]:
-        """Count the ``with`` block as one collective of kind ``other``, with all of its time exposed.
+        """Count the ``with`` block as one collective of kind ``other``, of ``nbytes``, with all of its time exposed.
 
-        Args:
-            nbytes: the bytes that the block communicates.
-            name: the name of its range in ``torch.profiler``.
+        ``name`` is that of its range in ``torch.profiler``.
         """
         self._count("other", nbytes)
         begin = self._clock.mark()

@@ -31,9 +31,6 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
             be 0: the rank then runs forward and backward like the others, on any input, with a loss of 0.
         mesh: the data-parallel mesh that ``fully_shard`` got, 1-D or 2-D; None: all ranks.
 
-    Returns:
-        the factor, equal on all ranks.
-
     Collectives: per dimension of the mesh, an all-reduce of 24 bytes and one of 8 bytes. The host waits for them.
 
     Raises:
