@@ -20,7 +20,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "fsdp.gates._roll_call",
         "fsdp._spmd_types",
     ),
-    "Methods of a sharded module": ("fsdp._fsdp_module", "fsdp.memory._persistent_buffers", "fsdp.memory._slots"),
+    "Methods of a sharded module": ("fsdp._fsdp_module", "fsdp.memory._persistent_buffers"),
     "load_state_dict() of a sharded model": ("fsdp._state_dict",),
     "Forward, backward and step": (
         "fsdp.core",

@@ -224,20 +224,17 @@ class PlanesEncoding(Encoding):
 
 
 class _PlaneSet:
-    """The codes and scales of all parameters of a group, for one phase or both.
+    """The codes and scales of all parameters of a group, for one phase or both."""
 
-    Attributes:
-        buffer: the codes.
-        scales: allocated from the issue of the all-gather to :meth:`decode`.
-        whole: the scales of the parameters, one after the other.
-        is_gathered: whether the last all-gather was issued after the last :meth:`free`.
-        planes: of each parameter. Each all-gather fills their memory.
-    """
+    buffer: DBuffer  # The codes.
+    scales: DBuffer  # Allocated from the issue of the all-gather to :meth:`decode`.
+    whole: torch.Tensor  # The scales of the parameters, one after the other.
+    planes: list[Float8Planes]  # Of each parameter. Each all-gather fills their memory.
+    is_gathered = False  # Whether the last all-gather was issued after the last :meth:`free`.
 
     def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int], kind: type[Float8Planes]) -> None:
         self._layout = layout if kind.per_byte == 1 else layout.packed(kind.per_byte)
         self._rank, self._tile, self._kind = rank, tile, kind
-        self.is_gathered = False
         shards, scales = runs_of_shards(layout, tile)
         self._mine = TileTable([dataclasses.replace(run, codes=run.codes // kind.per_byte) for _, run in shards[rank]], tile)
         # Slices have one length, that of the most scales: a rank's all-gather sends its own slice.

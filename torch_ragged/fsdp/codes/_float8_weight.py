@@ -29,11 +29,8 @@ from torch_ragged.tensor._ownership import row_major
 __all__ = ["Float8Weight", "float4_weight", "float8_matmul_weight", "float8_weight"]
 
 _ALIAS_OPS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-_MULTIPLE = 16
-"""Products of codes take matrices whose sizes are multiples of it."""
-
-_SCALES_MULTIPLE = 4
-"""On Hopper, the columns of scales begin at multiples of 16 bytes."""
+_MULTIPLE = 16  # Products of codes take matrices whose sizes are multiples of it.
+_SCALES_MULTIPLE = 4  # On Hopper, the columns of scales begin at multiples of 16 bytes.
 
 
 def float8_weight(planes: Float8Planes) -> Float8Weight:

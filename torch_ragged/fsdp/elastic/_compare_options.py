@@ -40,35 +40,31 @@ def compare_options(optimizer: Optimizer, mesh: DeviceMesh, parent: dist.Process
     """
     if optimizer in _option_hooks:
         _option_hooks.pop(optimizer).remove()
-    if mesh.get_coordinate() is not None and mesh.size() > 1:
-        _option_hooks[optimizer] = optimizer.register_step_pre_hook(_OptionComparison(optimizer, mesh, parent))
+    if mesh.get_coordinate() is None or mesh.size() == 1:
+        return
+    group = functools.partial(group_of, sorted(mesh.mesh.flatten().tolist()), "", parent)
+    group()  # Made now, where all ranks are: a step must not make a process group.
+    names = mesh.mesh_dim_names or ("replicate", "shard")[-mesh.ndim :]
+    what = f"the steps of {type(optimizer).__name__}"
+    comparison = Comparison(what, group, coordinates_of(mesh), names, mesh.device_type, _COMPARED_EVERY)
+    _option_hooks[optimizer] = optimizer.register_step_pre_hook(functools.partial(_note_options, comparison))
 
 
-class _OptionComparison(Comparison):
-    """A hook of an optimizer's step."""
-
-    def __init__(self, optimizer: Optimizer, mesh: DeviceMesh, parent: dist.ProcessGroup) -> None:
-        group = functools.partial(group_of, sorted(mesh.mesh.flatten().tolist()), "", parent)
-        group()  # Made now, where all ranks are: a step must not make a process group.
-        names = mesh.mesh_dim_names or ("replicate", "shard")[-mesh.ndim :]
-        what = f"the steps of {type(optimizer).__name__}"
-        super().__init__(what, group, coordinates_of(mesh), names, mesh.device_type, _COMPARED_EVERY)
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # In backward, ranks may be at other collectives. A captured step has no time for the host.
-        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if torch.compiler.is_compiling() or backward_id() != -1 or is_capturing:
-            return
-        is_due = self.begin_call()
-        with no_dispatch():
-            groups = optimizer.param_groups
-            for key in sorted({key for group in groups for key in group} - {"params"}):
-                values = [group.get(key) for group in groups]
-                tensors = [value.detach().double().flatten() for value in values if isinstance(value, torch.Tensor)]
-                joined = torch.cat([each.to(tensors[0].device) for each in tensors]) if tensors else None
-                self.note(key, str([_text_of(value) for value in values]), _ADVICE, joined)
-            if is_due:
-                self.compare()
+def _note_options(comparison: Comparison, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # In backward, ranks may be at other collectives. A captured step has no time for the host.
+    is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or backward_id() != -1 or is_capturing:
+        return
+    is_due = comparison.begin_call()
+    with no_dispatch():
+        groups = optimizer.param_groups
+        for key in sorted({key for group in groups for key in group} - {"params"}):
+            values = [group.get(key) for group in groups]
+            tensors = [value.detach().double().flatten() for value in values if isinstance(value, torch.Tensor)]
+            joined = torch.cat([each.to(tensors[0].device) for each in tensors]) if tensors else None
+            comparison.note(key, str([_text_of(value) for value in values]), _ADVICE, joined)
+        if is_due:
+            comparison.compare()
 
 
 def _text_of(value: Any) -> Any:

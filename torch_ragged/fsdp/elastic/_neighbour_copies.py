@@ -38,46 +38,31 @@ __all__ = ["NeighbourCopies"]
 _CALL = "NeighbourCopies"
 _ALIGNMENT = 16  # Bytes, so that a part of a buffer can be viewed as any dtype.
 _HOST_DEVICE = torch.device("cpu")
-
-_COPY_SLICE = 0.5  # Seconds.
-"""After so long a wait for reports, a rank looks which processes have ended."""
-
-_REPORTING = 15.0  # Seconds.
-"""So long a rank takes, after its collective has failed, to make an error that names the ranks."""
+_COPY_SLICE = 0.5  # Seconds. After so long a wait for reports, a rank looks which processes have ended.
+_REPORTING = 15.0  # Seconds. So long a rank takes, after its collective has failed, to make an error that names the ranks.
 
 
-@dataclass(frozen=True)
-class _Index:
-    """Where the local tensors of one rank lie in its buffer: (offset in bytes, elements, dtype) by name."""
-
-    places: dict[str, tuple[int, int, torch.dtype]]
-    nbytes: int
-
-    @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> _Index:
-        places, start = {}, 0
-        for name, tensor in tensors.items():
-            places[name] = (start, tensor.numel(), tensor.dtype)
-            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return _Index(places, start)
+_Index = dict[str, tuple[int, int, torch.dtype]]
+"""Where the local tensors of one rank lie in its buffer: (offset in bytes, elements, dtype) by name."""
 
 
 class _Shards:
     """The shards of one rank at one time, one after the other in a buffer."""
 
     def __init__(self, device: torch.device) -> None:
-        self.index = _Index({}, 0)
+        self.index = _Index()
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def fit(self, index: _Index) -> None:
         """Make room for the tensors of ``index``. If they are others than before, the contents are lost."""
-        if index.nbytes != self.index.nbytes:
+        nbytes = max((start + numel * dtype.itemsize for start, numel, dtype in index.values()), default=0)
+        if nbytes != self.buffer.nbytes:
             self.buffer = self.buffer.new_empty(0)  # Free the old buffer before the new one is allocated.
-            self.buffer = self.buffer.new_empty(index.nbytes)
+            self.buffer = self.buffer.new_empty(nbytes)
         self.index = index
 
     def view(self, name: str) -> torch.Tensor:
-        start, numel, dtype = self.index.places[name]
+        start, numel, dtype = self.index[name]
         return self.buffer[start : start + numel * dtype.itemsize].view(dtype)
 
 
@@ -114,22 +99,18 @@ class NeighbourCopies:
         step = copies.recover()                         # after a death, on all ranks that are left
 
     A copy has one state of the run: all ranks call :meth:`update` after the same steps of the optimizers. If a rank has missed
-    a call, its next copy is an error on all ranks, and the last one stays.
-
-    The last copy stays valid until the next one has arrived on all ranks. So a death at any time leaves one step of which all
-    shards exist, if no rank died together with the rank that keeps its copy.
+    a call, its next copy is an error on all ranks. The last copy stays valid until the next one has arrived on all ranks. So a
+    death at any time leaves one step of which all shards exist, if no rank died together with the rank that keeps its copy.
 
     Memory: two generations of own and kept shards: per rank about 4 times its shards of parameters and optimizer states, on
     their device. Time: one copy of the shards per update; sending goes on in the background.
 
     Args:
         model: sharded by :func:`fully_shard` on a 1-D mesh of at least 2 ranks. Under HSDP, other replicas have each shard.
-        optimizer: as for :func:`reshard_to`.
+        optimizer, stateful: as for :func:`reshard_to`. Each rank copies its own.
         every: copy in every so-many-th call of :meth:`update`.
         distance: rank ``i`` of the mesh sends its copy to rank ``i + distance``. None: ``LOCAL_WORLD_SIZE``, the ranks of a
             host, as torchrun sets it, if the mesh has more ranks; otherwise 1.
-        stateful: objects with ``state_dict`` and ``load_state_dict``, such as learning rate schedulers, that :meth:`recover`
-            brings to the state of the copy, too. Each rank copies its own.
 
     Raises:
         ValueError: the model is not sharded, has replicas, or was sharded with what :func:`reshard_to` does not support, such
@@ -188,7 +169,7 @@ class NeighbourCopies:
         NeighbourCopies._numbers.add(number)
         self._frees_number = weakref.finalize(self, NeighbourCopies._numbers.discard, number)
         self._calls = 0
-        self._index, self._specs = _Index({}, 0), dict[str, Spec]()
+        self._index, self._specs = _Index(), dict[str, Spec]()
         # What the keeper knows of this rank, and this rank of the one whose copy it keeps.
         self._told_index = self._kept_index = self._index
         self._generations = [_Generation(_Shards(self._device), _Shards(self._device)) for _ in range(2)]
@@ -247,11 +228,7 @@ class NeighbourCopies:
             raise problem
 
     def wait(self) -> None:
-        """Wait until the last copy has arrived on all ranks.
-
-        Raises:
-            TransferError: it failed, because a rank died, its ``update()`` raised, or ranks made it after different steps.
-        """
+        """Wait until the last copy has arrived on all ranks. Raise the TransferError of :meth:`update` if it failed."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
@@ -305,11 +282,9 @@ class NeighbourCopies:
     def recover(self, mesh: DeviceMesh | None = None, *, group: dist.ProcessGroup | None = None) -> int:
         """Continue on the ranks that are left, with the last copy that all of them have. All of them call it after the error.
 
-        After a death, the process groups of the old mesh are not usable. The ranks that are left make a group of their own. If
-        another rank dies before this call returns, it raises, and may be called again.
-
         Parameters, optimizers and buffers get the state of the copy, on ``mesh``, as :func:`reshard_to` would move them.
-        Gradients are dropped. Then make new ``NeighbourCopies``.
+        Gradients are dropped. Then make new ``NeighbourCopies``. If another rank dies before this call returns, it raises, and
+        may be called again.
 
         Args:
             mesh: a 1-D mesh of ranks of the old mesh, of those that are left and call this. None: of :meth:`ranks_left`, with a
@@ -374,7 +349,10 @@ class NeighbourCopies:
         move = self._move(None)
         tensors = _without_gradients(move.source())
         flats = {name: local_tensor(each).reshape(-1) for name, each in tensors.items()}
-        index = _Index.of(flats)
+        index, start = _Index(), 0
+        for name, flat in flats.items():
+            index[name] = (start, flat.numel(), flat.dtype)
+            start += -(-flat.nbytes // _ALIGNMENT) * _ALIGNMENT
         if index != self._index:  # Tensors have appeared, such as at the first step.
             self._index, self._specs = index, {name: Spec.of(each) for name, each in tensors.items()}
         generation.specs = self._specs

@@ -18,14 +18,9 @@ from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
 
 __all__ = ["MAPPED_IN_MEMORY", "MappedFile"]
 
-_READ = 1 << 20
-"""The bytes of one read. They are read to be in the page cache, so one buffer serves all reads."""
-
-_BEHIND = 2
-"""The most writes that are not waited for."""
-
-MAPPED_IN_MEMORY = 5 + _BEHIND
-"""The most files whose pages are in memory: of passes three, of steps two, and those that are written."""
+_READ = 1 << 20  # The bytes of one read. They are read to be in the page cache, so one buffer serves all reads.
+_BEHIND = 2  # The most writes that are not waited for.
+MAPPED_IN_MEMORY = 5 + _BEHIND  # The most files with pages in memory: of passes three, of steps two, and those written.
 
 # Named here, so that tests can let it fail. None: a system that is not Linux.
 _fdatasync: Any = getattr(os, "fdatasync", None)
@@ -41,16 +36,13 @@ class MappedFile:
         written                            | a         |           | c
         in memory    a b         a b c       b c         b c a       a b
 
-    :meth:`use` says that the file is used now. It reads it, unless it was read ahead, and reads the file ahead that followed
-    this one the last time. The pages of the others are written and dropped by a thread. If it is behind by more than two files,
-    :meth:`use` waits for it. In passes, the file before this one stays, too: on one rank, the model computes with it while the
-    next one is used already. Steps, which may run in a thread beside passes, have an order of their own.
+    :meth:`use` reads the file, unless it was read ahead, and reads the file ahead that followed this one the last time. A
+    thread writes the pages of the others, and drops them. If it is behind by more than two files, :meth:`use` waits for it. In
+    passes, the file before this one stays, too: on one rank, the model computes with it while the next one is used already.
+    Steps, which may run in a thread beside passes, have an order of their own.
 
     A page that is touched without :meth:`use` is read by the system, as late as then. If the system cannot read it, it ends the
     process with SIGBUS: :meth:`use` reads first, and raises instead. A file of 0 bytes cannot be mapped.
-
-    Attributes:
-        memory: the bytes of the file.
     """
 
     def __init__(self, folder: str, rank: int, nbytes: int) -> None:

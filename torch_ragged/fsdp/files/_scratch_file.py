@@ -16,8 +16,7 @@ from typing import Any
 
 __all__ = ["BLOCK", "ScratchFile"]
 
-BLOCK = 4096
-"""Direct I/O reads and writes whole blocks of the file, from addresses that are multiples of it."""
+BLOCK = 4096  # Direct I/O reads and writes whole blocks of the file, from addresses that are multiples of it.
 
 # Named here, so that tests can let them fail. None: a system that is not Linux.
 _open: Any = os.open
@@ -25,10 +24,7 @@ _preadv, _pwritev, _fallocate = (getattr(os, name, None) for name in ("preadv", 
 
 
 class ScratchFile:
-    """A file of a fixed size that has no name once it is open.
-
-    It cannot be taken for a checkpoint, another job cannot open it, and its space is free when the process ends, however it
-    ends.
+    """A file of a fixed size that has no name once it is open. So its space is free when the process ends, however it ends.
 
     Args:
         folder: where the file lies.

@@ -22,14 +22,9 @@ from torch_ragged.fsdp.offload._tiers import Tier, TierMemory
 
 __all__ = ["FILE_NUMEL", "WINDOWS", "FileTier"]
 
-FILE_NUMEL = 1 << 22
-"""The most elements of a chunk in a file: with two float32 states, one read or write of 32 MiB."""
-
-WINDOWS = 3
-"""One chunk is read ahead, one is stepped, one is written behind."""
-
-_THREADS = "torch_ragged-files"
-"""The names of all threads of tiers begin so."""
+FILE_NUMEL = 1 << 22  # The most elements of a chunk in a file: with two float32 states, one read or write of 32 MiB.
+WINDOWS = 3  # One chunk is read ahead, one is stepped, one is written behind.
+_THREADS = "torch_ragged-files"  # The names of all threads of tiers begin so.
 
 
 @dataclass(eq=False)

@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from torch_ragged.fsdp.core._dbuffer import current_stream, order_behind
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.offload._pieces import SteppedParam, UsedGradients
 
 __all__ = ["BackwardStep"]
 
-_IN_FLIGHT = 2
-"""The most groups whose step the thread has not ended, when backward goes on."""
+_IN_FLIGHT = 2  # The most groups whose step the thread has not ended, when backward goes on.
 
 
 class BackwardStep:
-    """The ``GradientUser`` of an optimizer that steps in backward.
+    """The ``GradientUser`` of an optimizer that steps in backward. It has ``step_group(group)``, which a thread may call.
 
     ::
 
@@ -34,14 +34,10 @@ class BackwardStep:
         steps                         | block 2         | block 1         | block 0 |   then backward returns
 
     On the CPU, a thread steps, beside autograd. On an accelerator, the thread of autograd issues the step's kernels.
-
-    Args:
-        optimizer: steps a group by its ``step_group(group)``, which a thread may call. Groups refer to this object as long as
-            they live, and it refers to the optimizer weakly.
-        members: its parameters in each group.
     """
 
     def __init__(self, optimizer: Optimizer, members: Mapping[FSDPParamGroup, Sequence[SteppedParam]]) -> None:
+        # Weakly: groups refer to this object as long as they live.
         self._optimizer, self._members = weakref.ref(optimizer), members
         self._used = UsedGradients()
         # Groups that were stepped since the last take(). Equal on all ranks, between passes.
@@ -102,7 +98,8 @@ class BackwardStep:
                 with torch.no_grad():  # A setting of each thread.
                     optimizer.step_group(group)
             for member in self._with_gradients(group):
-                member.param.grad = self._used.grad(member.index, member.param, member.param.grad.dtype)
+                param = member.param
+                param.grad = FSDPGrad(self._used, member.index, param, param.grad.dtype, None)  # type: ignore[arg-type]
         except Exception as error:
             self._problem = error
 

@@ -42,8 +42,7 @@ CUTS_STATES = PlainPart(
 """What an optimizer brings that keeps a part of the states elsewhere."""
 
 _NOT_OFFLOADED = Offload(optimizer=0.0)
-_COUNTER = 4
-"""The bytes of a step counter."""
+_COUNTER = 4  # The bytes of a step counter.
 
 
 def offloaded(
@@ -86,8 +85,7 @@ def offloaded(
     Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files or ``in_backward``, also in each step.
 
     Args:
-        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``torch_ragged.optim.Adam8bit`` or ``AdamW8bit``, whose states
-            have 2 bytes per element.
+        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``torch_ragged.optim.Adam8bit`` or ``AdamW8bit``.
         model: a module on which ``fully_shard`` was called, or a module that contains such modules.
         params: what ``optimizer`` takes: parameters, or parameter groups. None: ``model.parameters()``.
         in_backward: step in backward. Equal on all ranks.
@@ -106,7 +104,14 @@ def offloaded(
     with agreement(ranks, device, _CALL) as claim:
         for group in groups:
             group.check_awake()
-        _check_class(optimizer)
+        is_class = isinstance(optimizer, type)
+        if optimizer not in ELEMENT_WISE and not (is_class and hasattr(optimizer, "piece_optimizer")):
+            given = f"the class {optimizer.__name__}" if is_class else f"an object of {type(optimizer).__name__}"
+            raise TypeError(
+                "offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit and AdamW8bit of torch_ragged.optim, got "
+                f"{given}: give one of these classes, not an object of it; or make the optimizer without offloaded(), all "
+                "states on the device"
+            )
         _check_groups(groups, model)
         if options.get("differentiable"):
             raise ValueError(f"offloaded({optimizer.__name__}) supports no differentiable=True: its steps have no graph")
@@ -124,16 +129,6 @@ def _process_groups_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.Proc
     meshes: dict[Any, None] = dict.fromkeys(param.sharded.device_mesh for group in groups for param in group.params)  # type: ignore
     ranks = dict.fromkeys(each for mesh in meshes for each in groups_of(mesh))
     return list(ranks), device_of(groups[0].dp.mesh) if groups else torch.device("cpu")
-
-
-def _check_class(optimizer: Any) -> None:
-    if optimizer in ELEMENT_WISE or (isinstance(optimizer, type) and hasattr(optimizer, "piece_optimizer")):
-        return
-    given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"an object of {type(optimizer).__name__}"
-    raise TypeError(
-        f"offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit and AdamW8bit of torch_ragged.optim, got {given}: "
-        "give one of these classes, not an object of it; or make the optimizer without offloaded(), all states on the device"
-    )
 
 
 def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
@@ -345,11 +340,7 @@ class OffloadedOptimizer(Optimizer):
         return held, hosted
 
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
-        """The bytes on the device of the states of ``param`` that its first step makes: for memory reports.
-
-        Raises:
-            ValueError: ``param`` is in no group of ``fully_shard``.
-        """
+        """The bytes on the device of the states of ``param`` that its first step makes: for memory reports."""
         member = self._members.get(param)
         if member is None or member.group is None:
             raise ValueError("a parameter is in no group of fully_shard")
@@ -599,9 +590,6 @@ class OffloadedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an offloaded optimizer cannot be pickled or copied: save its state_dict()")
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        self.__getstate__()
 
 
 @dataclass(frozen=True)

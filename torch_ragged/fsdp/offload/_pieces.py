@@ -26,14 +26,9 @@ __all__ = ["ELEMENT_WISE", "ElementWise", "Piece", "StateSizes", "StepChunk", "S
 ELEMENT_WISE = (SGD, Adam, AdamW)
 """The optimizers that update each element by itself, and have states of the parameter's dtype."""
 
-CUT = 64
-"""Pieces begin at multiples of so many elements of their parameter: whole vector registers, and the unit of fused kernels."""
-
-_GRAIN = 32768
-"""Torch's CPU kernels share out a tensor with more elements over threads."""
-
-StateSizes = dict[str, tuple[int, torch.dtype]]
-"""By the name of a state, its number of elements and its dtype."""
+CUT = 64  # Elements. Pieces begin at multiples of it: whole vector registers, and the unit of fused kernels.
+_GRAIN = 32768  # Torch's CPU kernels share out a tensor with more elements over threads.
+StateSizes = dict[str, tuple[int, torch.dtype]]  # By the name of a state, its number of elements and its dtype.
 
 
 class UsedGradients:
@@ -52,10 +47,6 @@ class UsedGradients:
             "this gradient was used by the step in backward of offloaded(..., in_backward=True): it can be neither read, "
             "clipped nor unscaled. Call optimizer.step() and optimizer.zero_grad(), or give offloaded() no in_backward"
         )
-
-    def grad(self, index: int, param: DTensor, dtype: torch.dtype) -> FSDPGrad:
-        """What is ``.grad`` of ``param`` from now on, in the place of a gradient of ``dtype``."""
-        return FSDPGrad(self, index, param, dtype, None)  # type: ignore[arg-type]
 
     @staticmethod
     def has(grad: torch.Tensor | None) -> bool:
@@ -165,14 +156,12 @@ class StepChunk:
     """Pieces that are stepped together, by an optimizer of their own.
 
     Between steps this optimizer has the states of one value only, such as step counters. The other ones lie in a tier.
-
-    Attributes:
-        sizes: what the tier holds for this chunk, by the name of the state. Pieces get their offsets in it here.
-        homes: the groups of ``fully_shard`` with its parameters.
     """
 
     def __init__(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]], rules: Any) -> None:
-        self.pieces, self.sizes = list(pieces), StateSizes()
+        self.pieces = list(pieces)
+        self.sizes = StateSizes()  # What the tier holds. Pieces get their offsets in it below.
+        # The groups of ``fully_shard`` with its parameters.
         self.homes = list(dict.fromkeys(each.member.group for each in pieces if each.member.group is not None))
         leaves: dict[int, list[torch.Tensor]] = {}  # By the number of the parameter group.
         for piece in sorted(pieces, key=lambda piece: piece.member.group_number):

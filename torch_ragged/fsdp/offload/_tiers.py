@@ -13,11 +13,8 @@ from torch_ragged.fsdp.offload._pieces import StepChunk
 
 __all__ = ["WINDOW_NUMEL", "TierMemory", "Tier", "TierEvent", "WindowTier", "host_slabs", "tier_of", "window_numel"]
 
-WINDOW_NUMEL = 1 << 23
-"""The most elements of a chunk that is copied to a device: enough for the full bandwidth of a bus, small beside a model."""
-
-TierMemory = dict[str, torch.Tensor]
-"""By the name of a state, the 1-D tensor that has it for all pieces of a chunk."""
+WINDOW_NUMEL = 1 << 23  # The most elements of a chunk for a device: enough for a bus's full bandwidth, small beside a model.
+TierMemory = dict[str, torch.Tensor]  # By the name of a state, the 1-D tensor that has it for all pieces of a chunk.
 
 
 class TierEvent(NamedTuple):
@@ -30,21 +27,15 @@ class TierEvent(NamedTuple):
 
 
 class Tier:
-    """Where chunks have their states. Here: in memory that the step itself reads and writes.
+    """Where chunks have their states. Here: in memory that the step itself reads and writes, the slabs.
 
-    Args:
-        slabs: the states of each chunk in host memory. Those of other chunks lie where the optimizer makes them.
-
-    Attributes:
-        is_transient: whether what :meth:`look` returns is valid until the next call only.
-        has_lost: whether states could not be written.
-        window_nbytes: the bytes of host memory through which files are read and written.
-        log: gets an event for what moves, if it is a list. Threads append to it.
+    States of a chunk without a slab lie where the optimizer makes them.
     """
 
-    is_transient = has_lost = False
-    window_nbytes = 0
-    log: list[TierEvent] | None = None
+    is_transient = False  # Whether what :meth:`look` returns is valid until the next call only.
+    has_lost = False  # Whether states could not be written.
+    window_nbytes = 0  # Of host memory through which files are read and written.
+    log: list[TierEvent] | None = None  # Gets an event for what moves, if it is a list. Threads append to it.
 
     def __init__(self, slabs: Mapping[StepChunk, TierMemory]) -> None:
         self._slabs = slabs
@@ -90,7 +81,7 @@ def host_slabs(chunks: Sequence[StepChunk], is_pinned: bool) -> dict[StepChunk, 
 
 
 class WindowTier(Tier):
-    """States in host memory that a device steps with: two windows of device memory take turns.
+    """States in page-locked host memory that an accelerator steps with: two windows of device memory take turns.
 
     ::
 
@@ -98,8 +89,7 @@ class WindowTier(Tier):
         step                  | chunk 0 | chunk 1 |         | chunk 2 |
         copy out                        | chunk 0 | chunk 1 |         | chunk 2 |
 
-    On an accelerator, copies run on two streams beside the step, so that both directions of the bus are in use. The slabs are
-    in page-locked host memory then.
+    Copies run on two streams beside the step, so that both directions of the bus are in use.
     """
 
     def __init__(self, slabs: Mapping[StepChunk, TierMemory], device: torch.device) -> None:
@@ -112,7 +102,7 @@ class WindowTier(Tier):
             {key: torch.empty(numel, dtype=key[1], device=device) for key, numel in largest.items()} for _ in range(2)
         ]
         windows = [tensor for window in self._windows for tensor in window.values()]
-        self._copies = _StreamCopies(device, windows) if device.type != "cpu" else _HostCopies()
+        self._copies = _StreamCopies(device, windows)
         self._held: dict[StepChunk, int] = {}  # The windows of the chunks that were fetched and not stored.
         self._stepped: StepChunk | None = None  # The one that is stepped now.
 
@@ -124,7 +114,7 @@ class WindowTier(Tier):
             del self._held[holders.pop(0 if holders[1] is self._stepped else 1)]
         turn = self._held[chunk] = 1 if 0 in holders else 0
         self._copies.copy_in(turn, self._window(chunk, turn), self._slabs[chunk])
-        self._note_copy("tier_read", chunk, begin)
+        self._note("tier_read", chunk.nbytes, begin, begin)
 
     def fetch(self, chunk: StepChunk) -> TierMemory:
         self.fetch_ahead(chunk)
@@ -137,7 +127,7 @@ class WindowTier(Tier):
         if turn is not None:  # Otherwise the slab itself was written, between steps.
             begin = time.perf_counter()
             self._copies.copy_out(turn, self._slabs[chunk], self._window(chunk, turn))
-            self._note_copy("tier_write", chunk, begin)
+            self._note("tier_write", chunk.nbytes, begin, begin)
 
     def look(self, chunk: StepChunk) -> TierMemory:
         if chunk in self._held:  # A step that raised has fetched it ahead: the next one must not use that window.
@@ -149,9 +139,6 @@ class WindowTier(Tier):
         for turn in self._held.values():  # The copies read slabs, which are written next.
             self._copies.wait_in(turn)
         self._held.clear()
-
-    def _note_copy(self, kind: str, chunk: StepChunk, begin: float) -> None:
-        self._note(kind, chunk.nbytes, begin, None if isinstance(self._copies, _HostCopies) else begin)
 
     def _window(self, chunk: StepChunk, turn: int) -> TierMemory:
         return {name: self._windows[turn][name, dtype][:numel] for name, (numel, dtype) in chunk.sizes.items()}
@@ -165,22 +152,6 @@ def window_numel(device: torch.device) -> int:
 def tier_of(slabs: Mapping[StepChunk, TierMemory], device: torch.device) -> Tier:
     """The tier of states in ``slabs``, for an optimizer that steps on ``device``."""
     return Tier(slabs) if device.type == "cpu" else WindowTier(slabs, device)
-
-
-class _HostCopies:
-    """Copies between host memory and host memory, which end at once."""
-
-    def copy_in(self, turn: int, target: TierMemory, source: TierMemory) -> None:
-        for name, part in source.items():
-            target[name].copy_(part)
-
-    copy_out = copy_in
-
-    def wait_in(self, turn: int) -> None:
-        pass
-
-    def wait_out(self) -> None:
-        pass
 
 
 class _StreamCopies:

@@ -41,15 +41,13 @@ class Replay:
     def __init__(self, states: dict[str, FSDPState]) -> None:
         self._names = {state: name for name, state in states.items()}
         self._inside = {s: {child for module in s.modules for child in module.modules()} for s in states.values()}
-        self._modules: dict[FSDPState, list[_StandIn]] = {}
+        self._modules = {state: [_StandIn(self, name) for _ in state.modules] for name, state in states.items()}
         self._calls: dict[FSDPState, int] = {}
         self._logs: list[tuple[str, MemoryLog]] = []
         # An event of 0 bytes at the beginning of each call: all logs count moments together, so this orders calls and bytes.
         self._clock = MemoryLog()
         self._clock.start()
         self.labels: list[str] = []  # The names of the moments that began, in order, such as "backward of blocks.0".
-        for state, name in self._names.items():
-            self._modules[state] = [_StandIn(self, name) for _ in state.modules]
         self._made = made = {state: self._stand_in(state) for state in self._names}
         for state, twin in made.items():
             for knob in ("forward_prefetch", "backward_prefetch"):
