@@ -102,6 +102,7 @@ class Float4Planes(Float8Planes):
 
 WeightFactory = Callable[[Float8Planes], torch.Tensor]
 """Makes what a module holds of the planes of a parameter: of the parameter's shape, in ``planes.dtype``."""
+_Form = tuple[type[Float8Planes], tuple[int, int]]  # The kind and the tile of planes.
 
 
 class PlanesEncoding(Encoding):
@@ -127,12 +128,7 @@ class PlanesEncoding(Encoding):
     makes_params = True
 
     def __init__(
-        self,
-        layout: BufferLayout,
-        rank: int,
-        factory: WeightFactory,
-        forms: Sequence[tuple[type[Float8Planes], tuple[int, int]]],
-        recomputes: bool,
+        self, layout: BufferLayout, rank: int, factory: WeightFactory, forms: Sequence[_Form], recomputes: bool
     ) -> None:
         super().__init__(layout, rank)
         self._factory, self._recomputes = factory, recomputes

@@ -104,11 +104,7 @@ class Float8Weight(torch.Tensor):
         return self
 
     def planes_of(self, in_backward: bool) -> Float8Planes:
-        """The planes of a phase.
-
-        Raises:
-            RuntimeError: they were not all-gathered.
-        """
+        """The planes of a phase. Raise a RuntimeError if they were not all-gathered."""
         if self.planes.backward is None:
             return self.planes
         planes = self.planes.backward if in_backward else self.planes
@@ -172,11 +168,9 @@ class Float8Weight(torch.Tensor):
 
         # Formulas of autograd come here straight from its engine. A program's own call is forward, also if it is recomputed.
         in_backward = backward_id() not in (-1, _called_in.get())
-
-        def values(value: Any) -> Any:
-            return value.planes_of(in_backward).dequantized() if isinstance(value, Float8Weight) else value
-
-        args, kwargs = pytree.tree_map(values, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(
+            Float8Weight, lambda weight: weight.planes_of(in_backward).dequantized(), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 

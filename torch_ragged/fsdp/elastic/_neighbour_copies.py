@@ -55,7 +55,8 @@ class _Shards:
 
     def fit(self, index: _Index) -> None:
         """Make room for the tensors of ``index``. If they are others than before, the contents are lost."""
-        nbytes = max((start + numel * dtype.itemsize for start, numel, dtype in index.values()), default=0)
+        used = max((start + numel * dtype.itemsize for start, numel, dtype in index.values()), default=0)
+        nbytes = -(-used // _ALIGNMENT) * _ALIGNMENT
         if nbytes != self.buffer.nbytes:
             self.buffer = self.buffer.new_empty(0)  # Free the old buffer before the new one is allocated.
             self.buffer = self.buffer.new_empty(nbytes)
@@ -240,10 +241,9 @@ class NeighbourCopies:
         A rank that lives must call it too, so it gets an error: this call ends all that is in flight here on the process groups
         of the model and, over gloo, on all groups with a dead rank. A rank that computes gets it in its next collective.
 
-        Args:
-            patience: how many seconds to wait for a rank that lives and does not report, such as one that is stopped. After
-                that, it counts as dead. None: the timeout of the model's process group, and 15 s for reports. Until then, each
-                collective that it waits in has failed.
+        ``patience``: how many seconds to wait for a rank that lives and does not report, such as one that is stopped. After
+        that, it counts as dead. None: the timeout of the model's process group, and 15 s for reports. Until then, each
+        collective that it waits in has failed.
 
         Raises:
             RuntimeError: this rank reported too late, and the others have gone on without it.

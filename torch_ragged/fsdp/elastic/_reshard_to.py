@@ -311,9 +311,7 @@ class ModelMove:
     def finish(self, told: Description, moved: Mapping[str, torch.Tensor], world: dist.ProcessGroup, takes_told: bool) -> None:
         """Exchange groups, parameters and states. The old ones are freed when nothing refers to them.
 
-        Args:
-            world: a group that has all ranks of the new mesh.
-            takes_told: whether this rank takes the options and single states of ``told``, and not its own.
+        ``world`` has all ranks of the new mesh. If it ``takes_told``, a rank takes the options and single states of ``told``.
         """
         for name, param in self._new_params.items():
             param.grad = moved.get(f"gradient.{name}")

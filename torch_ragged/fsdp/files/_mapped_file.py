@@ -68,6 +68,7 @@ class MappedFile:
     def release(self) -> None:
         """The file is not used soon: a thread writes its bytes and drops them from memory."""
         _fetch_order.drop(self)
+        _fetch_order.await_writes()
 
     def read(self) -> None:
         """Bring all pages into the page cache."""
@@ -127,8 +128,8 @@ class _Order:
                 turns.kept = weakref.WeakSet(each for each in (file, following, previous) if each is not None)
                 kept = {*self.of_passes.kept, *self.of_steps.kept}
                 for other in [each for each in self._reads if each not in kept]:
-                    self._drop(other)
-        self._await_writes()  # Before more is read, so that no more than MAPPED_IN_MEMORY are in memory.
+                    self.drop(other)
+        self.await_writes()  # Before more is read, so that no more than MAPPED_IN_MEMORY are in memory.
         with self._lock:
             for each in (file, *turns.kept):
                 if each not in self._reads:
@@ -146,14 +147,10 @@ class _Order:
 
     def drop(self, file: MappedFile) -> None:
         with self._lock:
-            self._drop(file)
-        self._await_writes()
+            self._reads.pop(file, None)
+            self._writes.append(self._writer.submit(self._write, weakref.ref(file)))
 
-    def _drop(self, file: MappedFile) -> None:
-        self._reads.pop(file, None)
-        self._writes.append(self._writer.submit(self._write, weakref.ref(file)))
-
-    def _await_writes(self) -> None:
+    def await_writes(self) -> None:
         with self._lock:
             late, self._writes = self._writes[:-_BEHIND], self._writes[-_BEHIND:]
         for writing in late:

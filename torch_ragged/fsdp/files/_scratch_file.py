@@ -54,11 +54,9 @@ class ScratchFile:
                 self._bypass_cache()
 
     def read(self, memory: memoryview, offset: int) -> None:
-        """Fill ``memory`` from ``offset`` on."""
         self._run("read", _preadv, memory, offset)
 
     def write(self, memory: memoryview, offset: int) -> None:
-        """Write ``memory`` at ``offset``."""
         self._run("write", _pwritev, memory, offset)
 
     @contextlib.contextmanager

@@ -19,10 +19,8 @@ from torch_ragged.fsdp.memory._resident import Resident
 __all__ = ["PERSISTENT", "SLOTS", "Slot", "SlotRing", "allocator", "check_ready", "make_persistent", "make_transient"]
 
 PERSISTENT = PlainPart(Terms("set_persistent_buffers()", {Need.ONE_BUFFER: ": leave backward out"}))
-
 SLOTS = 3  # Slots in a ring: one group computes, the next one is all-gathered, and the previous one may not be resharded yet.
-
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
+Allocate = Callable[[int, torch.dtype], torch.Tensor]  # Of elements and a dtype: a flat tensor.
 
 
 def check_ready(groups: Sequence[FSDPParamGroup]) -> None:
@@ -134,21 +132,16 @@ class _SlotMemory(BufferMemory):
 
 @dataclass(eq=False)
 class Slot(MemoryPool):
-    """The memory of groups that take turns: one slab for each dtype, of the size that the largest group needs.
-
-    Args:
-        allocate: a function ``numel, dtype -> flat tensor``. It is called when a group first makes a buffer of a dtype here.
-            Groups are equal on all ranks, so all ranks call it in the same order.
-    """
+    """The memory of groups that take turns: one slab for each dtype, of the size that the largest group needs."""
 
     is_required = True
     _name: str
+    # Called when a group first makes a buffer of a dtype here. Groups are equal on all ranks, so is the order of calls.
     _allocate: Allocate
     _numel: dict[torch.dtype, int] = field(default_factory=dict)
     _slabs: dict[torch.dtype, SlotMemory] = field(default_factory=dict)
 
     def reserve(self, dtype: torch.dtype, numel: int) -> None:
-        """Make the slab of ``dtype`` large enough for ``numel`` elements."""
         self._numel[dtype] = max(self._numel.get(dtype, 0), numel)
 
     def slab(self, dtype: torch.dtype, numel: int) -> SlotMemory:
@@ -172,7 +165,7 @@ class SlotRing:
         members   0 1 2 3 4 5 6 7
         slots     A B C A B C A B          while member 3 computes in A, member 4 is all-gathered into B
 
-    ``name`` says what lies in them, for errors. ``allocate`` is that of :class:`Slot`.
+    ``name`` says what lies in them, for errors.
     """
 
     def __init__(self, name: str, size: int, allocate: Allocate) -> None:

@@ -107,7 +107,6 @@ class BackwardStep:
         return [member for member in self._members[group] if member.param.grad is not None]
 
     def finish(self, groups: Sequence[FSDPParamGroup]) -> None:
-        """Wait for the steps of ``groups``."""
         self.wait()
         # All ranks have a gradient of a parameter, or none.
         self._stepped.update(group for group in groups if self._with_gradients(group))

@@ -36,11 +36,10 @@ from torch_ragged.tensor._stored_tensor import StoredTensor
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
 _CALL = "offloaded"
+# What an optimizer brings that keeps a part of the states elsewhere.
 CUTS_STATES = PlainPart(
     Terms("offloaded()", {Need.PLAIN_SHARDS: ", whose states cannot be cut: shard it with Offload(optimizer=0.0)"})
 )
-"""What an optimizer brings that keeps a part of the states elsewhere."""
-
 _NOT_OFFLOADED = Offload(optimizer=0.0)
 _COUNTER = 4  # The bytes of a step counter.
 
@@ -515,10 +514,9 @@ class OffloadedOptimizer(Optimizer):
     def states_as(self, form: str) -> Iterator[None]:
         """The form of the states that ``state_dict()`` and ``state`` have inside, for checkpoints.
 
-        Args:
-            form: ``"copies"``: all of them. ``"views"``: of states in one piece in memory, the states themselves; copies of
-                the others. ``"stored"``: the same, with a ``StoredTensor`` in place of a copy, which reads and writes the
-                tiers. If one was written to, :meth:`load_state_dict` must follow.
+        ``"copies"``: all of them. ``"views"``: of states in one piece in memory, the states themselves; copies of the others.
+        ``"stored"``: the same, with a ``StoredTensor`` in place of a copy, which reads and writes the tiers. If one was written
+        to, :meth:`load_state_dict` must follow.
         """
         before, self._form = self._form, form
         try:
@@ -536,10 +534,7 @@ class OffloadedOptimizer(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as ``torch.optim.Optimizer.load_state_dict`` does. States are copied into their tiers.
-
-        Args:
-            state_dict: that of an optimizer of the same class, with and without offload, at any fraction.
+        """Load as ``torch.optim.Optimizer.load_state_dict`` does, of any fraction, and without offload. States are copied.
 
         Raises:
             ValueError: a state is missing, or is no DTensor with the placements of its parameter. Nothing is changed.

@@ -23,9 +23,7 @@ from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 
 __all__ = ["ELEMENT_WISE", "ElementWise", "Piece", "StateSizes", "StepChunk", "SteppedParam", "UsedGradients"]
 
-ELEMENT_WISE = (SGD, Adam, AdamW)
-"""The optimizers that update each element by itself, and have states of the parameter's dtype."""
-
+ELEMENT_WISE = (SGD, Adam, AdamW)  # They update each element by itself, and have states of the parameter's dtype.
 CUT = 64  # Elements. Pieces begin at multiples of it: whole vector registers, and the unit of fused kernels.
 _GRAIN = 32768  # Torch's CPU kernels share out a tensor with more elements over threads.
 StateSizes = dict[str, tuple[int, torch.dtype]]  # By the name of a state, its number of elements and its dtype.
@@ -50,7 +48,6 @@ class UsedGradients:
 
     @staticmethod
     def has(grad: torch.Tensor | None) -> bool:
-        """Whether ``grad`` is of such a source."""
         return isinstance(grad, FSDPGrad) and not grad.has_memory
 
 
@@ -71,7 +68,6 @@ class SteppedParam:
 
     @property
     def numel(self) -> int:
-        """The number of its elements on this rank."""
         begin, end = self.interval
         return end - begin
 
@@ -95,21 +91,14 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether ``leaf`` is the parameter itself."""
         return self.leaf is self.member.param
 
     def views(self, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Its states in the memory of the chunk."""
         return {name: memory[name][self.offsets[name] :][:numel] for name, (numel, _) in self.sizes.items()}
 
 
 class ElementWise:
-    """How the pieces of SGD, Adam and AdamW are cut and stepped. Other optimizers have these methods: see ``Adam8bit``.
-
-    Args:
-        optimizer: the class, one of ``ELEMENT_WISE``.
-        groups: those of the model.
-    """
+    """How the pieces of one class of ``ELEMENT_WISE`` are cut and stepped. ``Adam8bit`` has these methods itself."""
 
     def __init__(self, optimizer: Any, groups: Sequence[FSDPParamGroup]) -> None:
         self._optimizer = optimizer
@@ -136,7 +125,6 @@ class ElementWise:
         return start, stop
 
     def piece_placements(self, param: DTensor, name: str) -> tuple[Placement, ...]:
-        """The placements of a state."""
         return param.placements
 
     def piece_joined(self, param: DTensor, name: str, flat: torch.Tensor) -> DTensor:
@@ -180,9 +168,7 @@ class StepChunk:
     def step(self, groups: Sequence[Mapping[str, Any]], memory: Mapping[str, torch.Tensor], scaling: Mapping[str, Any]) -> None:
         """One step of the pieces whose parameters have gradients, with the options that ``groups`` have now.
 
-        Args:
-            memory: a 1-D tensor for each of ``sizes``, with the states.
-            scaling: what ``GradScaler`` has set on the user's optimizer.
+        ``memory`` has the states, and ``scaling`` what ``GradScaler`` has set on the user's optimizer.
         """
         optimizer, states = self._optimizer, self._optimizer.state
         for mine, number in zip(optimizer.param_groups, self._groups):
@@ -215,12 +201,10 @@ class StepChunk:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its states in the tier."""
         return sum(numel * dtype.itemsize for numel, dtype in self.sizes.values())
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no piece has states yet."""
         return not any(piece.has_states for piece in self.pieces)
 
     @property

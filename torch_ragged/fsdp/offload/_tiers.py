@@ -65,18 +65,14 @@ class Tier:
 
 def host_slabs(chunks: Sequence[StepChunk], is_pinned: bool) -> dict[StepChunk, TierMemory]:
     """One slab of host memory for each state of one group of ``fully_shard``, with the parts of its chunks."""
-    totals: dict[str, tuple[int, torch.dtype]] = {}
-    for chunk in chunks:
-        for name, (numel, dtype) in chunk.sizes.items():
-            totals[name] = (totals.get(name, (0, dtype))[0] + numel, dtype)
-    # Zeros touch each page now, so that a process without enough memory fails here and not in a step.
-    rest = {
-        name: torch.zeros(numel, dtype=dtype, pin_memory=is_pinned, device="cpu") for name, (numel, dtype) in totals.items()
-    }
-    parts: dict[StepChunk, TierMemory] = {}
-    for chunk in chunks:
-        parts[chunk] = {name: rest[name][:numel] for name, (numel, _) in chunk.sizes.items()}
-        rest |= {name: rest[name][numel:] for name, (numel, _) in chunk.sizes.items()}
+    parts: dict[StepChunk, TierMemory] = {chunk: {} for chunk in chunks}
+    for name in dict.fromkeys(name for chunk in chunks for name in chunk.sizes):
+        holders = [chunk for chunk in chunks if name in chunk.sizes]
+        numels, dtype = [chunk.sizes[name][0] for chunk in holders], holders[0].sizes[name][1]
+        # Zeros touch each page now, so that a process without enough memory fails here and not in a step.
+        slab = torch.zeros(sum(numels), dtype=dtype, pin_memory=is_pinned, device="cpu")
+        for chunk, part in zip(holders, slab.split(numels)):
+            parts[chunk][name] = part
     return parts
 
 

@@ -162,10 +162,9 @@ class Monitor:
         self._start, self._host_start = self._clock.mark(), time.perf_counter()
 
     def step(self, tokens: float | None = None) -> dict[str, float]:
-        """End the step. Returns its row, with the keys above, and begins the next row.
+        """End the step of so many ``tokens``. Returns its row, with the keys above, and begins the next row.
 
-        Args:
-            tokens: the tokens of this step. Give the tokens of all ranks to get the throughput of all ranks.
+        Give the tokens of all ranks to get the throughput of all ranks.
 
         Raises:
             TypeError: ``tokens`` is no number.

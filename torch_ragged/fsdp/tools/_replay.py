@@ -99,15 +99,13 @@ class Replay:
         return twin
 
     def begin(self, label: str) -> None:
-        """Note that the moment named ``label`` begins."""
         self._clock.note(0)
         self.labels.append(label)
 
     def play(self, order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
         """The moment of a training step at which the buffers hold most bytes, and "gathered", "gradients" and "grad" then.
 
-        Args:
-            order: the calls of a forward. If a module is inside another one, its call is part of the last call of that module.
+        ``order``: the calls of a forward. If a module is inside another one, its call is part of the last call of that one.
         """
         calls: list[_ReplayedCall] = []  # The outermost calls.
         around: list[_ReplayedCall] = []  # The open calls, outermost first: the next call may be inside each of them.
@@ -136,7 +134,6 @@ class Replay:
         return (begun[-1] if begun else "before forward"), held
 
     def _pass(self, calls: Sequence[_ReplayedCall]) -> None:
-        """One forward and one backward."""
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(1, device="meta")
             for call in calls:
@@ -224,10 +221,7 @@ class _NoCollectives(Collectives):
 
 
 def high_water(logs: Iterable[tuple[str, MemoryLog]], start: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """The moment with the largest sum over all logs (-1: the start), and the bytes of each kind at that moment.
-
-    ``start``: the bytes of each kind when the logs were started.
-    """
+    """The moment with the largest sum over all logs, and the bytes of each kind then. Moment -1: as at the ``start``."""
     events = sorted((moment, nbytes, kind) for kind, log in logs for moment, nbytes in log.events)
     now = dict(start)
     total = most = sum(now.values())

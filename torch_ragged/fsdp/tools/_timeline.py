@@ -128,11 +128,9 @@ class Timeline:
         first = min([0.0, *(span.begin for span in self.spans)])
         width = max(self.seconds - first, 1e-9)
         for row, spans in enumerate(tracks):
+            bars = [(1000 * span.begin, 1000 * (span.end - span.begin)) for span in spans]
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=_COLOURS[spans[0].kind], edgecolor="white", linewidth=0.3)
             for span in spans:
-                bar = 1000 * (span.end - span.begin)
-                axes.barh(
-                    row, bar, left=1000 * span.begin, height=0.8, color=_COLOURS[span.kind], edgecolor="white", linewidth=0.3
-                )
                 if span.name and span.end - span.begin > _NARROW * width:
                     axes.text(1000 * (span.begin + span.end) / 2, row, span.name, ha="center", va="center", fontsize=7)
         # Only the first row of a kind has its name.
