@@ -34,7 +34,11 @@ AREAS: dict[str, tuple[str, ...]] = {
     "The planner and its layouts": ("fsdp.layout",),
     "Granularity": ("granularity",),
     "monitor() and memory_report()": ("fsdp.tools",),
-    "reshard_to() and NeighbourCopies": ("fsdp.elastic._neighbour_copies", "fsdp.elastic._reshard_to"),
+    "reshard_to() and NeighbourCopies": (
+        "fsdp.elastic._neighbour_copies",
+        "fsdp.elastic._optimizer_states",
+        "fsdp.elastic._reshard_to",
+    ),
     "torch-ragged plan": ("offline", "_command_line"),
     "Placements": (
         "tensor._ownership",

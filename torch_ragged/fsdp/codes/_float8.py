@@ -53,16 +53,13 @@ class Float8Policy(MixedPrecisionPolicy, FeaturePart):
         tile: ``(128, 128)``, or ``(1, 128)`` for finer scales (3 % more bytes).
         weight_factory: None: parameters are dequantized into one buffer in ``param_dtype``. Or a function that gets the
             :class:`Float8Planes` of a parameter, after its first all-gather, and returns what the module holds:
-            :func:`float8_weight`, :func:`float8_matmul_weight`, or one of the user's. Later all-gathers fill the same planes;
-            a group has a second, small one, of the scales. If the result is no tensor that holds the codes, the first forward
-            raises ``ValueError``.
+            :func:`float8_weight`, :func:`float8_matmul_weight`, or one of the user's. Later all-gathers fill the same planes.
+            If the result is no tensor that holds the codes, the first forward raises ``ValueError``.
         backward: a policy whose class and ``tile`` say which planes backward uses, if they are others than forward's; needs a
-            ``weight_factory``, which gets them as ``planes.backward``. Each phase all-gathers its own planes only. A module
-            that is not resharded after forward, and ``unshard()`` by hand, all-gather both. The backward of an eager
-            ``F.linear`` uses them, and that of operations on the weight itself.
+            ``weight_factory``, which gets them as ``planes.backward``. Each phase all-gathers its own planes only. The backward
+            of an eager ``F.linear`` uses them, and that of operations on the weight itself.
         recomputes: whether modules may recompute activations in backward (activation checkpointing), with the planes of
-            forward: then backward all-gathers both. If False, a recomputation raises ``RuntimeError``. Without ``backward``,
-            it has no effect.
+            forward: then backward all-gathers both. If False, a recomputation raises ``RuntimeError``.
 
     Raises:
         TypeError: ``weight_factory`` is no function, or ``backward`` no ``Float8Policy``.

@@ -68,7 +68,11 @@ class OptimizerStates:
     The names of moved tensors begin with ``label``, which no other optimizer has.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], label: str) -> None:
+    def __init__(self, optimizer: Any, names: Mapping[nn.Parameter, str], label: str, call: str = "reshard_to") -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{call} expects a torch.optim.Optimizer, or a list of them, got {type(optimizer).__name__}")
+        if not {"state", "param_groups"} <= vars(optimizer).keys():
+            raise TypeError(f"{call} got {type(optimizer).__name__}, which wraps another optimizer: pass the wrapped one")
         self.optimizer, self._names, self._label = optimizer, names, label
         for group in optimizer.param_groups:
             for param in group["params"]:

@@ -69,12 +69,10 @@ def reshard_to(
     captured graphs must be captured again.
 
     A rank outside of the old mesh calls ``fully_shard(..., mesh=old)`` before, as ranks of that mesh do, perhaps with a model
-    on the meta device, and makes its optimizer. Its model is dormant: it has no shards, and its forward raises. In this call
-    it takes options (such as ``lr``) and steps of the optimizers, buffers and parameters that are not sharded from the lowest
-    rank of the old mesh. A rank outside of the new mesh becomes dormant, and its optimizers have no states. It may end.
-
-    After the call, ranks compare the options of the optimizers in the first 8 steps, and in every 64th one: a scheduler that
-    was forgotten on a rank that joins is an error on all ranks of the new mesh.
+    on the meta device, and makes its optimizer. Its model is dormant: it has no shards, and its forward raises. Here it takes
+    options (such as ``lr``) and steps of the optimizers, buffers and parameters that are not sharded from the lowest rank of
+    the old mesh. In later steps, ranks compare the options: a scheduler that was forgotten is an error on all ranks. A rank
+    outside of the new mesh becomes dormant, and its optimizers have no states. It may end.
 
     Args:
         model: the root, the outermost module that ``fully_shard`` was called on, or a module around it. All its sharded
@@ -182,7 +180,15 @@ class ModelMove:
         stateful: Sequence[Stateful] = (),
     ) -> None:
         self._model, self._states, self._old, self._new = model, states, old, new
-        self._call, self.stateful = call, check_stateful(stateful, call)
+        self._call = call
+        self.stateful: list[Any] = list(stateful) if isinstance(stateful, (list, tuple)) else [stateful]
+        for each in self.stateful:
+            # A module or an optimizer is not equal on all ranks by its nature.
+            if isinstance(each, (nn.Module, torch.optim.Optimizer)) or not isinstance(each, Stateful):
+                raise TypeError(
+                    f"{call}(stateful=) takes a list of objects with state_dict and load_state_dict, such as schedulers, got "
+                    f"{type(each).__name__}"
+                )
         self._weights = weights if weights is None else check_weights(weights, new.ranks)
         self._groups = [group for state in states for group in state.groups]
         for group in self._groups:
@@ -205,9 +211,8 @@ class ModelMove:
                 )
             self._sharded[name] = param.sharded
         self._names = {param: name for name, param in self._sharded.items()}
-        self.optimizers = [
-            OptimizerStates(each, self._names, f"optimizer {i}") for i, each in enumerate(optimizers_of(optimizer, call))
-        ]
+        given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+        self.optimizers = [OptimizerStates(each, self._names, f"optimizer {i}", call) for i, each in enumerate(given)]
         self._made: list[FSDPParamGroup] = []
         self._new_params: dict[str, nn.Parameter] = {}  # Those of the new groups.
 
@@ -488,30 +493,6 @@ def _checked_mesh(mesh: Any, old: DataParallelMesh, world: Sequence[int]) -> Dat
                 "pass a group with all ranks of both meshes"
             )
     return DataParallelMesh.of(mesh)
-
-
-def optimizers_of(optimizer: Any, call: str) -> list[torch.optim.Optimizer]:
-    """The optimizers that the user has passed: one, several, or None."""
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(f"{call} expects a torch.optim.Optimizer, or a list of them, got {type(each).__name__}")
-        if not {"state", "param_groups"} <= vars(each).keys():
-            raise TypeError(f"{call} got {type(each).__name__}, which wraps another optimizer: pass the wrapped one")
-    return optimizers
-
-
-def check_stateful(stateful: Any, call: str) -> list[Stateful]:
-    """``stateful`` as a list."""
-    given = list(stateful) if isinstance(stateful, (list, tuple)) else [stateful]
-    for each in given:
-        # A module or an optimizer is not equal on all ranks by its nature.
-        if isinstance(each, (nn.Module, torch.optim.Optimizer)) or not isinstance(each, Stateful):
-            raise TypeError(
-                f"{call}(stateful=) takes a list of objects with state_dict and load_state_dict, such as schedulers, got "
-                f"{type(each).__name__}"
-            )
-    return given
 
 
 def _ranks_in(mesh: DeviceMesh) -> list[int]:

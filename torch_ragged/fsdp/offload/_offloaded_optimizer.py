@@ -76,10 +76,8 @@ def offloaded(
     raises. ``reshard_to`` refuses such a model.
 
     **With** ``in_backward=True``, each backward with gradient sync is a step: a group is stepped as soon as its gradients are
-    reduced, which frees their memory, and all steps have ended when backward returns. ``optimizer.step()`` must follow: it
-    steps what has other gradients, and raises the errors of the steps. What needs all gradients before a step is an error:
-    reading ``.grad`` after backward, ``clip_grad_norm_``, ``GradScaler``, changing ``lr`` between backward and ``step``, a
-    second backward with gradient sync.
+    reduced, which frees their memory. ``optimizer.step()`` must follow: it steps what has other gradients, and raises the
+    errors of the steps. What needs all gradients before a step is an error: ``clip_grad_norm_``, ``GradScaler``, and others.
 
     Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files or ``in_backward``, also in each step.
 

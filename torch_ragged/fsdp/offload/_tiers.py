@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -16,14 +15,9 @@ __all__ = ["WINDOW_NUMEL", "TierMemory", "Tier", "TierEvent", "WindowTier", "hos
 WINDOW_NUMEL = 1 << 23  # The most elements of a chunk for a device: enough for a bus's full bandwidth, small beside a model.
 TierMemory = dict[str, torch.Tensor]  # By the name of a state, the 1-D tensor that has it for all pieces of a chunk.
 
-
-class TierEvent(NamedTuple):
-    """What happened in a tier, for a monitor."""
-
-    kind: str  # ``tier_read`` or ``tier_write``, states that moved; or ``tier_exposed``, a step that waited for them.
-    nbytes: int
-    begin: float  # By ``time.perf_counter()``.
-    end: float  # Equal to ``begin`` for copies by an accelerator, which the host does not wait for.
+# What happened in a tier, for a monitor: ``tier_read`` or ``tier_write``, states that moved, or ``tier_exposed``, a step that
+# waited for them; the bytes; begin and end by ``time.perf_counter()``, equal for copies that the host does not wait for.
+TierEvent = tuple[str, int, float, float]
 
 
 class Tier:
@@ -60,7 +54,7 @@ class Tier:
     def _note(self, kind: str, nbytes: int, begin: float, end: float | None = None) -> None:
         log = self.log  # One look: another thread may end the watching.
         if log is not None:
-            log.append(TierEvent(kind, nbytes, begin, time.perf_counter() if end is None else end))
+            log.append((kind, nbytes, begin, time.perf_counter() if end is None else end))
 
 
 def host_slabs(chunks: Sequence[StepChunk], is_pinned: bool) -> dict[StepChunk, TierMemory]:
