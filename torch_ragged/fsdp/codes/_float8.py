@@ -258,10 +258,6 @@ class Float8Encoding(Encoding):
     def buffers(self) -> list[DBuffer]:
         return [self.buffer, self.codes]
 
-    @property
-    def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return {**super().numel_by_dtype, torch.uint8: self.slices.numel}
-
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         self.codes.allocate()
         mine = self.codes.shard()

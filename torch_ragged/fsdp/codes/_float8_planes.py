@@ -157,11 +157,6 @@ class PlanesEncoding(Encoding):
     def nbytes_beside(self) -> int:
         return sum(each.whole.untyped_storage().nbytes() for each in self._sets)
 
-    @property
-    def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        codes, scales = self._sets[0].buffer.flat, self._sets[0].scales.flat
-        return {codes.dtype: codes.numel(), scales.dtype: scales.numel()}
-
     def compute_tensor(self, index: int) -> torch.Tensor:
         """An empty tensor: the first :meth:`decode` makes the tensor to compute with."""
         return torch.empty(0, device="cpu")

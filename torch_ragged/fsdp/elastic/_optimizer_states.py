@@ -163,11 +163,8 @@ class OptimizerStates:
     ) -> None:
         """Exchange the parameters and states for others, as ``load_state_dict`` does; the optimizer and its groups stay.
 
-        Args:
-            params: the new parameters by name.
-            moved: the moved states, as :meth:`target` has named them.
-            was_member, is_member: whether this rank had shards, and has shards now. If it only has them now, it takes the
-                options and states of ``told``. If it has none now, it has no states.
+        ``moved`` has the names of :meth:`target`. A rank that had no shards, and has them now, takes the options and states of
+        ``told``. A rank that has none now has no states.
         """
         states: dict[torch.Tensor, Any] = defaultdict(dict)
         for name, param in self._params().items() if is_member else ():

@@ -26,12 +26,8 @@ _preadv, _pwritev, _fallocate = (getattr(os, name, None) for name in ("preadv", 
 class ScratchFile:
     """A file of a fixed size that has no name once it is open. So its space is free when the process ends, however it ends.
 
-    Args:
-        folder: where the file lies.
-        rank: this rank, for the name in errors.
-        nbytes: the size, a multiple of ``BLOCK``. It is reserved here.
-        uses_cache: whether it is read and written through the page cache, as a file must be that is mapped into memory. If not,
-            it is read and written past it (``O_DIRECT``) where the file system allows it.
+    Its ``nbytes``, a multiple of ``BLOCK``, are reserved here. If it ``uses_cache``, it is read and written through the page
+    cache, as a file must be that is mapped into memory. If not, past it (``O_DIRECT``), where the file system allows it.
 
     Raises:
         OSError: ``folder`` is missing or read-only, or the disk is full. The error names the file, as those of all methods.

@@ -54,8 +54,10 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
             slots = (ring.apart(len(groups)) if stays_unsharded or is_around else ring.join(len(groups)) for ring in pair)
             slots_of_group.update(zip(groups, zip(*slots)))
     for group, (gathered, gradients) in slots_of_group.items():
-        for dtype, numel in group.encoding.numel_by_dtype.items():
-            gathered.reserve(dtype, numel)
+        for buffer in group.encoding.buffers():
+            gathered.reserve(buffer.flat.dtype, buffer.flat.numel())
+        if group.encoding.computes_in_buffer:  # On one rank, this buffer may be the memory of the shards until now.
+            gathered.reserve(group.param_dtype, group.layout.numel)
         for dtype in (group.grad_buffer.dtype, group.reduce_dtype):
             gradients.reserve(dtype, group.layout.numel)
     for group, (gathered, gradients) in slots_of_group.items():

@@ -25,15 +25,10 @@ _IN_FLIGHT = 2  # The most groups whose step the thread has not ended, when back
 
 
 class BackwardStep:
-    """The ``GradientUser`` of an optimizer that steps in backward. It has ``step_group(group)``, which a thread may call.
+    """The ``GradientUser`` of an optimizer that steps in backward, by its ``step_group(group)``.
 
-    ::
-
-        backward    | block 2         | block 1         | block 0        |
-        reductions          | block 2         | block 1         | block 0 |
-        steps                         | block 2         | block 1         | block 0 |   then backward returns
-
-    On the CPU, a thread steps, beside autograd. On an accelerator, the thread of autograd issues the step's kernels.
+    On the CPU, a thread steps, beside autograd: docs/offload.md has a picture. On an accelerator, the thread of autograd issues
+    the step's kernels.
     """
 
     def __init__(self, optimizer: Optimizer, members: Mapping[FSDPParamGroup, Sequence[SteppedParam]]) -> None:

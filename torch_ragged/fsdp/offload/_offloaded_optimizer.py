@@ -26,11 +26,10 @@ from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._param_swap import load_replaced
-from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
 from torch_ragged.fsdp.offload._pieces import ELEMENT_WISE, ElementWise, Piece, StateSizes, StepChunk, SteppedParam
 from torch_ragged.fsdp.offload._policy import Offload
-from torch_ragged.fsdp.offload._tiers import Tier, TierEvent, TierMemory, host_slabs, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Tier, TierEvent, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
@@ -239,7 +238,7 @@ class OffloadedOptimizer(Optimizer):
     def _make_chunks(self, in_backward: bool) -> list[tuple[StepChunk, Tier]]:
         """Cut each group where its states begin to lie elsewhere, and make the tiers."""
         beside: list[Piece] = []  # All of their states lie on the device.
-        in_host: dict[torch.device, dict[StepChunk, TierMemory]] = {}
+        in_host: dict[torch.device, dict[StepChunk, dict[str, torch.Tensor]]] = {}
         in_files: dict[str, list[StepChunk]] = {}
         for group, members in self._by_group.items():
             policy, behind = _policy_of(group), []
@@ -353,9 +352,8 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: the buffer of a group was replaced, or options of this step need states that have no memory. With
-                files or ``in_backward``: another rank has raised. With ``in_backward``: backward has raised after it had
-                stepped a group, options have changed since backward, ``GradScaler`` has scaled, or the model has another
-                optimizer. Then there are no states any more, and a checkpoint must be loaded.
+                files or ``in_backward``: another rank has raised, or the steps in backward are not those of this step. Then
+                there are no states any more, and a checkpoint must be loaded.
             OSError: a scratch file has failed.
         """
         loss = None

@@ -28,7 +28,7 @@ from torch_ragged.fsdp.tools._timeline import Timeline, timeline_of
 
 __all__ = ["Monitor", "monitor"]
 
-_COLLECTIVES = ("all_gather", "reduce_scatter", "other")
+_TIMED_KINDS = ("all_gather", "reduce_scatter", "other")
 _TIERS = ("tier_read", "tier_write", "tier_exposed")
 
 
@@ -126,11 +126,7 @@ class Monitor:
 
     @property
     def timeline(self) -> Timeline:
-        """When all this was in the step of the last row.
-
-        Raises:
-            RuntimeError: there is no row yet.
-        """
+        """When all this was in the step of the last row. Raise a RuntimeError if there is no row yet."""
         if self._timeline is None:
             raise RuntimeError("this monitor has no timeline before its first row: call watch.step() after a training step")
         return self._timeline
@@ -183,11 +179,11 @@ class Monitor:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._timeline = timeline_of(seconds, collectives, optimizers, rank, tiers)
         row: dict[str, float] = {"step_s": seconds}
-        for kind in ("optimizer", "exposed", "compute", *_COLLECTIVES, *(_TIERS if self._offloaded else ())):
+        for kind in ("optimizer", "exposed", "compute", *_TIMED_KINDS, *(_TIERS if self._offloaded else ())):
             row[f"{kind}_s"] = sum(span.end - span.begin for span in self._timeline.spans if span.kind == kind)
         if tokens is not None:
             row["tokens_per_s"] = tokens / max(seconds, 1e-9)
-        for kind in _COLLECTIVES:
+        for kind in _TIMED_KINDS:
             row[f"{kind}_exposed_s"] = sum(ended - waited for name, _, _, waited, ended in collectives if name == kind)
             row |= {key: self._counts[key] for key in (f"{kind}_calls", f"{kind}_bytes")}
         for kind in ("tier_read", "tier_write") if self._offloaded else ():
