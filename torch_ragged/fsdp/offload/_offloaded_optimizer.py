@@ -175,9 +175,8 @@ class OffloadedOptimizer(Optimizer):
     parameter lie in two tiers, it has copies of them.
 
     Attributes:
-        has_failed: whether a scratch file, or a step in backward, has failed, and no states were loaded since then. After a
-            step, it is equal on all ranks, and ``state`` is empty. If a load fails, it may be true on one rank: the next step
-            raises on all.
+        has_failed: whether a scratch file, or a step in backward, has failed, and no states were loaded since then. Then the
+            next step raises on all ranks.
     """
 
     follows_offload = True  # A step of any other optimizer of such a model warns.
@@ -307,13 +306,11 @@ class OffloadedOptimizer(Optimizer):
 
         ``"windows"`` is the host memory through which files are read and written. Step counters do not count.
         """
-        nbytes = {"device": 0, "host": 0, "files": 0, "windows": sum(tier.window_nbytes for tier in self._tiers)}
+        held, _ = self.state_nbytes(counters=False)
+        windows = sum(tier.window_nbytes for tier in self._tiers)
+        nbytes = {"device": sum(held.values()), "host": 0, "files": 0, "windows": windows}
         for chunk, tier in self._chunks:
             nbytes["files" if isinstance(tier, FileTier) else "host"] += chunk.nbytes
-            for piece in chunk.pieces:
-                values = chunk.own_states_of(piece).values()
-                states = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
-                nbytes["device"] += sum(local_of(state).nbytes for state in states)
         return nbytes
 
     def watch_tiers(self, log: list[TierEvent] | None) -> None:
@@ -321,16 +318,16 @@ class OffloadedOptimizer(Optimizer):
         for tier in self._tiers:
             tier.log = log
 
-    def state_nbytes(self) -> tuple[dict[int, int], dict[int, int]]:
+    def state_nbytes(self, counters: bool = True) -> tuple[dict[int, int], dict[int, int]]:
         """By ``id`` of a parameter, the bytes of its states on the device, and of those in host memory: for memory reports.
 
-        Step counters count. The windows of files, which all parameters share, are in :meth:`tier_nbytes` only.
+        The windows of files, which all parameters share, are in :meth:`tier_nbytes` only.
         """
         held, hosted = Counter[int](), Counter[int]()
         for param, parts in self._parts.items():
             for piece, chunk, tier in parts:
-                states = chunk.own_states_of(piece).values()
-                held[id(param)] += sum(local_of(value).nbytes for value in states if isinstance(value, torch.Tensor))
+                tensors = [value for value in chunk.own_states_of(piece).values() if isinstance(value, torch.Tensor)]
+                held[id(param)] += sum(local_of(each).nbytes for each in tensors if each.ndim or counters)
                 if not isinstance(tier, FileTier):
                     hosted[id(param)] += sum(numel * dtype.itemsize for numel, dtype in piece.sizes.values())
         return held, hosted
@@ -462,8 +459,8 @@ class OffloadedOptimizer(Optimizer):
         if self.has_failed:
             raise RuntimeError(
                 "an earlier step of this offloaded optimizer, or a load, failed, so that parameters and states are not of one "
-                "step: load a checkpoint into model and optimizer, by checkpoint.load() or "
-                "load_state_dict(); before torch.distributed.checkpoint, call optimizer.state.clear()"
+                "step: load a checkpoint into model and optimizer, by checkpoint.load() or load_state_dict(); before "
+                "torch.distributed.checkpoint, call optimizer.state.clear()"
             )
 
     def _wait(self) -> None:

@@ -121,18 +121,15 @@ class ElementWise:
         return {name: (stop - start, param.dtype) for name in names}
 
     def piece_run(self, param: torch.Tensor, name: str, start: int, stop: int) -> tuple[int, int]:
-        """Where the part of a state for the run ``start`` to ``stop`` of its parameter begins and ends."""
         return start, stop
 
     def piece_placements(self, param: DTensor, name: str) -> tuple[Placement, ...]:
         return param.placements
 
     def piece_joined(self, param: DTensor, name: str, flat: torch.Tensor) -> DTensor:
-        """A state of all elements of a parameter on this rank, as the optimizer has it without offload."""
         return dtensor_like(self._distributions[param].local(flat), param)
 
     def piece_optimizer(self, pieces: Sequence[Any], groups: list[dict[str, Any]]) -> Optimizer:
-        """An optimizer of the leaves of ``pieces``, which are in the parameter groups ``groups``."""
         return self._optimizer(groups)
 
 

@@ -63,15 +63,13 @@ class Monitor:
     ``optimizer_s``               seconds in ``optimizer.step()``; 0 if ``monitor`` was not given the optimizer
     ``exposed_s``                 seconds in which the step waited for collectives: the sum of ``<kind>_exposed_s``
     ``compute_s``                 the rest of ``step_s``: forward, backward, data, collectives that are not watched
-    ``<kind>_s``                  seconds from the issue of each collective to the end of its wait, summed up. An upper
-                                  bound: if a collective ends before the wait begins, the time between them counts too
+    ``<kind>_s``                  seconds from the issue of each collective to the end of its wait: an upper bound
     ``<kind>_exposed_s``          seconds in the waits for collectives
     ``<kind>_calls``              the number of collectives issued
     ``<kind>_bytes``              bytes of the gathered or reduced buffers: the shards of all ranks, padding included
     ``memory_peak_bytes``         GPU: most bytes of tensors in the step. CPU: largest resident set of the process so far
     ``memory_reserved_bytes``     GPU: most bytes that the allocator reserved in the step. CPU: resident set now
-    ``buffer_bytes``              bytes of the groups' buffers now: sharded and gathered parameters, and gradients that
-                                  are not reduced yet
+    ``buffer_bytes``              bytes of the groups' buffers now: sharded, gathered, and gradients not reduced yet
     ``buffer_peak_bytes``         most bytes of the groups' buffers at one moment of the step
     ``tier_<way>_s``              only for offloaded optimizers: seconds in which states were read from files, or written.
                                   Of copies between host memory and a GPU, only bytes are counted
