@@ -26,9 +26,8 @@ from torch_ragged._ranks.peers import fates_of
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import local_tensor, process_groups
-from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.elastic._reshard_to import Description, ModelMove, check_no_hooks, checked_states, mesh_of_groups
+from torch_ragged.fsdp.elastic._reshard_to import Description, ModelMove, check_no_hooks, checked_states, mesh_of_states
 from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
 from torch_ragged.transfer._watch import Watch
@@ -136,7 +135,7 @@ class NeighbourCopies:
     ) -> None:
         self._model, self._optimizer, self._every = model, optimizer, every
         with before_groups(_CALL):
-            dp = _mesh_of_states(checked_states(model, _CALL))
+            dp = mesh_of_states(checked_states(model, _CALL), _CALL)
             if dp.mesh.ndim != 1 or dp.ranks < 2 or not dp.is_member:
                 raise ValueError(f"NeighbourCopies takes a 1-D mesh of at least 2 ranks, with this rank, got {dp.mesh}")
         mesh_group = dp.shard_group
@@ -210,7 +209,7 @@ class NeighbourCopies:
             raise RuntimeError(
                 "a copy has failed, and its process group is not usable: call recover(), and make new NeighbourCopies"
             )
-        mesh = _mesh_of_states(checked_states(self._model, _CALL, runs=True)).mesh
+        mesh = mesh_of_states(checked_states(self._model, _CALL, runs=True), _CALL).mesh
         if mesh != self._mesh:
             raise ValueError(
                 f"the model is on {mesh}, and its NeighbourCopies were made on {self._mesh}: make new ones after reshard_to() "
@@ -340,7 +339,7 @@ class NeighbourCopies:
 
     def _move(self, mesh: DeviceMesh | None) -> ModelMove:
         states = checked_states(self._model, _CALL)
-        old = _mesh_of_states(states)
+        old = mesh_of_states(states, _CALL)
         new = old if mesh is None else DataParallelMesh.of(mesh)
         return ModelMove(self._model, states, self._optimizer, old, new, _CALL, stateful=self._stateful)
 
@@ -407,10 +406,6 @@ class NeighbourCopies:
         if kept.numel():
             messages.append(dist.P2POp(dist.irecv, kept, self._kept, self._group))
         watch.wait(dist.batch_isend_irecv(messages) if messages else [])
-
-
-def _mesh_of_states(states: Sequence[FSDPState]) -> DataParallelMesh:
-    return mesh_of_groups([group for state in states for group in state.groups], _CALL)
 
 
 def _without_gradients(tensors: Mapping[str, Any]) -> dict[str, Any]:

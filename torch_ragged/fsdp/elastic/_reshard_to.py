@@ -29,15 +29,14 @@ from torch_ragged.fsdp.core._kit import Draft, FeaturePart, GroupPlan, Need, Pla
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._neighbours import Neighbours, NeighboursPart
 from torch_ragged.fsdp.core._param_swap import load_replaced
-from torch_ragged.fsdp.elastic._compare_options import compare_options
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
-from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Told
+from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Told, compare_options
 from torch_ragged.fsdp.elastic._weights import WeightsPart
 from torch_ragged.fsdp.gates._untrained import note_replaced
 from torch_ragged.fsdp.layout._weighted import check_weights
 from torch_ragged.fsdp.memory._resident import ZERO2, Resident
 
-__all__ = ["Description", "ModelMove", "check_no_hooks", "checked_states", "mesh_of_groups", "part_of_move", "reshard_to"]
+__all__ = ["Description", "ModelMove", "check_no_hooks", "checked_states", "mesh_of_states", "part_of_move", "reshard_to"]
 
 _CALL = "reshard_to"
 Kept = Union[int, str, None]
@@ -111,7 +110,7 @@ def reshard_to(
     device = device_of_messages(world)
     with agreement([world], device, _CALL) as claim:
         states = checked_states(model, _CALL)
-        old = mesh_of_groups([group for state in states for group in state.groups], _CALL)
+        old = mesh_of_states(states, _CALL)
         new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
         check_no_hooks(states, _CALL)
         move = ModelMove(model, states, optimizer, old, new, _CALL, weights, stateful)
@@ -339,8 +338,9 @@ class ModelMove:
 # -- one group ---------------------------------------------------------------------------------------------------------
 
 
-def mesh_of_groups(groups: Sequence[FSDPParamGroup], call: str) -> DataParallelMesh:
-    """The mesh of all ``groups``, of which none was made with what stays on its mesh, such as an ``Offload``."""
+def mesh_of_states(states: Sequence[FSDPState], call: str) -> DataParallelMesh:
+    """The mesh of all groups, of which none was made with what stays on its mesh, such as an ``Offload``."""
+    groups = [group for state in states for group in state.groups]
     first = groups[0].dp
     for group in groups:
         check_pairs([part_of_move(call), *group.plan.parts])

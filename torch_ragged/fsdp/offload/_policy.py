@@ -18,7 +18,7 @@ from torch_ragged._ranks.agreement import compared_as
 from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, Borrowed, MemoryPool
 from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms
 from torch_ragged.fsdp.core.encodings._plain import Shards
-from torch_ragged.fsdp.files._mapped_file import MappedFile
+from torch_ragged.fsdp.files._scratch_file import MappedFile
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["Offload"]

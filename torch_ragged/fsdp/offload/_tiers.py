@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -205,14 +205,6 @@ class _Window:
     saved: Future[None] | None = None  # The write that reads it.
 
 
-class _Record(NamedTuple):
-    """A chunk in the file: its states one after another, each in whole blocks. By name, where a state begins in the record."""
-
-    offset: int
-    nbytes: int
-    starts: dict[str, int]
-
-
 class FileTier(Tier):
     """States in one scratch file per rank, read ahead and written behind, for an optimizer that runs on the CPU.
 
@@ -231,17 +223,14 @@ class FileTier(Tier):
 
     def __init__(self, chunks: Sequence[StepChunk], folder: str, rank: int) -> None:
         super().__init__({})
-        self._records: dict[StepChunk, _Record] = {}
+        self._places: dict[StepChunk, tuple[int, int]] = {}  # Where each begins in the file, and its bytes.
         end = 0
         for chunk in chunks:
-            starts, nbytes = {}, 0
-            for name, (numel, dtype) in chunk.sizes.items():
-                starts[name] = nbytes
-                nbytes += -(-numel * dtype.itemsize // BLOCK) * BLOCK
-            self._records[chunk] = _Record(end, nbytes, starts)
+            nbytes = sum(map(_in_blocks, chunk.sizes.values()))
+            self._places[chunk] = end, nbytes
             end += nbytes
         self.file = ScratchFile(folder, rank, end)
-        largest = max(record.nbytes for record in self._records.values())
+        largest = max(nbytes for _, nbytes in self._places.values())
         self.window_nbytes = WINDOWS * largest
         self._windows = [_Window(mmap.mmap(-1, largest)) for _ in range(WINDOWS)]
         self._free = list(self._windows)
@@ -297,21 +286,21 @@ class FileTier(Tier):
             if write is not None:
                 write.result()
         if not chunk.is_fresh:  # Otherwise the file has nothing yet.
-            record, begin = self._records[chunk], time.perf_counter()
-            self.file.read(memoryview(window.memory)[: record.nbytes], record.offset)
-            self._note("tier_read", record.nbytes, begin)
+            (offset, nbytes), begin = self._places[chunk], time.perf_counter()
+            self.file.read(memoryview(window.memory)[:nbytes], offset)
+            self._note("tier_read", nbytes, begin)
 
     def _write(self, window: _Window, chunk: StepChunk) -> None:
-        record, begin = self._records[chunk], time.perf_counter()
-        self.file.write(memoryview(window.memory)[: record.nbytes], record.offset)
-        self._note("tier_write", record.nbytes, begin)
+        (offset, nbytes), begin = self._places[chunk], time.perf_counter()
+        self.file.write(memoryview(window.memory)[:nbytes], offset)
+        self._note("tier_write", nbytes, begin)
 
     def _memory(self, chunk: StepChunk, window: _Window) -> TierMemory:
-        starts = self._records[chunk].starts
-        return {
-            name: torch.frombuffer(window.memory, dtype=dtype, count=numel, offset=starts[name])
-            for name, (numel, dtype) in chunk.sizes.items()
-        }
+        memory, start = {}, 0
+        for name, (numel, dtype) in chunk.sizes.items():
+            memory[name] = torch.frombuffer(window.memory, dtype=dtype, count=numel, offset=start)
+            start += _in_blocks((numel, dtype))
+        return memory
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
@@ -351,6 +340,11 @@ class FileTier(Tier):
         self._free, self._looked, self._is_dirty = list(self._windows), None, False
         self._held.clear()
         self._writes.clear()
+
+
+def _in_blocks(size: tuple[int, torch.dtype]) -> int:
+    """The bytes of a state in the file: whole blocks."""
+    return -(-size[0] * size[1].itemsize // BLOCK) * BLOCK
 
 
 def _shut(reader: ThreadPoolExecutor, writer: ThreadPoolExecutor, close: Any) -> None:

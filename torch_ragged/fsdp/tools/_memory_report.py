@@ -21,7 +21,7 @@ from torch_ragged.fsdp._groups import module_states, named_groups
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
-from torch_ragged.fsdp.files._mapped_file import MAPPED_IN_MEMORY
+from torch_ragged.fsdp.files._scratch_file import MAPPED_IN_MEMORY
 from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.tools._replay import Replay
 

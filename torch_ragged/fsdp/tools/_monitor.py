@@ -96,7 +96,7 @@ class Monitor:
         devices = {group.device for group in self._groups.values()}
         self._sharded = sum(group.sharded.nbytes for group in self._groups.values())
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
+        self._clock = _Clock(self._device.type == "cuda")
         memories = [group.memory for group in self._groups.values()]
         self._logs = [("buffers", log) for memory in memories for log in (memory.gathered, memory.gradients)]
         self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
@@ -282,25 +282,22 @@ class _WatchedWork:
         self._watch._collectives.append((*self._begun, waited, clock.mark()))
 
 
-class _HostClock:
-    """Moments and the seconds between them, on the host."""
+class _Clock:
+    """Moments and the seconds between them, on the host; or on the current CUDA stream, where a moment is an event."""
+
+    def __init__(self, is_cuda: bool) -> None:
+        self._is_cuda = is_cuda
 
     def mark(self) -> Any:
-        return time.perf_counter()
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        return end - begin
-
-
-class _CudaClock(_HostClock):
-    """Moments and the seconds between them, on the current stream: a moment is an event."""
-
-    def mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
+        if not self._is_cuda:
+            return end - begin
         begin.synchronize()  # It may be on another stream than the end.
         end.synchronize()
         return begin.elapsed_time(end) / 1000
