@@ -229,9 +229,7 @@ class Float8Encoding(Encoding):
         codes      DBuffer Replicate(), bytes: | codes, scales | codes, scales | ...   one slice per rank, all of one size
            | one all-gather, in place
            | dequantize each tile; then free the codes
-        buffer     DBuffer Replicate(), param_dtype; from here on as for plain parameters
-
-    If neighbours keep a part for backward, they keep it in ``param_dtype``, and all-gather it in ``param_dtype``.
+        buffer     DBuffer Replicate(), param_dtype; from here on as for plain parameters, also for neighbours
     """
 
     def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int]) -> None:

@@ -50,8 +50,7 @@ def float8_matmul_weight(planes: Float8Planes) -> Float8Weight:
     """The same, and ``F.linear`` multiplies the codes where it can: on a Hopper GPU, and on a CPU.
 
     Inputs are quantized to float8 e4m3 with a scale for each row and each ``tile[1]`` columns; products are summed in float32.
-    An input changes by at most 1/16 of itself, or by 1/1024 of its scale, which is the largest magnitude of its columns divided
-    by 448. Gradients are computed from dequantized weights and unquantized inputs.
+    Gradients are computed from dequantized weights and unquantized inputs.
 
     It can if the weight is one matrix, the number of its columns is a multiple of the tile's width, that of its rows a multiple
     of 16, and the input has the dtype of the weight; on Hopper with tiles of 128 x 128 or 1 x 128, and CUDA 12.9 or later. On

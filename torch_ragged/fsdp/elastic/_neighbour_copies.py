@@ -10,7 +10,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -323,7 +323,7 @@ class NeighbourCopies:
         move = self._move(mesh)
         move.make_groups(generation.told)
         move.load_stateful(generation.told)
-        target = _without_gradients(move.target(generation.told))
+        target = move.target(generation.told)
         source = {
             RelocatedSide.key(name, rank): shards.view(name)
             for rank, shards in ((self._rank, generation.own), (self._kept, generation.kept))
@@ -346,7 +346,7 @@ class NeighbourCopies:
     def _fill(self, generation: _Generation) -> None:
         """Copy this rank's state. No communication."""
         move = self._move(None)
-        tensors = _without_gradients(move.source())
+        tensors = move.source(gradients=False)
         flats = {name: local_tensor(each).reshape(-1) for name, each in tensors.items()}
         index, start = _Index(), 0
         for name, flat in flats.items():
@@ -358,7 +358,7 @@ class NeighbourCopies:
         generation.own.fit(index)
         for name, flat in flats.items():
             generation.own.view(name).copy_(flat)
-        generation.told = copy.deepcopy(move.description())
+        generation.told = copy.deepcopy(replace(move.description(), gradients={}))
         generation.whole = [tensor.detach().clone() for *_, tensor in move.whole_tensors()]
 
     def _send(self, generation: _Generation, step: int, problem: Exception | None) -> None:
@@ -406,10 +406,6 @@ class NeighbourCopies:
         if kept.numel():
             messages.append(dist.P2POp(dist.irecv, kept, self._kept, self._group))
         watch.wait(dist.batch_isend_irecv(messages) if messages else [])
-
-
-def _without_gradients(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("gradient.")}
 
 
 def _holders(left: Mapping[int, int], ranks: Sequence[int], distance: int) -> dict[int, int]:

@@ -76,9 +76,8 @@ def reshard_to(
     Args:
         model: the root, the outermost module that ``fully_shard`` was called on, or a module around it. All its sharded
             parameters are on one mesh, a 1-D one or HSDP's.
-        optimizer: an optimizer, a list of them, or None. Their parameters are sharded parameters of ``model``. A state that is
-            a DTensor with the shape and placements of its parameter follows it. Optimizers with other states have a method
-            ``empty_state``, as those of ``torch_ragged.optim``.
+        optimizer: an optimizer, a list of them, or None. Their parameters are sharded parameters of ``model``. Optimizers with
+            states that are not placed as parameters have a method ``empty_state``, as those of ``torch_ragged.optim``.
         mesh: the new mesh: 1-D, or 2-D for HSDP, of the same device type. It may have any number of ranks.
         group: the process group of all ranks that call; None: the default group. It must have all ranks of both meshes. If
             ranks that left have ended, pass a group without them, such as ``mesh.get_group()`` of the present mesh.
@@ -111,7 +110,20 @@ def reshard_to(
     with agreement([world], device, _CALL) as claim:
         states = checked_states(model, _CALL)
         old = mesh_of_states(states, _CALL)
-        new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"reshard_to expects a DeviceMesh, as init_device_mesh makes it, got {mesh!r}")
+        if mesh.device_type != old.mesh.device_type:
+            raise ValueError(
+                f"the model is on {old.mesh.device_type}, the mesh on {mesh.device_type}: reshard_to keeps the device"
+            )
+        ranks = dist.get_process_group_ranks(world)
+        for each in (old.mesh, mesh):
+            if outside := sorted(set(_ranks_in(each)) - set(ranks)):
+                raise ValueError(
+                    f"{each} has the ranks {outside[:8]}, which are not in the group of {len(ranks)} ranks that call "
+                    "reshard_to: pass a group with all ranks of both meshes"
+                )
+        new = DataParallelMesh.of(mesh)
         check_no_hooks(states, _CALL)
         move = ModelMove(model, states, optimizer, old, new, _CALL, weights, stateful)
         own = move.description() if old.is_member else None
@@ -295,10 +307,11 @@ class ModelMove:
             copy_settings(old, new)
             self._made.append(new)
 
-    def source(self) -> dict[str, DTensor]:
+    def source(self, gradients: bool = True) -> dict[str, DTensor]:
         """All tensors of this rank, as they are. Call it on a rank of the old mesh."""
         moved: dict[str, Any] = {f"parameter.{name}": param.detach() for name, param in self._sharded.items()}
-        moved |= {f"gradient.{name}": param.grad for name, param in self._sharded.items() if param.grad is not None}
+        if gradients:
+            moved |= {f"gradient.{name}": param.grad for name, param in self._sharded.items() if param.grad is not None}
         for states in self.optimizers:
             moved |= states.source()
         return moved
@@ -478,21 +491,6 @@ def checked_states(model: nn.Module, call: str, runs: bool = False) -> list[FSDP
     if not any(state.groups for state in states):
         raise ValueError(f"fully_shard has found no parameters in {type(model).__name__}: there is nothing to move")
     return states
-
-
-def _checked_mesh(mesh: Any, old: DataParallelMesh, world: Sequence[int]) -> DataParallelMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"reshard_to expects a DeviceMesh, as init_device_mesh makes it, got {mesh!r}")
-    if mesh.device_type != old.mesh.device_type:
-        raise ValueError(f"the model is on {old.mesh.device_type}, the mesh on {mesh.device_type}: reshard_to keeps the device")
-    for each in (old.mesh, mesh):
-        outside = sorted(set(_ranks_in(each)) - set(world))
-        if outside:
-            raise ValueError(
-                f"{each} has the ranks {outside[:8]}, which are not in the group of {len(world)} ranks that call reshard_to: "
-                "pass a group with all ranks of both meshes"
-            )
-    return DataParallelMesh.of(mesh)
 
 
 def _ranks_in(mesh: DeviceMesh) -> list[int]:

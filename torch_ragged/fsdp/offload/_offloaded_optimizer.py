@@ -29,7 +29,7 @@ from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
 from torch_ragged.fsdp.offload._pieces import ELEMENT_WISE, ElementWise, Piece, StateSizes, StepChunk, SteppedParam
 from torch_ragged.fsdp.offload._policy import Offload
-from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Tier, TierEvent, host_slabs, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Tier, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
@@ -182,9 +182,7 @@ class OffloadedOptimizer(Optimizer):
     follows_offload = True  # A step of any other optimizer of such a model warns.
 
     def __init__(self, template: Optimizer, groups: Sequence[FSDPParamGroup], rules: Any, in_backward: bool = False) -> None:
-        self._is_complete = False
         super().__init__(template.param_groups, template.defaults)
-        self._is_complete = True
         if hasattr(template, "_step_supports_amp_scaling"):  # Fused optimizers unscale gradients themselves.
             self._step_supports_amp_scaling = template._step_supports_amp_scaling
         self._rules = rules
@@ -313,7 +311,7 @@ class OffloadedOptimizer(Optimizer):
             nbytes["files" if isinstance(tier, FileTier) else "host"] += chunk.nbytes
         return nbytes
 
-    def watch_tiers(self, log: list[TierEvent] | None) -> None:
+    def watch_tiers(self, log: list[tuple[str, int, float, float]] | None) -> None:
         """Append what moves between tiers to ``log`` from now on; None: no longer. For :func:`monitor`."""
         for tier in self._tiers:
             tier.log = log
@@ -470,7 +468,7 @@ class OffloadedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise: the memory of states is allocated when the optimizer is made."""
-        if self._is_complete:
+        if hasattr(self, "_rules"):  # Otherwise, the optimizer is made now.
             raise RuntimeError(
                 "an offloaded optimizer takes no further parameter group: give offloaded() all of them, "
                 "params=[{'params': ...}, {'params': ...}]"

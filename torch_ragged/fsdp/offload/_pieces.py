@@ -61,15 +61,10 @@ class SteppedParam:
     group: FSDPParamGroup | None = None  # That group. ``index``: of the parameter there.
     index: int = 0
 
-    @property
-    def interval(self) -> tuple[int, int]:
-        """Where its elements begin and end in the shard of the group."""
-        return (0, 0) if self.group is None else self.group.sharded.interval(self.index)
-
-    @property
-    def numel(self) -> int:
-        begin, end = self.interval
-        return end - begin
+    def __post_init__(self) -> None:
+        # Where its elements begin and end in the shard of the group.
+        self.interval = (0, 0) if self.group is None else self.group.sharded.interval(self.index)
+        self.numel = self.interval[1] - self.interval[0]
 
     def leaf(self, start: int, stop: int) -> nn.Parameter:
         """A parameter that is a view of a run of its elements, in the memory of its group."""
@@ -161,6 +156,7 @@ class StepChunk:
             for name, (numel, dtype) in piece.sizes.items():
                 piece.offsets[name], _ = self.sizes.get(name, (0, dtype))
                 self.sizes[name] = (piece.offsets[name] + -(-numel // CUT) * CUT, dtype)
+        self.nbytes = sum(numel * dtype.itemsize for numel, dtype in self.sizes.values())
 
     def step(self, groups: Sequence[Mapping[str, Any]], memory: Mapping[str, torch.Tensor], scaling: Mapping[str, Any]) -> None:
         """One step of the pieces whose parameters have gradients, with the options that ``groups`` have now.
@@ -176,7 +172,10 @@ class StepChunk:
             param = piece.member.param
             if not piece.is_whole:
                 if param not in gradients:
-                    gradients[param] = _flat_gradient(param)
+                    gradient = param.grad
+                    if gradient.placements != param.placements:  # The user has set it.
+                        gradient = gradient.redistribute(placements=param.placements)
+                    gradients[param] = local_tensor(gradient).reshape(-1)
                 piece.leaf.grad = gradients[param][piece.start : piece.stop]
             if piece.has_states and piece.sizes:
                 states[piece.leaf].update(piece.views(memory))
@@ -195,10 +194,6 @@ class StepChunk:
                 if not piece.has_states:  # The optimizer has made it in this step. From now on it lies in the tier.
                     view.copy_(made.view(-1))
             piece.has_states = True
-
-    @property
-    def nbytes(self) -> int:
-        return sum(numel * dtype.itemsize for numel, dtype in self.sizes.values())
 
     @property
     def is_fresh(self) -> bool:
@@ -236,12 +231,3 @@ class StepChunk:
 def _has_gradient(param: torch.Tensor) -> bool:
     """Whether there is a gradient that no step in backward has used."""
     return param.grad is not None and not UsedGradients.has(param.grad)
-
-
-def _flat_gradient(param: DTensor) -> torch.Tensor:
-    """This rank's elements of ``param.grad``, 1-D, in the order of the group's buffer."""
-    gradient = param.grad
-    assert isinstance(gradient, DTensor)
-    if gradient.placements != param.placements:  # The user has set it.
-        gradient = gradient.redistribute(placements=param.placements)
-    return local_tensor(gradient).reshape(-1)

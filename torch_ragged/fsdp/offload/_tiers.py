@@ -20,7 +20,7 @@ import torch
 from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
 from torch_ragged.fsdp.offload._pieces import StepChunk
 
-__all__ = ["FILE_NUMEL", "WINDOWS", "WINDOW_NUMEL", "FileTier", "TierMemory", "Tier", "TierEvent", "WindowTier"]
+__all__ = ["FILE_NUMEL", "WINDOWS", "WINDOW_NUMEL", "FileTier", "TierMemory", "Tier", "WindowTier"]
 __all__ += ["host_slabs", "tier_of", "window_numel"]
 
 WINDOW_NUMEL = 1 << 23  # The most elements of a chunk for a device: enough for a bus's full bandwidth, small beside a model.
@@ -28,10 +28,6 @@ FILE_NUMEL = 1 << 22  # The most elements of a chunk in a file: with two float32
 WINDOWS = 3  # One chunk is read ahead, one is stepped, one is written behind.
 _THREADS = "torch_ragged-files"  # The names of all threads of tiers begin so.
 TierMemory = dict[str, torch.Tensor]  # By the name of a state, the 1-D tensor that has it for all pieces of a chunk.
-
-# What happened in a tier, for a monitor: ``tier_read`` or ``tier_write``, states that moved, or ``tier_exposed``, a step that
-# waited for them; the bytes; begin and end by ``time.perf_counter()``, equal for copies that the host does not wait for.
-TierEvent = tuple[str, int, float, float]
 
 
 class Tier:
@@ -43,7 +39,9 @@ class Tier:
     is_transient = False  # Whether what :meth:`look` returns is valid until the next call only.
     has_lost = False  # Whether states could not be written.
     window_nbytes = 0  # Of host memory through which files are read and written.
-    log: list[TierEvent] | None = None  # Gets an event for what moves, if it is a list. Threads append to it.
+    # For a monitor. Threads append what happened: ``tier_read`` or ``tier_write``, states that moved, or ``tier_exposed``, a
+    # wait for them; bytes; begin and end by ``time.perf_counter()``, equal for copies that the host does not wait for.
+    log: list[tuple[str, int, float, float]] | None = None
 
     def __init__(self, slabs: Mapping[StepChunk, TierMemory]) -> None:
         self._slabs = slabs
@@ -208,15 +206,9 @@ class _Window:
 class FileTier(Tier):
     """States in one scratch file per rank, read ahead and written behind, for an optimizer that runs on the CPU.
 
-    ::
-
-        reads     | chunk 0 | chunk 1 | chunk 2 |
-        step                | chunk 0 | chunk 1 | chunk 2 |
-        writes                        | chunk 0 | chunk 1 | chunk 2 |
-
-    A thread reads and a thread writes, one request after the other; they call no torch. A chunk is read after its last write,
-    and a window is filled after what it held was written. An error of a write is raised by the next read of its chunk or
-    window, or by :meth:`look`.
+    As in a :class:`WindowTier`, one chunk is read, one stepped and one written at a time. A thread reads and a thread writes,
+    one request after the other; they call no torch. A chunk is read after its last write, and a window is filled after what it
+    held was written. An error of a write is raised by the next read of its chunk or window, or by :meth:`look`.
     """
 
     is_transient = True

@@ -27,8 +27,7 @@ from torch_ragged.fsdp.tools._replay import Replay
 
 __all__ = ["MemoryReport", "MemoryRow", "memory_report", "optimizers_or_makers", "transient_nbytes"]
 
-OptimizerMaker = Callable[[list[torch.Tensor]], Optimizer]
-OptimizerLike = Union[Optimizer, OptimizerMaker]
+OptimizerLike = Union[Optimizer, Callable[[list[torch.Tensor]], Optimizer]]
 """An optimizer, or a class or function that makes one of a list of parameters."""
 
 # In the order of the attributes of MemoryRow.
@@ -101,10 +100,9 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
     """The memory of each group under ``model`` now, and the predicted peak of one training step, on this rank.
 
     It does not communicate. The prediction runs one step of the groups' own code on the meta device, with stand-ins for
-    computation and collectives. Modules run in the order of the last forward, or in the order of ``named_modules`` before the
-    first forward. A step is one forward and one backward. If ``set_requires_gradient_sync(False)`` was called before (or
-    ``set_is_last_backward(False)`` with ``ZERO1``, or ``set_requires_all_reduce(False)``), it is a gradient accumulation:
-    several forwards, each followed by its backward, of which the last one reduces.
+    computation and collectives, in the order of the last forward, or of ``named_modules``. A step is one forward and one
+    backward. If ``set_requires_gradient_sync(False)`` was called before (or ``set_is_last_backward(False)`` with ``ZERO1``, or
+    ``set_requires_all_reduce(False)``), it is several, of which the last one reduces: a gradient accumulation.
 
     The prediction is exact if all of these conditions hold:
 
