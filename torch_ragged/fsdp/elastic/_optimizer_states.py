@@ -213,10 +213,7 @@ class OptimizerStates:
 
 
 def compare_options(optimizer: Optimizer, mesh: DeviceMesh, parent: dist.ProcessGroup) -> None:
-    """From now on, ranks of ``mesh`` compare the options of ``optimizer`` in its first 8 steps and in every 64th one.
-
-    All ranks of ``mesh`` are in the group ``parent``.
-    """
+    """From now on, ranks of ``mesh``, all in ``parent``, compare the options in the first 8 steps and in every 64th one."""
     if optimizer in _option_hooks:
         _option_hooks.pop(optimizer).remove()
     if mesh.get_coordinate() is None or mesh.size() == 1:

@@ -468,9 +468,6 @@ def keep_as(group: FSDPParamGroup, kept: Kept) -> None:
         group.keep(part.keeper(group.dp, group.encoding, group.memory.gathered))
 
 
-# -- checks --------------------------------------------------------------------------------------------------------------
-
-
 def checked_states(model: nn.Module, call: str, runs: bool = False) -> list[FSDPState]:
     """The states of the modules of ``model``. No forward or backward runs, unless ``runs`` says that one may."""
     states = list(module_states(model).values())

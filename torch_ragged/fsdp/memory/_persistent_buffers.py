@@ -166,8 +166,6 @@ class SlotRing:
 
         members   0 1 2 3 4 5 6 7
         slots     A B C A B C A B          while member 3 computes in A, member 4 is all-gathered into B
-
-    ``name`` says what lies in them, for errors.
     """
 
     def __init__(self, name: str, size: int, allocate: Allocate) -> None:

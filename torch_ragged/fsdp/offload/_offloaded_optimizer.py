@@ -39,7 +39,6 @@ _CALL = "offloaded"
 CUTS_STATES = PlainPart(
     Terms("offloaded()", {Need.PLAIN_SHARDS: ", whose states cannot be cut: shard it with Offload(optimizer=0.0)"})
 )
-_NOT_OFFLOADED = Offload(optimizer=0.0)
 _COUNTER = 4  # The bytes of a step counter.
 
 
@@ -153,7 +152,7 @@ def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
 
 
 def _policy_of(group: FSDPParamGroup | None) -> Offload:
-    return (group and group.plan.part(Offload)) or _NOT_OFFLOADED
+    return (group and group.plan.part(Offload)) or Offload(optimizer=0.0)
 
 
 class _Part(NamedTuple):

@@ -143,14 +143,7 @@ class Offload(OffloadPolicy, FeaturePart):
 
 
 class MappedShards(Shards):
-    """Shards whose buffer is a :class:`MappedFile`: the DTensors of parameters are views of the file.
-
-    ::
-
-        file       | shard of a | shard of b | shard of c | padding |    one file per group and rank
-           | mapped into memory
-        buffer     DBuffer Shard(0)
-    """
+    """Shards whose buffer is a :class:`MappedFile`, one per group and rank: the DTensors of parameters are views of it."""
 
     _file: MappedFile | None = None  # None: on the meta device, or without elements.
 

@@ -20,8 +20,7 @@ import torch
 from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
 from torch_ragged.fsdp.offload._pieces import StepChunk
 
-__all__ = ["FILE_NUMEL", "WINDOWS", "WINDOW_NUMEL", "FileTier", "TierMemory", "Tier", "WindowTier"]
-__all__ += ["host_slabs", "tier_of", "window_numel"]
+__all__ = ["FILE_NUMEL", "WINDOWS", "WINDOW_NUMEL", "FileTier", "Tier", "WindowTier", "host_slabs", "tier_of", "window_numel"]
 
 WINDOW_NUMEL = 1 << 23  # The most elements of a chunk for a device: enough for a bus's full bandwidth, small beside a model.
 FILE_NUMEL = 1 << 22  # The most elements of a chunk in a file: with two float32 states, one read or write of 32 MiB.

@@ -226,10 +226,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def collective(self, nbytes: int = 0, name: str = "own") -> Iterator[None]:
-        """Count the ``with`` block as one collective of kind ``other``, of ``nbytes``, with all of its time exposed.
-
-        ``name`` is that of its range in ``torch.profiler``.
-        """
+        """Count the ``with`` block as one collective of kind ``other``, of ``nbytes``, with all of its time exposed."""
         self._count("other", nbytes)
         begin = self._clock.mark()
         with profiler_range("collective", name):
