@@ -142,7 +142,7 @@ class NeighbourCopies:
         assert mesh_group is not None
         self._device = device_of_messages(mesh_group)
         with agreement([mesh_group], self._device, _CALL) as claim:
-            self._stateful = stateful
+            self._stateful = list(stateful) if isinstance(stateful, (list, tuple)) else stateful
             move = self._move(None)
             local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             distance = (local if local < dp.ranks else 1) if distance is None else distance
