@@ -20,7 +20,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "fsdp.gates._gate",
         "fsdp._spmd_types",
     ),
-    "Methods of a sharded module": ("fsdp._fsdp_module", "fsdp.memory._persistent_buffers", "fsdp.memory._slots"),
+    "Methods of a sharded module": ("fsdp._fsdp_module", "fsdp.memory._persistent_buffers"),
     "load_state_dict() of a sharded model": ("fsdp._state_dict",),
     "Forward, backward and step": (
         "fsdp.core",
@@ -34,7 +34,11 @@ AREAS: dict[str, tuple[str, ...]] = {
     "The planner and its layouts": ("fsdp.layout",),
     "Granularity": ("granularity",),
     "monitor() and memory_report()": ("fsdp.tools",),
-    "reshard_to() and NeighbourCopies": ("fsdp.elastic._neighbour_copies", "fsdp.elastic._reshard_to"),
+    "reshard_to() and NeighbourCopies": (
+        "fsdp.elastic._neighbour_copies",
+        "fsdp.elastic._optimizer_states",
+        "fsdp.elastic._reshard_to",
+    ),
     "torch-ragged plan": ("offline", "_command_line"),
     "Placements": (
         "tensor._ownership",

@@ -279,7 +279,6 @@ SERIES = (
     Step(
         "0018-fsdp-elastic",
         (
-            "fsdp/elastic/_compare_options.py",
             "fsdp/elastic/_neighbour_copies.py",
             "fsdp/elastic/_optimizer_states.py",
             "fsdp/elastic/_reshard_to.py",

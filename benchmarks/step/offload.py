@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.common.measure import add_malloc, on_ranks, print_table, write_json
 from torch_ragged.fsdp import CPUOffloadPolicy, Offload, fully_shard, memory_report, offloaded
-from torch_ragged.fsdp.offload._files import FileTier
+from torch_ragged.fsdp.offload._tiers import FileTier
 from torch_ragged.optim import AdamW8bit, BlockPolicy
 
 POLICY = BlockPolicy()

@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_ragged.fsdp import Offload, fully_shard, offloaded
-from torch_ragged.fsdp.offload import _offloaded_optimizer
+from torch_ragged.fsdp.offload import _offloaded_optimizer, _tiers
 from torch_ragged.optim import BlockPolicy
 
 __all__ = ["ADAMW", "BLOCKS", "POLICY", "SGD"]
-__all__ += ["assert_equal", "backward", "build", "check", "chunks_of", "folder_of_ranks", "in_files", "make", "train"]
+__all__ += ["assert_equal", "backward", "build", "check", "chunks_of", "folder_of_ranks", "in_files", "make"]
+__all__ += ["train", "window_tier"]
 
 POLICY = BlockPolicy((16, 16), min_numel=64)
 BLOCKS = {"orig_param_policy": POLICY}
@@ -58,6 +59,32 @@ def build(fraction, dtype=torch.float32, mesh=None, tp=False, **knobs):
 def in_files(folder, fraction=1.0):
     """States in files are stepped on the CPU, so parameters must be in host memory, and all states, too."""
     return Offload(fraction, to=folder) if DEVICE == "cpu" else Offload(parameters=True, to=folder)
+
+
+class HostCopies:
+    """In place of a WindowTier's copies on streams, which a CPU has not: copies that end at once."""
+
+    def __init__(self, device, windows):
+        pass
+
+    def copy_in(self, turn, target, source):
+        for name, part in source.items():
+            target[name].copy_(part)
+
+    copy_out = copy_in
+
+    def wait_in(self, turn):
+        pass
+
+    def wait_out(self):
+        pass
+
+
+def window_tier(slabs, device):
+    """As on an accelerator: states are copied through two windows, chunk by chunk."""
+    copies = HostCopies if device.type == "cpu" else _tiers._StreamCopies
+    with mock.patch.object(_tiers, "_StreamCopies", copies):
+        return _tiers.WindowTier(slabs, device)
 
 
 def _groups_of(model, **options):

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_ragged.fsdp.files._mapped_file import MAPPED_IN_MEMORY
-from torch_ragged.fsdp.offload._files import FILE_NUMEL, WINDOWS
-from torch_ragged.fsdp.offload._tiers import WINDOW_NUMEL
+from torch_ragged.fsdp.files._scratch_file import MAPPED_IN_MEMORY
+from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, WINDOW_NUMEL, WINDOWS
 from torch_ragged.offline._model_plan import Sizes
 
 __all__ = [

@@ -359,7 +359,7 @@ class Adam8bit(RaggedOptimizer):
         state["step"] = new_step(param, group)
         if layout.run is not None:
             whole, start, stop = layout.run
-            for name, (numel, dtype) in self.piece_states(whole, start, stop).items():
+            for name, (numel, dtype) in self.piece_states(whole, group, start, stop).items():
                 state[name] = torch.zeros(numel, dtype=dtype, device=param.device)
             return
         for name, _ in _MOMENTS:
@@ -429,7 +429,9 @@ class Adam8bit(RaggedOptimizer):
             return min((at + 32) // 64 * 64, numel)
         return min((element for element, _ in edges), key=lambda element: abs(element - at))
 
-    def piece_states(self, param: torch.Tensor, start: int, stop: int) -> dict[str, tuple[int, torch.dtype]]:
+    def piece_states(
+        self, param: torch.Tensor, group: dict[str, Any], start: int, stop: int
+    ) -> dict[str, tuple[int, torch.dtype]]:
         """The states of a run of the local tensor: the number of elements and the dtype of each."""
         if not self.policy.is_blocked(tuple(param.shape)):
             return {name: (stop - start, torch.float32) for name, _ in _MOMENTS}

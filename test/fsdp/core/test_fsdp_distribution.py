@@ -34,9 +34,13 @@ from torch_ragged.fsdp.elastic._reshard_to import (
     copy_settings,
     keep_as,
     kept_by,
-    mesh_of_groups,
+    mesh_of_states,
 )
 from torch_ragged.fsdp.grads._fsdp_grad import UnsynchronizedView
+
+
+def mesh_of_groups(groups, call):
+    return mesh_of_states([SimpleNamespace(groups=groups)], call)
 
 
 def whole(*shape):

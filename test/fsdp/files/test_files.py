@@ -10,13 +10,12 @@ from unittest import mock
 
 from common import error_of
 
-from torch_ragged.fsdp.files import _mapped_file
-from torch_ragged.fsdp.files._mapped_file import MappedFile
-from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
+from torch_ragged.fsdp.files import _scratch_file
+from torch_ragged.fsdp.files._scratch_file import BLOCK, MappedFile, ScratchFile
 
 
 def await_writes():
-    for writing in _mapped_file._fetch_order._writes:
+    for writing in _scratch_file._fetch_order._writes:
         writing.result()
 
 
@@ -63,7 +62,7 @@ class MappedFileTest(unittest.TestCase):
             self.use(*order, *order)
             log.clear()
             for number in order:
-                self.assertIn(self.files[number], _mapped_file._fetch_order._reads)  # Read ahead, or in memory still.
+                self.assertIn(self.files[number], _scratch_file._fetch_order._reads)  # Read ahead, or in memory still.
                 self.use(number)
         # Two or three files are in memory at each end of the order. The others are read each time.
         self.assertEqual(log, [2, 3, 4, 5, 3, 2, 1, 0])
@@ -73,7 +72,7 @@ class MappedFileTest(unittest.TestCase):
         self.use(2)
         self.files[2].memory[-3:] = b"abc"
         self.use(0, 1, 3, 4, 5, 0)
-        self.assertNotIn(self.files[2], _mapped_file._fetch_order._reads)
+        self.assertNotIn(self.files[2], _scratch_file._fetch_order._reads)
         self.assertEqual(self.files[2].memory[-3:], b"abc")
         self.files[2].memory[:1] = b"d"  # Without use().
         self.files[2].release()
@@ -82,7 +81,7 @@ class MappedFileTest(unittest.TestCase):
         self.assertEqual((self.files[2].memory[:1], self.files[2].memory[-3:]), (b"d", b"abc"))
 
     def test_pages_that_are_used_again_during_their_write_are_not_dropped(self):
-        sync, began, may_end = _mapped_file._fdatasync, threading.Event(), threading.Event()
+        sync, began, may_end = _scratch_file._fdatasync, threading.Event(), threading.Event()
 
         def slow(fd):
             began.set()
@@ -91,7 +90,7 @@ class MappedFileTest(unittest.TestCase):
 
         self.use(0, 1)
         self.files[0].memory[:1] = b"a"
-        with mock.patch.object(_mapped_file, "_fdatasync", slow):
+        with mock.patch.object(_scratch_file, "_fdatasync", slow):
             self.files[2].use()  # Drops 0.
             self.assertTrue(began.wait(20))
             self.files[0].use()  # Drops 1.
@@ -106,7 +105,7 @@ class MappedFileTest(unittest.TestCase):
             raise OSError(errno.EIO, "Input/output error")
 
         self.use(0)
-        with mock.patch.object(_mapped_file, "_fdatasync", failing):
+        with mock.patch.object(_scratch_file, "_fdatasync", failing):
             self.use(1, 2, 3)
         errors = [error_of(self.files[0].use), error_of(self.files[0].check), error_of(self.files[0].use)]
         self.assertEqual(len(set(errors)), 1)
@@ -117,7 +116,7 @@ class MappedFileTest(unittest.TestCase):
     def test_deleted_files_are_forgotten(self):
         self.use(*range(6))
         self.files.clear()
-        self.assertEqual(len(_mapped_file._fetch_order._reads), 0)
+        self.assertEqual(len(_scratch_file._fetch_order._reads), 0)
         self.files = [MappedFile(self.folder, 0, 1) for _ in range(2)]
         self.use(0, 1, 0, 1)
 

@@ -11,8 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 
 from torch_ragged.fsdp import ZERO2, BufferLayout, DBuffer, Float8Policy, TensorSpec, _fsdp_module, fully_shard
-from torch_ragged.fsdp.memory._persistent_buffers import allocator
-from torch_ragged.fsdp.memory._slots import Slot, SlotRing
+from torch_ragged.fsdp.memory._persistent_buffers import Slot, SlotRing, allocator
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

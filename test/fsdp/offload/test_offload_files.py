@@ -25,6 +25,7 @@ from offload_cases import (
     in_files,
     make,
     train,
+    window_tier,
 )
 from tested_device import DEVICE
 from torch import nn
@@ -34,7 +35,6 @@ from torch_ragged import checkpoint
 from torch_ragged.fsdp import Offload, fully_shard, monitor, offloaded
 from torch_ragged.fsdp.files import _scratch_file
 from torch_ragged.fsdp.offload import _offloaded_optimizer
-from torch_ragged.fsdp.offload._tiers import WindowTier
 from torch_ragged.optim import AdamW8bit
 
 
@@ -153,7 +153,7 @@ class FilesTest(unittest.TestCase):
 
     @ranks(1)
     def test_a_monitor_shows_copies_through_windows():
-        with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 2048):
+        with mock.patch.multiple(_offloaded_optimizer, tier_of=window_tier, window_numel=lambda device: 2048):
             model = nn.Linear(64, 128, bias=False)
             fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(0.5))
             optimizer = offloaded(torch.optim.AdamW, model)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.step.offload import mapped_nbytes
 from torch_ragged import checkpoint
 from torch_ragged.fsdp import Offload, fully_shard, memory_report, offloaded
-from torch_ragged.fsdp.files import _mapped_file, _scratch_file
+from torch_ragged.fsdp.files import _scratch_file
 from torch_ragged.optim import AdamW8bit
 
 
@@ -36,7 +36,7 @@ def stack(policy, blocks=8, size=256):
 
 
 def await_writes():
-    for writing in _mapped_file._fetch_order._writes:
+    for writing in _scratch_file._fetch_order._writes:
         writing.result()
 
 
@@ -186,7 +186,7 @@ class FaultTest(unittest.TestCase):
 
             model(torch.ones(2, 256, device=DEVICE)).sum().backward()
             await_writes()
-            with mock.patch.object(_mapped_file, "_fdatasync", failing if dist.get_rank() == 0 else _mapped_file._fdatasync):
+            with mock.patch.object(_scratch_file, "_fdatasync", failing if dist.get_rank() == 0 else _scratch_file._fdatasync):
                 errors = [error_of(optimizer.step)]  # The thread may write later than the step looks.
                 await_writes()
             errors.append(error_of(optimizer.step))

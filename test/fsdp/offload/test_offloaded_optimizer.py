@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 from common import error_of, ranks
-from offload_cases import ADAMW, BLOCKS, POLICY, SGD, assert_equal, backward, build, check, make, train
+from offload_cases import ADAMW, BLOCKS, POLICY, SGD, assert_equal, backward, build, check, make, train, window_tier
 from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,6 @@ from torch_ragged.fsdp import (
     reshard_to,
 )
 from torch_ragged.fsdp.offload import _offloaded_optimizer
-from torch_ragged.fsdp.offload._tiers import WindowTier
 from torch_ragged.optim import Adam8bit, AdamW8bit
 
 
@@ -147,7 +146,7 @@ class TiersTest(unittest.TestCase):
     def test_windows_change_no_bit():
         """As on an accelerator: states are copied through two windows, chunk by chunk."""
 
-        with mock.patch.object(_offloaded_optimizer, "tier_of", WindowTier):
+        with mock.patch.object(_offloaded_optimizer, "tier_of", window_tier):
             for most in (64, 1000, 10**6):
                 with mock.patch.object(_offloaded_optimizer, "window_numel", lambda device: most):
                     check(*ADAMW, (0.7,))
@@ -173,7 +172,7 @@ class TiersTest(unittest.TestCase):
             return optimizer
 
         reference = trained(None)
-        with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 128):
+        with mock.patch.multiple(_offloaded_optimizer, tier_of=window_tier, window_numel=lambda device: 128):
             assert_equal(trained(0.8), reference)
 
     @ranks(2)
@@ -182,7 +181,7 @@ class TiersTest(unittest.TestCase):
         reference = make(plain, torch.optim.AdamW, None, lr=0.05)
         train(plain, reference, steps=1)
         saved = {key: value.clone() for key, value in plain.state_dict().items()}
-        with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 256):
+        with mock.patch.multiple(_offloaded_optimizer, tier_of=window_tier, window_numel=lambda device: 256):
             model = build(0.8)
             optimizer = make(model, torch.optim.AdamW, 0.8, lr=0.05)
         backward(model, 3)

@@ -22,6 +22,7 @@ from offload_cases import (
     in_files,
     make,
     train,
+    window_tier,
 )
 from tested_device import DEVICE
 from torch import nn
@@ -31,7 +32,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch_ragged.fsdp import Offload, fully_shard, monitor, offloaded
 from torch_ragged.fsdp.files import _scratch_file
 from torch_ragged.fsdp.offload import _in_backward, _offloaded_optimizer
-from torch_ragged.fsdp.offload._tiers import WindowTier
 from torch_ragged.optim import AdamW8bit
 
 
@@ -96,7 +96,7 @@ class BitsTest(unittest.TestCase):
         with folder_of_ranks() as folder, chunks_of(300):
             check(*ADAMW, (in_files(folder, 0.5), in_files(folder, 1)))
             gc.collect()
-        with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 300):
+        with mock.patch.multiple(_offloaded_optimizer, tier_of=window_tier, window_numel=lambda device: 300):
             check(*ADAMW, (0.7,))
 
     @unittest.skipUnless(DEVICE == "cpu", "threads of the CPU step what lies in host memory only")
@@ -469,7 +469,7 @@ class ReadAheadTest(unittest.TestCase):
         for plan in plans:
             reference = ReadAheadTest._trained(None, plan)
             for in_backward in (False, True):
-                with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 10**6):
+                with mock.patch.multiple(_offloaded_optimizer, tier_of=window_tier, window_numel=lambda device: 10**6):
                     assert_equal(ReadAheadTest._trained(Offload(1.0), plan, in_backward=in_backward), reference)
                 with folder_of_ranks() as folder, chunks_of(10**6):
                     assert_equal(ReadAheadTest._trained(in_files(folder), plan, in_backward=in_backward), reference)

@@ -44,29 +44,22 @@ class Float8Policy(MixedPrecisionPolicy, FeaturePart):
     A parameter is quantized if it has two or more dimensions and its granularity keeps every tile on one rank:
     ``blocks(128, 128)``, ``rows(n)`` of whole tiles, ``tensor()``. If ``fully_shard`` gets neither ``orig_param_policy`` nor
     ``shard_placement_fn``, parameters with two or more dimensions get ``blocks(*tile)``, except embeddings. All other
-    parameters are all-gathered in ``param_dtype``, in another group. So a module with both kinds has one more all-gather and
-    one more reduce-scatter. One line of the log names the matrices that are not quantized, except embeddings, and says why.
+    parameters are all-gathered in ``param_dtype``, in another group, with one more all-gather and one more reduce-scatter.
 
-    An all-gather sends 1 byte per element and 4 bytes per tile; bfloat16 needs 2 bytes per element. An all-gather in flight
-    holds only the codes. While the codes are dequantized, the parameters in ``param_dtype`` are allocated, too.
+    An all-gather sends 1 byte per element and 4 bytes per tile; bfloat16 needs 2 bytes per element.
 
     Args:
         param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as in ``MixedPrecisionPolicy``.
         tile: ``(128, 128)``, or ``(1, 128)`` for finer scales (3 % more bytes).
-        weight_factory: None: parameters are dequantized into one buffer, as above. Or a function that gets the
+        weight_factory: None: parameters are dequantized into one buffer in ``param_dtype``. Or a function that gets the
             :class:`Float8Planes` of a parameter, after its first all-gather, and returns what the module holds:
-            :func:`float8_weight`, :func:`float8_matmul_weight`, or one of the user's. Later all-gathers fill the same planes,
-            in forward and in backward: square tiles serve both. Then no parameter is allocated in ``param_dtype``, and a group
-            has a second, small all-gather, of the scales. If the result is no tensor that holds the codes, the first forward
-            raises ``ValueError``.
+            :func:`float8_weight`, :func:`float8_matmul_weight`, or one of the user's. Later all-gathers fill the same planes.
+            If the result is no tensor that holds the codes, the first forward raises ``ValueError``.
         backward: a policy whose class and ``tile`` say which planes backward uses, if they are others than forward's; needs a
-            ``weight_factory``, which gets them as ``planes.backward``. Forward all-gathers its own planes only. A module
-            that is not resharded after forward, and ``unshard()`` by hand, all-gather both. The backward of an eager
-            ``F.linear`` uses them, and that of operations on the weight itself; what dequantizes it in forward, such as
-            ``weight.t()``, ``F.linear`` under autocast and compiled code, keeps those values.
+            ``weight_factory``, which gets them as ``planes.backward``. Each phase all-gathers its own planes only. The backward
+            of an eager ``F.linear`` uses them, and that of operations on the weight itself.
         recomputes: whether modules may recompute activations in backward (activation checkpointing), with the planes of
-            forward: then backward all-gathers both. If False, it all-gathers its own only, and a recomputation raises
-            ``RuntimeError``. Without ``backward``, it has no effect.
+            forward: then backward all-gathers both. If False, a recomputation raises ``RuntimeError``.
 
     Raises:
         TypeError: ``weight_factory`` is no function, or ``backward`` no ``Float8Policy``.
@@ -183,16 +176,9 @@ class Float4Policy(Float8Policy):
     A parameter is quantized if it has two or more dimensions, its number of columns is a multiple of 32, and its granularity
     keeps rows whole, as the default does. All others are all-gathered in ``param_dtype``, in another group.
 
-    Args:
-        param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as in ``MixedPrecisionPolicy``.
-        tile: ``(1, 32)``.
-        weight_factory: what makes the tensor that the module holds of :class:`Float4Planes`: by default
-            :func:`float4_weight`, whose uses dequantize it. Or a function of yours, for kernels that multiply such codes.
-        backward, recomputes: as in :class:`Float8Policy`: ``backward=Float8Policy()`` computes gradients of 8-bit codes.
-
-    Raises:
-        TypeError: ``weight_factory`` is no function, or ``backward`` no ``Float8Policy``.
-        ValueError: as in :class:`Float8Policy`.
+    Arguments and errors are those of :class:`Float8Policy`; ``backward=Float8Policy()`` computes gradients of 8-bit codes. The
+    only tile is ``(1, 32)``. The ``weight_factory`` gets :class:`Float4Planes`. It cannot be None, and is by default
+    :func:`float4_weight`, whose uses dequantize the codes.
     """
 
     tile: tuple[int, int] = float4.TILE
@@ -243,13 +229,7 @@ class Float8Encoding(Encoding):
         codes      DBuffer Replicate(), bytes: | codes, scales | codes, scales | ...   one slice per rank, all of one size
            | one all-gather, in place
            | dequantize each tile; then free the codes
-        buffer     DBuffer Replicate(), param_dtype; from here on as for plain parameters
-
-    If neighbours keep a part for backward, they keep it in ``param_dtype``, and all-gather it in ``param_dtype``.
-
-    Attributes:
-        slices: the layout of the codes and scales.
-        codes: the codes and scales. Allocated from the issue of the all-gather to ``decode``.
+        buffer     DBuffer Replicate(), param_dtype; from here on as for plain parameters, also for neighbours
     """
 
     def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int]) -> None:
@@ -275,10 +255,6 @@ class Float8Encoding(Encoding):
 
     def buffers(self) -> list[DBuffer]:
         return [self.buffer, self.codes]
-
-    @property
-    def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return {**super().numel_by_dtype, torch.uint8: self.slices.numel}
 
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         self.codes.allocate()

@@ -102,6 +102,7 @@ class Float4Planes(Float8Planes):
 
 WeightFactory = Callable[[Float8Planes], torch.Tensor]
 """Makes what a module holds of the planes of a parameter: of the parameter's shape, in ``planes.dtype``."""
+_Form = tuple[type[Float8Planes], tuple[int, int]]  # The kind and the tile of planes.
 
 
 class PlanesEncoding(Encoding):
@@ -119,26 +120,15 @@ class PlanesEncoding(Encoding):
            | weight_factory, after the first all-gather; later ones fill the same memory
         what the module holds
 
-    There is no buffer in the dtype of the computation. If the policy has planes of backward, there are two such sets.
-
-    Args:
-        forms: the kind and tile of the planes of forward, and of those of backward if they are others.
-        recomputes: whether backward needs the planes of forward, too.
-
-    Attributes:
-        buffer: the codes of forward.
+    There is no buffer in the dtype of the computation. If the policy has planes of backward, there are two such sets, and
+    ``forms`` has the kind and tile of each. If modules recompute activations, backward needs the set of forward, too.
     """
 
     computes_in_buffer = False
     makes_params = True
 
     def __init__(
-        self,
-        layout: BufferLayout,
-        rank: int,
-        factory: WeightFactory,
-        forms: Sequence[tuple[type[Float8Planes], tuple[int, int]]],
-        recomputes: bool = True,
+        self, layout: BufferLayout, rank: int, factory: WeightFactory, forms: Sequence[_Form], recomputes: bool
     ) -> None:
         super().__init__(layout, rank)
         self._factory, self._recomputes = factory, recomputes
@@ -166,10 +156,6 @@ class PlanesEncoding(Encoding):
     @property
     def nbytes_beside(self) -> int:
         return sum(each.whole.untyped_storage().nbytes() for each in self._sets)
-
-    @property
-    def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return self._sets[0].numel_by_dtype
 
     def compute_tensor(self, index: int) -> torch.Tensor:
         """An empty tensor: the first :meth:`decode` makes the tensor to compute with."""
@@ -229,20 +215,17 @@ class PlanesEncoding(Encoding):
 
 
 class _PlaneSet:
-    """The codes and scales of all parameters of a group, for one phase or both.
+    """The codes and scales of all parameters of a group, for one phase or both."""
 
-    Attributes:
-        buffer: the codes.
-        scales: allocated from the issue of the all-gather to :meth:`decode`.
-        whole: the scales of the parameters, one after the other.
-        is_gathered: whether the last all-gather was issued after the last :meth:`free`.
-        planes: of each parameter. Each all-gather fills their memory.
-    """
+    buffer: DBuffer  # The codes.
+    scales: DBuffer  # Allocated from the issue of the all-gather to :meth:`decode`.
+    whole: torch.Tensor  # The scales of the parameters, one after the other.
+    planes: list[Float8Planes]  # Of each parameter. Each all-gather fills their memory.
+    is_gathered = False  # Whether the last all-gather was issued after the last :meth:`free`.
 
     def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int], kind: type[Float8Planes]) -> None:
         self._layout = layout if kind.per_byte == 1 else layout.packed(kind.per_byte)
         self._rank, self._tile, self._kind = rank, tile, kind
-        self.is_gathered = False
         shards, scales = runs_of_shards(layout, tile)
         self._mine = TileTable([dataclasses.replace(run, codes=run.codes // kind.per_byte) for _, run in shards[rank]], tile)
         # Slices have one length, that of the most scales: a rank's all-gather sends its own slice.
@@ -274,10 +257,6 @@ class _PlaneSet:
             of_codes, of_scales = self._kind.dtypes
             self.planes.append(self._kind(codes.view(of_codes), part.view(shape).view(of_scales), self._tile, dtype))
         self.scales.free()
-
-    @property
-    def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return {torch.uint8: self._layout.numel, self._kind.scale_storage: self._scale_layout.numel}
 
     def all_gather(self, shards: Shards, collectives: Collectives) -> list[Work]:
         self.is_gathered = True

@@ -29,11 +29,8 @@ from torch_ragged.tensor._ownership import row_major
 __all__ = ["Float8Weight", "float4_weight", "float8_matmul_weight", "float8_weight"]
 
 _ALIAS_OPS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-_MULTIPLE = 16
-"""Products of codes take matrices whose sizes are multiples of it."""
-
-_SCALES_MULTIPLE = 4
-"""On Hopper, the columns of scales begin at multiples of 16 bytes."""
+_MULTIPLE = 16  # Products of codes take matrices whose sizes are multiples of it.
+_SCALES_MULTIPLE = 4  # On Hopper, the columns of scales begin at multiples of 16 bytes.
 
 
 def float8_weight(planes: Float8Planes) -> Float8Weight:
@@ -45,12 +42,6 @@ def float8_weight(planes: Float8Planes) -> Float8Weight:
     Losses and gradients have the bits that ``Float8Policy`` gives without it. Of ``F.linear``, autograd keeps the codes, not
     the values. Any other operation dequantizes its operand, as does ``F.linear`` under autocast, compilation and functorch:
     what it keeps for backward is in ``param_dtype``. Writing to the weight raises ``RuntimeError``. No communication.
-
-    Args:
-        planes: of one parameter, of any number of dimensions from two on.
-
-    Returns:
-        a tensor of the shape of ``planes.codes`` and of ``planes.dtype``, in the memory of ``planes``.
     """
     return Float8Weight(planes)
 
@@ -59,8 +50,7 @@ def float8_matmul_weight(planes: Float8Planes) -> Float8Weight:
     """The same, and ``F.linear`` multiplies the codes where it can: on a Hopper GPU, and on a CPU.
 
     Inputs are quantized to float8 e4m3 with a scale for each row and each ``tile[1]`` columns; products are summed in float32.
-    An input changes by at most 1/16 of itself, or by 1/1024 of its scale, which is the largest magnitude of its columns divided
-    by 448. Gradients are computed from dequantized weights and unquantized inputs.
+    Gradients are computed from dequantized weights and unquantized inputs.
 
     It can if the weight is one matrix, the number of its columns is a multiple of the tile's width, that of its rows a multiple
     of 16, and the input has the dtype of the weight; on Hopper with tiles of 128 x 128 or 1 x 128, and CUDA 12.9 or later. On
@@ -70,14 +60,7 @@ def float8_matmul_weight(planes: Float8Planes) -> Float8Weight:
 
 
 def float4_weight(planes: Float8Planes) -> Float8Weight:
-    """The ``weight_factory`` of ``Float4Policy``: :func:`float8_weight` for codes of 4 bits. No communication.
-
-    Args:
-        planes: :class:`Float4Planes` of one parameter, of any number of dimensions from two on.
-
-    Returns:
-        a tensor of the shape of the parameter and of ``planes.dtype``, in the memory of ``planes``.
-    """
+    """The ``weight_factory`` of ``Float4Policy``: :func:`float8_weight` for codes of 4 bits. No communication."""
     return float8_weight(planes)
 
 
@@ -120,11 +103,7 @@ class Float8Weight(torch.Tensor):
         return self
 
     def planes_of(self, in_backward: bool) -> Float8Planes:
-        """The planes of a phase.
-
-        Raises:
-            RuntimeError: they were not all-gathered.
-        """
+        """The planes of a phase. Raise a RuntimeError if they were not all-gathered."""
         if self.planes.backward is None:
             return self.planes
         planes = self.planes.backward if in_backward else self.planes
@@ -188,11 +167,9 @@ class Float8Weight(torch.Tensor):
 
         # Formulas of autograd come here straight from its engine. A program's own call is forward, also if it is recomputed.
         in_backward = backward_id() not in (-1, _called_in.get())
-
-        def values(value: Any) -> Any:
-            return value.planes_of(in_backward).dequantized() if isinstance(value, Float8Weight) else value
-
-        args, kwargs = pytree.tree_map(values, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(
+            Float8Weight, lambda weight: weight.planes_of(in_backward).dequantized(), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 

@@ -10,7 +10,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,17 +26,8 @@ from torch_ragged._ranks.peers import fates_of
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import local_tensor, process_groups
-from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.elastic._reshard_to import (
-    Description,
-    ModelMove,
-    check_no_hooks,
-    check_stateful,
-    checked_states,
-    mesh_of_groups,
-    optimizers_of,
-)
+from torch_ragged.fsdp.elastic._reshard_to import Description, ModelMove, check_no_hooks, checked_states, mesh_of_states
 from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
 from torch_ragged.transfer._watch import Watch
@@ -46,57 +37,33 @@ __all__ = ["NeighbourCopies"]
 _CALL = "NeighbourCopies"
 _ALIGNMENT = 16  # Bytes, so that a part of a buffer can be viewed as any dtype.
 _HOST_DEVICE = torch.device("cpu")
-
-_COPY_SLICE = 0.5  # Seconds.
-"""After so long a wait for reports, a rank looks which processes have ended."""
-
-_REPORTING = 15.0  # Seconds.
-"""So long a rank takes, after its collective has failed, to make an error that names the ranks."""
+_COPY_SLICE = 0.5  # Seconds. After so long a wait for reports, a rank looks which processes have ended.
+_REPORTING = 15.0  # Seconds. So long a rank takes, after its collective has failed, to make an error that names the ranks.
 
 
-@dataclass(frozen=True)
-class _Index:
-    """Where the local tensors of one rank lie in its buffer: (offset in bytes, elements, dtype) by name."""
-
-    places: dict[str, tuple[int, int, torch.dtype]]
-    nbytes: int
-
-    @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> _Index:
-        places, start = {}, 0
-        for name, tensor in tensors.items():
-            places[name] = (start, tensor.numel(), tensor.dtype)
-            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return _Index(places, start)
+_Index = dict[str, tuple[int, int, torch.dtype]]
+"""Where the local tensors of one rank lie in its buffer: (offset in bytes, elements, dtype) by name."""
 
 
 class _Shards:
     """The shards of one rank at one time, one after the other in a buffer."""
 
     def __init__(self, device: torch.device) -> None:
-        self.index = _Index({}, 0)
+        self.index = _Index()
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def fit(self, index: _Index) -> None:
         """Make room for the tensors of ``index``. If they are others than before, the contents are lost."""
-        if index.nbytes != self.index.nbytes:
+        used = max((start + numel * dtype.itemsize for start, numel, dtype in index.values()), default=0)
+        nbytes = -(-used // _ALIGNMENT) * _ALIGNMENT
+        if nbytes != self.buffer.nbytes:
             self.buffer = self.buffer.new_empty(0)  # Free the old buffer before the new one is allocated.
-            self.buffer = self.buffer.new_empty(index.nbytes)
+            self.buffer = self.buffer.new_empty(nbytes)
         self.index = index
 
     def view(self, name: str) -> torch.Tensor:
-        start, numel, dtype = self.index.places[name]
+        start, numel, dtype = self.index[name]
         return self.buffer[start : start + numel * dtype.itemsize].view(dtype)
-
-
-@dataclass
-class _Steps:
-    """Counts the steps of optimizers, as a hook of theirs."""
-
-    count: int = 0
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.count += 1
 
 
 @dataclass
@@ -104,18 +71,13 @@ class _Generation:
     """One copy: this rank's own shards, and those of the rank whose copy it keeps.
 
     It has all that :meth:`NeighbourCopies.recover` needs, because the next copy may have other tensors.
-
-    Attributes:
-        step: the number of the ``update()`` that made this copy; -1 until both buffers have arrived.
-        steps: how many steps the optimizers of this rank had made. Those of the other rank had made as many.
-        specs: of all tensors, by name.
     """
 
     own: _Shards
     kept: _Shards
-    step: int = -1
-    steps: int = 0
-    specs: dict[str, Spec] = field(default_factory=dict)
+    step: int = -1  # The number of the ``update()`` that made this copy; -1 until both buffers have arrived.
+    steps: int = 0  # That the optimizers of this rank had made. Those of the other rank had made as many.
+    specs: dict[str, Spec] = field(default_factory=dict)  # Of all tensors, by name.
     told: Description | None = None
     whole: list[torch.Tensor] = field(default_factory=list)
 
@@ -137,22 +99,18 @@ class NeighbourCopies:
         step = copies.recover()                         # after a death, on all ranks that are left
 
     A copy has one state of the run: all ranks call :meth:`update` after the same steps of the optimizers. If a rank has missed
-    a call, its next copy is an error on all ranks, and the last one stays.
-
-    The last copy stays valid until the next one has arrived on all ranks. So a death at any time leaves one step of which all
-    shards exist, if no rank died together with the rank that keeps its copy.
+    a call, its next copy is an error on all ranks. The last copy stays valid until the next one has arrived on all ranks. So a
+    death at any time leaves one step of which all shards exist, if no rank died together with the rank that keeps its copy.
 
     Memory: two generations of own and kept shards: per rank about 4 times its shards of parameters and optimizer states, on
     their device. Time: one copy of the shards per update; sending goes on in the background.
 
     Args:
         model: sharded by :func:`fully_shard` on a 1-D mesh of at least 2 ranks. Under HSDP, other replicas have each shard.
-        optimizer: as for :func:`reshard_to`.
+        optimizer, stateful: as for :func:`reshard_to`. Each rank copies its own.
         every: copy in every so-many-th call of :meth:`update`.
         distance: rank ``i`` of the mesh sends its copy to rank ``i + distance``. None: ``LOCAL_WORLD_SIZE``, the ranks of a
             host, as torchrun sets it, if the mesh has more ranks; otherwise 1.
-        stateful: objects with ``state_dict`` and ``load_state_dict``, such as learning rate schedulers, that :meth:`recover`
-            brings to the state of the copy, too. Each rank copies its own.
 
     Raises:
         ValueError: the model is not sharded, has replicas, or was sharded with what :func:`reshard_to` does not support, such
@@ -177,14 +135,15 @@ class NeighbourCopies:
     ) -> None:
         self._model, self._optimizer, self._every = model, optimizer, every
         with before_groups(_CALL):
-            dp = _mesh_of_states(checked_states(model, _CALL))
+            dp = mesh_of_states(checked_states(model, _CALL), _CALL)
             if dp.mesh.ndim != 1 or dp.ranks < 2 or not dp.is_member:
                 raise ValueError(f"NeighbourCopies takes a 1-D mesh of at least 2 ranks, with this rank, got {dp.mesh}")
         mesh_group = dp.shard_group
         assert mesh_group is not None
         self._device = device_of_messages(mesh_group)
         with agreement([mesh_group], self._device, _CALL) as claim:
-            optimizers, self._stateful = optimizers_of(optimizer, _CALL), check_stateful(stateful, _CALL)
+            self._stateful = list(stateful) if isinstance(stateful, (list, tuple)) else stateful
+            move = self._move(None)
             local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             distance = (local if local < dp.ranks else 1) if distance is None else distance
             whole = all(isinstance(each, int) and not isinstance(each, bool) for each in (every, distance))
@@ -194,7 +153,7 @@ class NeighbourCopies:
                     f"integers, every >= 1 and a distance between 1 and {dp.ranks - 1}"
                 )
             claim.append(f"every={every}, distance={distance}")
-            claim += self._move(None).lines()  # Or the copies of two models, or of two dtypes, would meet.
+            claim += move.lines()  # Or the copies of two models, or of two dtypes, would meet.
         announce()  # So that other ranks can ask whether this process lives.
         self._mesh = dp.mesh
         self._ranks = tuple(dp.mesh.mesh.tolist())
@@ -210,16 +169,19 @@ class NeighbourCopies:
         NeighbourCopies._numbers.add(number)
         self._frees_number = weakref.finalize(self, NeighbourCopies._numbers.discard, number)
         self._calls = 0
-        self._index, self._specs = _Index({}, 0), dict[str, Spec]()
+        self._index, self._specs = _Index(), dict[str, Spec]()
         # What the keeper knows of this rank, and this rank of the one whose copy it keeps.
         self._told_index = self._kept_index = self._index
         self._generations = [_Generation(_Shards(self._device), _Shards(self._device)) for _ in range(2)]
         self._handle: Handle | None = None
         self._has_failed = False
-        self._steps = _Steps()
-        for each in optimizers:
-            # The optimizer may live longer than this object, which it must not keep alive.
-            weakref.finalize(self, each.register_step_post_hook(self._steps).remove)
+        self._steps = steps = [0]  # Of all optimizers together.
+
+        def count(*args: Any) -> None:  # An optimizer may live longer than the copies, which it must not keep alive.
+            steps[0] += 1
+
+        for states in move.optimizers:
+            weakref.finalize(self, states.optimizer.register_step_post_hook(count).remove)
         self._left, self._deaths = self._ranks, 0
 
     @property
@@ -247,7 +209,7 @@ class NeighbourCopies:
             raise RuntimeError(
                 "a copy has failed, and its process group is not usable: call recover(), and make new NeighbourCopies"
             )
-        mesh = _mesh_of_states(checked_states(self._model, _CALL, runs=True)).mesh
+        mesh = mesh_of_states(checked_states(self._model, _CALL, runs=True), _CALL).mesh
         if mesh != self._mesh:
             raise ValueError(
                 f"the model is on {mesh}, and its NeighbourCopies were made on {self._mesh}: make new ones after reshard_to() "
@@ -255,7 +217,7 @@ class NeighbourCopies:
             )
         # The older one, or one that was never complete: the last complete copy stays until this one is complete on all ranks.
         generation = min(self._generations, key=lambda each: each.step)
-        generation.step, generation.steps = -1, self._steps.count
+        generation.step, generation.steps = -1, self._steps[0]
         problem: Exception | None = None
         try:
             self._fill(generation)
@@ -266,11 +228,7 @@ class NeighbourCopies:
             raise problem
 
     def wait(self) -> None:
-        """Wait until the last copy has arrived on all ranks.
-
-        Raises:
-            TransferError: it failed, because a rank died, its ``update()`` raised, or ranks made it after different steps.
-        """
+        """Wait until the last copy has arrived on all ranks. Raise the TransferError of :meth:`update` if it failed."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
@@ -282,10 +240,9 @@ class NeighbourCopies:
         A rank that lives must call it too, so it gets an error: this call ends all that is in flight here on the process groups
         of the model and, over gloo, on all groups with a dead rank. A rank that computes gets it in its next collective.
 
-        Args:
-            patience: how many seconds to wait for a rank that lives and does not report, such as one that is stopped. After
-                that, it counts as dead. None: the timeout of the model's process group, and 15 s for reports. Until then, each
-                collective that it waits in has failed.
+        ``patience``: how many seconds to wait for a rank that lives and does not report, such as one that is stopped. After
+        that, it counts as dead. None: the timeout of the model's process group, and 15 s for reports. Until then, each
+        collective that it waits in has failed.
 
         Raises:
             RuntimeError: this rank reported too late, and the others have gone on without it.
@@ -324,11 +281,9 @@ class NeighbourCopies:
     def recover(self, mesh: DeviceMesh | None = None, *, group: dist.ProcessGroup | None = None) -> int:
         """Continue on the ranks that are left, with the last copy that all of them have. All of them call it after the error.
 
-        After a death, the process groups of the old mesh are not usable. The ranks that are left make a group of their own. If
-        another rank dies before this call returns, it raises, and may be called again.
-
         Parameters, optimizers and buffers get the state of the copy, on ``mesh``, as :func:`reshard_to` would move them.
-        Gradients are dropped. Then make new ``NeighbourCopies``.
+        Gradients are dropped. Then make new ``NeighbourCopies``. If another rank dies before this call returns, it raises, and
+        may be called again.
 
         Args:
             mesh: a 1-D mesh of ranks of the old mesh, of those that are left and call this. None: of :meth:`ranks_left`, with a
@@ -368,7 +323,7 @@ class NeighbourCopies:
         move = self._move(mesh)
         move.make_groups(generation.told)
         move.load_stateful(generation.told)
-        target = _without_gradients(move.target(generation.told))
+        target = move.target(generation.told)
         source = {
             RelocatedSide.key(name, rank): shards.view(name)
             for rank, shards in ((self._rank, generation.own), (self._kept, generation.kept))
@@ -384,23 +339,26 @@ class NeighbourCopies:
 
     def _move(self, mesh: DeviceMesh | None) -> ModelMove:
         states = checked_states(self._model, _CALL)
-        old = _mesh_of_states(states)
+        old = mesh_of_states(states, _CALL)
         new = old if mesh is None else DataParallelMesh.of(mesh)
         return ModelMove(self._model, states, self._optimizer, old, new, _CALL, stateful=self._stateful)
 
     def _fill(self, generation: _Generation) -> None:
         """Copy this rank's state. No communication."""
         move = self._move(None)
-        tensors = _without_gradients(move.source())
+        tensors = move.source(gradients=False)
         flats = {name: local_tensor(each).reshape(-1) for name, each in tensors.items()}
-        index = _Index.of(flats)
+        index, start = _Index(), 0
+        for name, flat in flats.items():
+            index[name] = (start, flat.numel(), flat.dtype)
+            start += -(-flat.nbytes // _ALIGNMENT) * _ALIGNMENT
         if index != self._index:  # Tensors have appeared, such as at the first step.
             self._index, self._specs = index, {name: Spec.of(each) for name, each in tensors.items()}
         generation.specs = self._specs
         generation.own.fit(index)
         for name, flat in flats.items():
             generation.own.view(name).copy_(flat)
-        generation.told = copy.deepcopy(move.description())
+        generation.told = copy.deepcopy(replace(move.description(), gradients={}))
         generation.whole = [tensor.detach().clone() for *_, tensor in move.whole_tensors()]
 
     def _send(self, generation: _Generation, step: int, problem: Exception | None) -> None:
@@ -448,14 +406,6 @@ class NeighbourCopies:
         if kept.numel():
             messages.append(dist.P2POp(dist.irecv, kept, self._kept, self._group))
         watch.wait(dist.batch_isend_irecv(messages) if messages else [])
-
-
-def _mesh_of_states(states: Sequence[FSDPState]) -> DataParallelMesh:
-    return mesh_of_groups([group for state in states for group in state.groups], _CALL)
-
-
-def _without_gradients(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("gradient.")}
 
 
 def _holders(left: Mapping[int, int], ranks: Sequence[int], distance: int) -> dict[int, int]:

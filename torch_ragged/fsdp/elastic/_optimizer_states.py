@@ -1,24 +1,44 @@
 """OptimizerStates: the states of an optimizer, by the names of parameters, so that they can move to another mesh.
 
-It moves nothing itself: it says what is to be moved, and takes what was moved.
+It moves nothing itself: it says what is to be moved, and takes what was moved. After a move, ranks compare options: a scheduler
+of a rank that joined may set other ones.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from torch_ragged._register._torch import dtensor_of
+from torch_ragged._ranks.comparison import Comparison
+from torch_ragged._ranks.groups import group_of
+from torch_ragged._register._torch import backward_id, dtensor_of, no_dispatch
 from torch_ragged.fsdp.core._hooks import map_tensors, tensors_in
 from torch_ragged.tensor._api import spec_of
+from torch_ragged.tensor._local_tensor import coordinates_of
 
-__all__ = ["OptimizerStates", "Told"]
+__all__ = ["OptimizerStates", "Told", "compare_options"]
+
+_COMPARED_EVERY = 64
+_NUMBER_TYPES = (bool, int, float)
+_ADVICE = (
+    "A learning rate scheduler of a rank that has joined is at its start: pass schedulers to reshard_to as stateful, or let "
+    "that rank load the state_dict() of another rank's scheduler"
+)
+
+_option_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+"""The comparison of each optimizer. The next move ends it, as its ranks may be others then."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +62,10 @@ class Single:
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank tells the others about an optimizer.
+    """What one rank tells the others about an optimizer."""
 
-    Attributes:
-        options: of each parameter group, all but ``params``, with tensors on the CPU.
-        states: by the name of the parameter, its states: :class:`PlacedState`, :class:`Single` or the value itself.
-    """
-
-    options: list[dict[str, Any]]
-    states: dict[str, dict[str, Any]]
+    options: list[dict[str, Any]]  # Of each parameter group, all but ``params``, with tensors on the CPU.
+    states: dict[str, dict[str, Any]]  # By name: :class:`PlacedState`, :class:`Single` or the value itself.
 
     @property
     def lines(self) -> list[str]:
@@ -70,13 +85,14 @@ class OptimizerStates:
 
         optimizer.empty_state(param, group, name, shape, dtype) -> DTensor      uninitialized; group is a parameter group
 
-    Args:
-        optimizer: its parameters must all have a name.
-        names: the sharded parameters with their names.
-        label: a prefix of the names of moved tensors, which no other optimizer has.
+    The names of moved tensors begin with ``label``, which no other optimizer has.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], label: str) -> None:
+    def __init__(self, optimizer: Any, names: Mapping[nn.Parameter, str], label: str, call: str = "reshard_to") -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"{call} expects a torch.optim.Optimizer, or a list of them, got {type(optimizer).__name__}")
+        if not {"state", "param_groups"} <= vars(optimizer).keys():
+            raise TypeError(f"{call} got {type(optimizer).__name__}, which wraps another optimizer: pass the wrapped one")
         self.optimizer, self._names, self._label = optimizer, names, label
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -167,12 +183,8 @@ class OptimizerStates:
     ) -> None:
         """Exchange the parameters and states for others, as ``load_state_dict`` does; the optimizer and its groups stay.
 
-        Args:
-            params: the new parameters by name.
-            moved: the moved states, as :meth:`target` has named them.
-            told: the options and states of a rank that had shards.
-            was_member, is_member: whether this rank had shards, and has shards now. If it only has them now, it takes the
-                options and states of ``told``. If it has none now, it has no states.
+        ``moved`` has the names of :meth:`target`. A rank that had no shards, and has them now, takes the options and states of
+        ``told``. A rank that has none now has no states.
         """
         states: dict[torch.Tensor, Any] = defaultdict(dict)
         for name, param in self._params().items() if is_member else ():
@@ -195,3 +207,43 @@ class OptimizerStates:
 
     def _params(self) -> dict[str, torch.Tensor]:
         return {self._names[param]: param for group in self.optimizer.param_groups for param in group["params"]}
+
+
+# -- after a move --------------------------------------------------------------------------------------------------------
+
+
+def compare_options(optimizer: Optimizer, mesh: DeviceMesh, parent: dist.ProcessGroup) -> None:
+    """From now on, ranks of ``mesh``, all in ``parent``, compare the options in the first 8 steps and in every 64th one."""
+    if optimizer in _option_hooks:
+        _option_hooks.pop(optimizer).remove()
+    if mesh.get_coordinate() is None or mesh.size() == 1:
+        return
+    group = functools.partial(group_of, sorted(mesh.mesh.flatten().tolist()), "", parent)
+    group()  # Made now, where all ranks are: a step must not make a process group.
+    names = mesh.mesh_dim_names or ("replicate", "shard")[-mesh.ndim :]
+    what = f"the steps of {type(optimizer).__name__}"
+    comparison = Comparison(what, group, coordinates_of(mesh), names, mesh.device_type, _COMPARED_EVERY)
+    _option_hooks[optimizer] = optimizer.register_step_pre_hook(functools.partial(_note_options, comparison))
+
+
+def _note_options(comparison: Comparison, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # In backward, ranks may be at other collectives. A captured step has no time for the host.
+    is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or backward_id() != -1 or is_capturing:
+        return
+    is_due = comparison.begin_call()
+    with no_dispatch():
+        groups = optimizer.param_groups
+        for key in sorted({key for group in groups for key in group} - {"params"}):
+            values = [group.get(key) for group in groups]
+            tensors = [value.detach().double().flatten() for value in values if isinstance(value, torch.Tensor)]
+            joined = torch.cat([each.to(tensors[0].device) for each in tensors]) if tensors else None
+            comparison.note(key, str([_text_of(value) for value in values]), _ADVICE, joined)
+        if is_due:
+            comparison.compare()
+
+
+def _text_of(value: Any) -> Any:
+    """A number, or numbers, as it is. Other options, such as functions, may differ in their text only."""
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return value if all(isinstance(each, _NUMBER_TYPES) for each in values) else type(value).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -29,24 +29,14 @@ from torch_ragged.fsdp.core._kit import Draft, FeaturePart, GroupPlan, Need, Pla
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._neighbours import Neighbours, NeighboursPart
 from torch_ragged.fsdp.core._param_swap import load_replaced
-from torch_ragged.fsdp.elastic._compare_options import compare_options
 from torch_ragged.fsdp.elastic._dormant_group import OutsideMesh
-from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Told
+from torch_ragged.fsdp.elastic._optimizer_states import OptimizerStates, Told, compare_options
 from torch_ragged.fsdp.elastic._weights import WeightsPart
 from torch_ragged.fsdp.gates._untrained import note_replaced
 from torch_ragged.fsdp.layout._weighted import check_weights
 from torch_ragged.fsdp.memory._resident import ZERO2, Resident
 
-__all__ = [
-    "Description",
-    "ModelMove",
-    "check_stateful",
-    "checked_states",
-    "mesh_of_groups",
-    "optimizers_of",
-    "part_of_move",
-    "reshard_to",
-]
+__all__ = ["Description", "ModelMove", "check_no_hooks", "checked_states", "mesh_of_states", "part_of_move", "reshard_to"]
 
 _CALL = "reshard_to"
 Kept = Union[int, str, None]
@@ -71,34 +61,30 @@ def reshard_to(
         reshard_to(model, optimizer, whole)     # rank 7 has shards again
         reshard_to(model, optimizer, whole, weights=[2] * 4 + [1] * 4)      # the first ranks have more memory
 
-    Parameters, gradients and all states of the optimizers move; the buffers of groups are planned for the new mesh. Call it
-    between steps, on the root module. The parameters become other objects: those in the optimizers' groups and states are
-    exchanged, and other references, such as lists of parameters, are out of date. An optimizer that is not passed keeps the
-    old ones, and its next step warns. Optimizers, their groups, and learning rate schedulers stay the same objects. Compiled
-    modules compile again; captured graphs must be captured again.
+    Call it between steps, on the root module. Parameters, gradients and all states of the optimizers move; the buffers of
+    groups are planned for the new mesh. The parameters become other objects: those in the optimizers are exchanged, and other
+    references, such as lists of parameters, are out of date. An optimizer that is not passed keeps the old ones, and its next
+    step warns. Optimizers, their groups, and learning rate schedulers stay the same objects. Compiled modules compile again;
+    captured graphs must be captured again.
 
     A rank outside of the old mesh calls ``fully_shard(..., mesh=old)`` before, as ranks of that mesh do, perhaps with a model
-    on the meta device, and makes its optimizer. Its model is dormant: it has no shards, and its forward raises. In this call
-    it takes options (such as ``lr``) and steps of the optimizers, buffers and parameters that are not sharded from the lowest
-    rank of the old mesh. A rank outside of the new mesh becomes dormant, and its optimizers have no states. It may end.
-
-    Objects with a state that is equal on all ranks, such as schedulers and a ``GradScaler``, are at their start on a rank that
-    joins. Pass them as ``stateful``, or load their state there. After the call, ranks compare the options of the optimizers in
-    the first 8 steps, and in every 64th one: a scheduler that was forgotten is an error on all ranks of the new mesh.
+    on the meta device, and makes its optimizer. Its model is dormant: it has no shards, and its forward raises. Here it takes
+    options (such as ``lr``) and steps of the optimizers, buffers and parameters that are not sharded from the lowest rank of
+    the old mesh. In later steps, ranks compare the options: a scheduler that was forgotten is an error on all ranks. A rank
+    outside of the new mesh becomes dormant, and its optimizers have no states. It may end.
 
     Args:
         model: the root, the outermost module that ``fully_shard`` was called on, or a module around it. All its sharded
             parameters are on one mesh, a 1-D one or HSDP's.
-        optimizer: an optimizer, a list of them, or None. Their parameters are sharded parameters of ``model``. A state that is
-            a DTensor with the shape and placements of its parameter follows it. Optimizers with other states have a method
-            ``empty_state``, as those of ``torch_ragged.optim``.
+        optimizer: an optimizer, a list of them, or None. Their parameters are sharded parameters of ``model``. Optimizers with
+            states that are not placed as parameters have a method ``empty_state``, as those of ``torch_ragged.optim``.
         mesh: the new mesh: 1-D, or 2-D for HSDP, of the same device type. It may have any number of ranks.
         group: the process group of all ranks that call; None: the default group. It must have all ranks of both meshes. If
             ranks that left have ended, pass a group without them, such as ``mesh.get_group()`` of the present mesh.
-        weights: an integer per rank of the new shards, to which they are in proportion, as for :func:`fully_shard`; None: equal
-            shards, also if the old ones were not. ``mesh`` may be the present one.
-        stateful: objects with ``state_dict`` and ``load_state_dict``, in one order on all ranks. A rank outside of the old mesh
-            loads the states of the lowest rank of the old mesh, with tensors on the CPU. The other ranks keep theirs.
+        weights: as for :func:`fully_shard`, one per rank of the new shards; None: equal shards, also if the old ones were not.
+            ``mesh`` may be the present one.
+        stateful: objects with a ``state_dict`` that is equal on all ranks, such as schedulers and a ``GradScaler``, in one
+            order. A rank outside of the old mesh loads the states of its lowest rank, with tensors on the CPU.
 
     Memory: until the call ends, old and new shards exist together.
 
@@ -109,9 +95,8 @@ def reshard_to(
     Raises:
         ValueError: ``model`` is not sharded, or is sharded with tensor parallelism, ``dp_mesh_dims``, ``HIERARCHICAL``, a
             tensor type with its own all-gather, persistent buffers or other collectives than the mesh's; a parameter has
-            hooks on its gradient; ``mesh`` or
-            ``weights`` do not fit;
-            an optimizer holds another parameter, or a state of unknown placement; or ranks disagree.
+            hooks on its gradient; ``mesh`` or ``weights`` do not fit; an optimizer holds another parameter, or a state of
+            unknown placement; or ranks disagree.
         TypeError: ``mesh`` is not a ``DeviceMesh``, ``optimizer`` is not an optimizer, or one of ``stateful`` has no state.
         RuntimeError: a forward or backward runs; there are gradients that are not in ``.grad`` yet; parameters are on the meta
             device; or another rank raised. All ranks raise, and the model and the optimizers are unchanged, but resharded.
@@ -124,13 +109,31 @@ def reshard_to(
     device = device_of_messages(world)
     with agreement([world], device, _CALL) as claim:
         states = checked_states(model, _CALL)
-        old = mesh_of_groups([group for state in states for group in state.groups], _CALL)
-        new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
+        old = mesh_of_states(states, _CALL)
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"reshard_to expects a DeviceMesh, as init_device_mesh makes it, got {mesh!r}")
+        if mesh.device_type != old.mesh.device_type:
+            raise ValueError(
+                f"the model is on {old.mesh.device_type}, the mesh on {mesh.device_type}: reshard_to keeps the device"
+            )
+        ranks = dist.get_process_group_ranks(world)
+        for each in (old.mesh, mesh):
+            if outside := sorted(set(_ranks_in(each)) - set(ranks)):
+                raise ValueError(
+                    f"{each} has the ranks {outside[:8]}, which are not in the group of {len(ranks)} ranks that call "
+                    "reshard_to: pass a group with all ranks of both meshes"
+                )
+        new = DataParallelMesh.of(mesh)
         check_no_hooks(states, _CALL)
         move = ModelMove(model, states, optimizer, old, new, _CALL, weights, stateful)
         own = move.description() if old.is_member else None
         lowest = min(_ranks_in(old.mesh))
-        message = [_pickled_description(own) if dist.get_rank() == lowest else b""]
+        try:  # Before the others wait for it: options may be of any type.
+            message = [pickle.dumps(own) if dist.get_rank() == lowest else b""]
+        except Exception as error:
+            raise TypeError(
+                f"reshard_to cannot send the options and states of the optimizers and of stateful to other ranks: {error}"
+            ) from error
         claim += move.lines()
     dist.broadcast_object_list(message, src=lowest, group=world, device=device)  # Two broadcasts.
     with agreement([world], device, _CALL) as claim:
@@ -147,28 +150,20 @@ def reshard_to(
         claim.append("ready to move")
     with torch.no_grad():
         transfer.plan(source, target, group=world).run(source, target)
-        _send_whole_tensors(move.whole_tensors(), old, new, world)
+        move.send_whole_tensors(world)
     del source
     move.finish(told, target or {}, world, takes_told=not old.is_member)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What the lowest rank of the old mesh tells all others.
+    """What the lowest rank of the old mesh tells all others."""
 
-    Attributes:
-        requires_grad: by the name of the parameter, whether it is trained.
-        gradients: the dtype of ``.grad``, of parameters that have one.
-        kept: what stays gathered, of each group.
-        optimizers: the options and states of each optimizer.
-        stateful: the state dicts of the objects that the user has passed as ``stateful``.
-    """
-
-    requires_grad: dict[str, bool]
-    gradients: dict[str, torch.dtype]
-    kept: list[Kept]
+    requires_grad: dict[str, bool]  # By the name of the parameter.
+    gradients: dict[str, torch.dtype]  # Of ``.grad``, of parameters that have one.
+    kept: list[Kept]  # Of each group.
     optimizers: list[Told]
-    stateful: list[Any]
+    stateful: list[Any]  # State dicts.
 
     @property
     def lines(self) -> list[str]:
@@ -196,7 +191,15 @@ class ModelMove:
         stateful: Sequence[Stateful] = (),
     ) -> None:
         self._model, self._states, self._old, self._new = model, states, old, new
-        self._call, self._stateful = call, check_stateful(stateful, call)
+        self._call = call
+        self.stateful: list[Any] = list(stateful) if isinstance(stateful, (list, tuple)) else [stateful]
+        for each in self.stateful:
+            # A module or an optimizer is not equal on all ranks by its nature.
+            if isinstance(each, (nn.Module, torch.optim.Optimizer)) or not isinstance(each, Stateful):
+                raise TypeError(
+                    f"{call}(stateful=) takes a list of objects with state_dict and load_state_dict, such as schedulers, got "
+                    f"{type(each).__name__}"
+                )
         self._weights = weights if weights is None else check_weights(weights, new.ranks)
         self._groups = [group for state in states for group in state.groups]
         for group in self._groups:
@@ -211,13 +214,18 @@ class ModelMove:
         for param in [param for group in self._groups for param in group.params]:
             if param.sharded not in names:
                 raise ValueError(f"{param.fqn} is not registered in the {type(model).__name__} passed to {call}")
-            self._sharded[names[param.sharded]] = param.sharded
+            name, placements, gradient = names[param.sharded], param.sharded.placements, param.sharded.grad  # type: ignore
+            if gradient is not None and getattr(gradient, "placements", None) != placements:
+                raise ValueError(
+                    f"{name} has a gradient that is not placed as the parameter, as {placements}: set it to None, or "
+                    "redistribute it, before reshard_to"
+                )
+            self._sharded[name] = param.sharded
         self._names = {param: name for name, param in self._sharded.items()}
-        _check_gradients(self._sharded)
-        self._optimizers = [
-            OptimizerStates(each, self._names, f"optimizer {i}") for i, each in enumerate(optimizers_of(optimizer, call))
-        ]
+        given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+        self.optimizers = [OptimizerStates(each, self._names, f"optimizer {i}", call) for i, each in enumerate(given)]
         self._made: list[FSDPParamGroup] = []
+        self._new_params: dict[str, nn.Parameter] = {}  # Those of the new groups.
 
     @functools.cached_property
     def _plans(self) -> list[GroupPlan]:
@@ -235,8 +243,8 @@ class ModelMove:
             # A rank that joins would divide by another number, and train its shards with other gradients.
             lines.append(f"{group.settings.reduction}, requires_all_reduce={group.settings.requires_all_reduce}")
         lines += [f"{state.name} requires_gradient_sync={state.requires_gradient_sync}" for state in self._states]
-        lines += [f"optimizer {line}" for each in self._optimizers for line in each.lines]
-        lines += [f"stateful {type(each).__name__}" for each in self._stateful]
+        lines += [f"optimizer {line}" for each in self.optimizers for line in each.lines]
+        lines += [f"stateful {type(each).__name__}" for each in self.stateful]
         return lines + [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, *_, tensor in self.whole_tensors()]
 
     def whole_tensors(self) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -252,19 +260,40 @@ class ModelMove:
                 found.append((fqn, module, name, tensor))
         return found
 
+    def send_whole_tensors(self, world: dist.ProcessGroup) -> None:
+        """Give buffers, and parameters in no group, of the lowest rank to ranks that join. One broadcast for each."""
+        root, rank, device = min(_ranks_in(self._old.mesh)), dist.get_rank(), device_of(self._new.mesh)
+        joining, is_root = sorted(set(_ranks_in(self._new.mesh)) - set(_ranks_in(self._old.mesh))), rank == root
+        if not joining or rank not in (root, *joining):
+            return
+        group = group_of(sorted([root, *joining]), parent=world)
+        replaced: dict[torch.Tensor, torch.Tensor] = {}  # A tensor may have several names.
+        for _, module, name, tensor in self.whole_tensors():
+            if tensor in replaced:
+                setattr(module, name, replaced[tensor])
+                continue
+            made = tensor.detach().contiguous() if is_root else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if tensor.numel():
+                dist.broadcast(made.view(-1).view(torch.uint8), src=root, group=group)
+            if not is_root and not tensor.is_meta:
+                tensor.copy_(made)
+            elif not is_root:
+                replaced[tensor] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                setattr(module, name, replaced[tensor])
+
     def description(self) -> Description:
         """What ranks without shards must know. Call it on a rank with shards."""
         return Description(
             {name: param.requires_grad for name, param in self._sharded.items()},
             {name: param.grad.dtype for name, param in self._sharded.items() if param.grad is not None},
             [kept_by(group) for group in self._groups],
-            [each.told() for each in self._optimizers],
-            [map_tensors(lambda tensor: tensor.detach().cpu(), each.state_dict()) for each in self._stateful],
+            [each.told() for each in self.optimizers],
+            [map_tensors(lambda tensor: tensor.detach().cpu(), each.state_dict()) for each in self.stateful],
         )
 
     def load_stateful(self, told: Description) -> None:
         """Let the ``stateful`` objects load what ``told`` has of them. Call it on ranks that join, or after a death."""
-        for each, state in zip(self._stateful, told.stateful):
+        for each, state in zip(self.stateful, told.stateful):
             each.load_state_dict(state)
 
     def make_groups(self, told: Description) -> None:
@@ -272,40 +301,39 @@ class ModelMove:
         for old, plan in zip(self._groups, self._plans):
             new = make_group(plan)
             for before, after in zip(old.params, new.params):
-                after.sharded.requires_grad_(told.requires_grad[self._names[before.sharded]])
+                name = self._names[before.sharded]
+                after.sharded.requires_grad_(told.requires_grad[name])
+                self._new_params[name] = after.sharded
             copy_settings(old, new)
             self._made.append(new)
 
-    def source(self) -> dict[str, DTensor]:
+    def source(self, gradients: bool = True) -> dict[str, DTensor]:
         """All tensors of this rank, as they are. Call it on a rank of the old mesh."""
         moved: dict[str, Any] = {f"parameter.{name}": param.detach() for name, param in self._sharded.items()}
-        moved |= {f"gradient.{name}": param.grad for name, param in self._sharded.items() if param.grad is not None}
-        for states in self._optimizers:
+        if gradients:
+            moved |= {f"gradient.{name}": param.grad for name, param in self._sharded.items() if param.grad is not None}
+        for states in self.optimizers:
             moved |= states.source()
         return moved
 
     def target(self, told: Description) -> dict[str, DTensor]:
         """The same tensors in new memory, uninitialized. Call it on a rank of the new mesh, after :meth:`make_groups`."""
-        params = self._new_params()
-        moved: dict[str, Any] = {f"parameter.{name}": param.detach() for name, param in params.items()}
+        moved: dict[str, Any] = {f"parameter.{name}": param.detach() for name, param in self._new_params.items()}
         for name, dtype in told.gradients.items():
-            moved[f"gradient.{name}"] = torch.empty_like(params[name].detach(), dtype=dtype)
-        for states, of_optimizer in zip(self._optimizers, told.optimizers):
-            moved |= states.target(of_optimizer, params)
+            moved[f"gradient.{name}"] = torch.empty_like(self._new_params[name].detach(), dtype=dtype)
+        for states, of_optimizer in zip(self.optimizers, told.optimizers):
+            moved |= states.target(of_optimizer, self._new_params)
         return moved
 
     def finish(self, told: Description, moved: Mapping[str, torch.Tensor], world: dist.ProcessGroup, takes_told: bool) -> None:
         """Exchange groups, parameters and states. The old ones are freed when nothing refers to them.
 
-        Args:
-            world: a group that has all ranks of the new mesh.
-            takes_told: whether this rank takes the options and single states of ``told``, and not its own.
+        ``world`` has all ranks of the new mesh. If it ``takes_told``, a rank takes the options and single states of ``told``.
         """
-        params = self._new_params()
-        for name, param in params.items():
+        for name, param in self._new_params.items():
             param.grad = moved.get(f"gradient.{name}")
-        for states, of_optimizer in zip(self._optimizers, told.optimizers):
-            states.move_to(params, moved, of_optimizer, not takes_told, self._new.is_member)
+        for states, of_optimizer in zip(self.optimizers, told.optimizers):
+            states.move_to(self._new_params, moved, of_optimizer, not takes_told, self._new.is_member)
         for kept, new in zip(told.kept, self._made):
             keep_as(new, kept)
         made = iter(self._made)
@@ -316,19 +344,16 @@ class ModelMove:
         for name, param in self._sharded.items():  # Another optimizer may hold the old ones.
             path, _, key = name.rpartition(".")
             note_replaced(param, name, self._model.get_submodule(path), key, self._call, f", or pass it to {self._call}")
-        for states in self._optimizers:
+        for states in self.optimizers:
             compare_options(states.optimizer, self._new.mesh, world)
-
-    def _new_params(self) -> dict[str, nn.Parameter]:
-        pairs = [pair for old, new in zip(self._groups, self._made) for pair in zip(old.params, new.params)]
-        return {self._names[old.sharded]: new.sharded for old, new in pairs}
 
 
 # -- one group ---------------------------------------------------------------------------------------------------------
 
 
-def mesh_of_groups(groups: Sequence[FSDPParamGroup], call: str) -> DataParallelMesh:
-    """The mesh of all ``groups``, of which none was made with what stays on its mesh, such as an ``Offload``."""
+def mesh_of_states(states: Sequence[FSDPState], call: str) -> DataParallelMesh:
+    """The mesh of all groups, of which none was made with what stays on its mesh, such as an ``Offload``."""
+    groups = [group for state in states for group in state.groups]
     first = groups[0].dp
     for group in groups:
         check_pairs([part_of_move(call), *group.plan.parts])
@@ -443,9 +468,6 @@ def keep_as(group: FSDPParamGroup, kept: Kept) -> None:
         group.keep(part.keeper(group.dp, group.encoding, group.memory.gathered))
 
 
-# -- checks --------------------------------------------------------------------------------------------------------------
-
-
 def checked_states(model: nn.Module, call: str, runs: bool = False) -> list[FSDPState]:
     """The states of the modules of ``model``. No forward or backward runs, unless ``runs`` says that one may."""
     states = list(module_states(model).values())
@@ -468,94 +490,5 @@ def checked_states(model: nn.Module, call: str, runs: bool = False) -> list[FSDP
     return states
 
 
-def _checked_mesh(mesh: Any, old: DataParallelMesh, world: Sequence[int]) -> DataParallelMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"reshard_to expects a DeviceMesh, as init_device_mesh makes it, got {mesh!r}")
-    if mesh.device_type != old.mesh.device_type:
-        raise ValueError(f"the model is on {old.mesh.device_type}, the mesh on {mesh.device_type}: reshard_to keeps the device")
-    for each in (old.mesh, mesh):
-        outside = sorted(set(_ranks_in(each)) - set(world))
-        if outside:
-            raise ValueError(
-                f"{each} has the ranks {outside[:8]}, which are not in the group of {len(world)} ranks that call reshard_to: "
-                "pass a group with all ranks of both meshes"
-            )
-    return DataParallelMesh.of(mesh)
-
-
-def optimizers_of(optimizer: Any, call: str) -> list[torch.optim.Optimizer]:
-    """The optimizers that the user has passed: one, several, or None."""
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(f"{call} expects a torch.optim.Optimizer, or a list of them, got {type(each).__name__}")
-        if not {"state", "param_groups"} <= vars(each).keys():
-            raise TypeError(f"{call} got {type(each).__name__}, which wraps another optimizer: pass the wrapped one")
-    return optimizers
-
-
-def check_stateful(stateful: Any, call: str) -> list[Stateful]:
-    """``stateful`` as a list."""
-    given = list(stateful) if isinstance(stateful, (list, tuple)) else [stateful]
-    for each in given:
-        # A module or an optimizer is not equal on all ranks by its nature.
-        if isinstance(each, (nn.Module, torch.optim.Optimizer)) or not isinstance(each, Stateful):
-            raise TypeError(
-                f"{call}(stateful=) takes a list of objects with state_dict and load_state_dict, such as schedulers, got "
-                f"{type(each).__name__}"
-            )
-    return given
-
-
-def _check_gradients(sharded: Mapping[str, nn.Parameter]) -> None:
-    for name, param in sharded.items():
-        gradient = param.grad
-        if gradient is not None and getattr(gradient, "placements", None) != param.placements:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"{name} has a gradient that is not placed as the parameter, as {param.placements}: set it to None, or "  # type: ignore[attr-defined]
-                "redistribute it, before reshard_to"
-            )
-
-
 def _ranks_in(mesh: DeviceMesh) -> list[int]:
     return mesh.mesh.flatten().tolist()
-
-
-# -- communication -------------------------------------------------------------------------------------------------------
-
-
-def _pickled_description(own: Description | None) -> bytes:
-    """What the lowest rank sends. It is made before the others wait for it, because options may be of any type."""
-    try:
-        return pickle.dumps(own)
-    except Exception as error:
-        raise TypeError(
-            f"reshard_to cannot send the options and states of the optimizers and of stateful to other ranks: {error}"
-        ) from error
-
-
-def _send_whole_tensors(
-    tensors: Iterable[tuple[str, nn.Module, str, torch.Tensor]],
-    old: DataParallelMesh,
-    new: DataParallelMesh,
-    world: dist.ProcessGroup,
-) -> None:
-    """Give buffers, and parameters in no group, of the lowest rank to ranks that join. One broadcast for each."""
-    root, rank, device = min(_ranks_in(old.mesh)), dist.get_rank(), device_of(new.mesh)
-    joining = sorted(set(_ranks_in(new.mesh)) - set(_ranks_in(old.mesh)))
-    if not joining or rank not in (root, *joining):
-        return
-    group = group_of(sorted([root, *joining]), parent=world)
-    replaced: dict[torch.Tensor, torch.Tensor] = {}  # A tensor may have several names.
-    for _, module, name, tensor in tensors:
-        if tensor in replaced:
-            setattr(module, name, replaced[tensor])
-            continue
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if rank != root else tensor.detach().contiguous()
-        if tensor.numel():
-            dist.broadcast(made.view(-1).view(torch.uint8), src=root, group=group)
-        if rank != root and not tensor.is_meta:
-            tensor.copy_(made)
-        elif rank != root:
-            replaced[tensor] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-            setattr(module, name, replaced[tensor])

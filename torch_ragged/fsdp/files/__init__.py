@@ -1,4 +1,1 @@
-"""Files: scratch files of tiers, read and written as a whole (``_scratch_file``) or mapped into memory (``_mapped_file``).
-
-They know neither parameters nor optimizers.
-"""
+"""Scratch files of tiers, read and written as a whole or mapped into memory. They know neither parameters nor optimizers."""

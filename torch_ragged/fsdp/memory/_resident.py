@@ -36,12 +36,8 @@ class BufferPlacements(FeaturePart):
 
     S is ``Shard(0)``, R is ``Replicate()``, P is ``Partial()``. With P, gradients stay unreduced until the last backward of an
     optimizer step: see ``set_is_last_backward``. DTensor parameters, ``.grad`` and checkpoints have the optimizer's
-    placement.
-
-    Parameters that are all-gathered once serve one forward and its backward. They also serve the next passes, as long as
-    gradients accumulate unreduced and no operation changes a DTensor parameter. Every other forward all-gathers again, so that
-    all ranks see what a checkpoint or a write to ``.data`` has changed.
-    (Rajbhandari et al., ZeRO, 2020; Wang et al., ZeRO++, 2023.)
+    placement. Parameters that are all-gathered once serve one forward and its backward, and the next passes, as long as
+    gradients accumulate unreduced. (Rajbhandari et al., ZeRO, 2020; Wang et al., ZeRO++, 2023.)
 
     Raises:
         ValueError: the three placements are in no row above.
@@ -102,10 +98,6 @@ class Resident(Keeper):
         resident at j0    ^               ^                one all-gather across nodes, once per optimizer step
         within a node | n0 j0   n0 j1 |                    one all-gather within the node for the shards of each node,
                                       | n1 j0   n1 j1 |    all in place
-
-    Args:
-        levels: the nodes, and the process groups within and across them.
-        log: records the bytes that are kept.
     """
 
     def __init__(self, levels: Levels, log: MemoryLog) -> None:

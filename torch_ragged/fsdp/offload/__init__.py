@@ -1,5 +1,4 @@
 """Optimizer states in tiers: a part on the device, the rest in host memory or in files.
 
-``_pieces`` (what is stepped together), ``_tiers`` (host memory) and ``_files`` (scratch files), where its states lie,
-``_offloaded_optimizer`` (the optimizer of both).
+``_pieces`` (what is stepped together), ``_tiers`` (where its states lie), ``_offloaded_optimizer`` (the optimizer of both).
 """

@@ -8,54 +8,33 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from torch_ragged.fsdp.core._dbuffer import current_stream, order_behind
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.offload._pieces import SteppedParam, UsedGradients
 
 __all__ = ["BackwardStep"]
 
-_IN_FLIGHT = 2
-"""The most groups whose step the thread has not ended, when backward goes on."""
-
-_USED = (
-    "this gradient was used by the step in backward of offloaded(..., in_backward=True): it can be neither read, clipped nor "
-    "unscaled. Call optimizer.step() and optimizer.zero_grad(), or give offloaded() no in_backward"
-)
-
-
-class Stepper(Protocol):
-    """The optimizer. Groups refer to a :class:`BackwardStep` as long as they live, and it refers to this weakly."""
-
-    param_groups: list[dict[str, Any]]
-
-    def step_group(self, group: FSDPParamGroup) -> None:
-        """Step the parameters of a group. A thread may call it, one at a time."""
+_IN_FLIGHT = 2  # The most groups whose step the thread has not ended, when backward goes on.
 
 
 class BackwardStep:
-    """The ``GradientUser`` of an optimizer that steps in backward.
+    """The ``GradientUser`` of an optimizer that steps in backward, by its ``step_group(group)``.
 
-    ::
-
-        backward    | block 2         | block 1         | block 0        |
-        reductions          | block 2         | block 1         | block 0 |
-        steps                         | block 2         | block 1         | block 0 |   then backward returns
-
-    On the CPU, a thread steps, beside autograd. On an accelerator, the thread of autograd issues the step's kernels.
-
-    Args:
-        optimizer: steps the groups.
-        members: its parameters in each group.
+    On the CPU, a thread steps, beside autograd: docs/offload.md has a picture. On an accelerator, the thread of autograd issues
+    the step's kernels.
     """
 
-    def __init__(self, optimizer: Stepper, members: Mapping[FSDPParamGroup, Sequence[SteppedParam]]) -> None:
+    def __init__(self, optimizer: Optimizer, members: Mapping[FSDPParamGroup, Sequence[SteppedParam]]) -> None:
+        # Weakly: groups refer to this object as long as they live.
         self._optimizer, self._members = weakref.ref(optimizer), members
-        self._used = UsedGradients(_USED)
+        self._used = UsedGradients()
         # Groups that were stepped since the last take(). Equal on all ranks, between passes.
         self._stepped: set[FSDPParamGroup] = set()
         # Groups that are reduced in a pass that has not ended, equal on all ranks; and whether this rank has stepped them.
@@ -108,13 +87,14 @@ class BackwardStep:
         self._streams.append(stream)
         self._run(optimizer, group)
 
-    def _run(self, optimizer: Stepper, group: FSDPParamGroup) -> None:
+    def _run(self, optimizer: Any, group: FSDPParamGroup) -> None:
         try:
             if self._problem is None:
                 with torch.no_grad():  # A setting of each thread.
                     optimizer.step_group(group)
             for member in self._with_gradients(group):
-                member.param.grad = self._used.grad(member.index, member.param, member.param.grad.dtype)
+                param = member.param
+                param.grad = FSDPGrad(self._used, member.index, param, param.grad.dtype, None)  # type: ignore[arg-type]
         except Exception as error:
             self._problem = error
 
@@ -122,7 +102,6 @@ class BackwardStep:
         return [member for member in self._members[group] if member.param.grad is not None]
 
     def finish(self, groups: Sequence[FSDPParamGroup]) -> None:
-        """Wait for the steps of ``groups``."""
         self.wait()
         # All ranks have a gradient of a parameter, or none.
         self._stepped.update(group for group in groups if self._with_gradients(group))

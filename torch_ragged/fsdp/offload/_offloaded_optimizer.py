@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,24 +26,20 @@ from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._param_swap import load_replaced
-from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
-from torch_ragged.fsdp.offload._pieces import ELEMENT_WISE, OwnRules, Piece, Rules, StateSizes, StepChunk, SteppedParam
+from torch_ragged.fsdp.offload._pieces import ELEMENT_WISE, ElementWise, Piece, StateSizes, StepChunk, SteppedParam
 from torch_ragged.fsdp.offload._policy import Offload
-from torch_ragged.fsdp.offload._tiers import Tier, TierEvent, TierMemory, host_slabs, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Tier, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
 _CALL = "offloaded"
+# What an optimizer brings that keeps a part of the states elsewhere.
 CUTS_STATES = PlainPart(
     Terms("offloaded()", {Need.PLAIN_SHARDS: ", whose states cannot be cut: shard it with Offload(optimizer=0.0)"})
 )
-"""What an optimizer brings that keeps a part of the states elsewhere."""
-
-_NOT_OFFLOADED = Offload(optimizer=0.0)
-_COUNTER = 4
-"""The bytes of a step counter."""
+_COUNTER = 4  # The bytes of a step counter.
 
 
 def offloaded(
@@ -69,29 +66,21 @@ def offloaded(
     rate schedulers, ``clip_grad_norm_``, ``GradScaler``, state dicts and checkpoints see an ordinary optimizer: states are
     DTensors with the placements of their parameters, and a state dict can be loaded at another fraction, or without offload.
 
-    Host memory is allocated in this call, page-locked if the mesh is not on the CPU. The first step makes
-    the states of one chunk at a time beside it; later steps allocate no memory for states.
-    A step on an accelerator copies the states through two windows of device memory, of at most 8,388,608 elements each.
+    Host memory is allocated in this call, page-locked if the mesh is not on the CPU. A step on an accelerator copies the states
+    through two windows of device memory, of at most 8,388,608 elements each. If a scratch file of ``Offload(to=folder)`` fails
+    on one rank, ``step`` raises on all ranks, and this optimizer must load a checkpoint before it goes on.
 
     The optimizer holds views of the groups' buffers. If these are replaced (a conversion to another dtype), its next step
     raises. ``reshard_to`` refuses such a model.
 
-    With ``Offload(to=folder)``, states lie in a scratch file per rank, which is read ahead and written behind through windows
-    of host memory. The file has no name, so that it is gone with the process. If reading or writing fails on one rank, ``step``
-    raises on all ranks, and this optimizer must load a checkpoint before it goes on.
-
     **With** ``in_backward=True``, each backward with gradient sync is a step: a group is stepped as soon as its gradients are
-    reduced, on the CPU by a thread beside autograd, and all steps have ended when backward returns. So files are read and
-    written during backward, and the memory of reduced gradients is freed there. ``optimizer.step()`` must follow: it steps what
-    has other gradients, and raises the errors of the steps. Parameters and states are bitwise those without it. What needs
-    all gradients before a step is an error: reading ``.grad`` after backward, ``clip_grad_norm_``, ``GradScaler``, changing
-    ``lr`` between backward and ``step``, a second backward with gradient sync. HSDP groups are stepped at the end of backward.
+    reduced, which frees their memory. ``optimizer.step()`` must follow: it steps what has other gradients, and raises the
+    errors of the steps. What needs all gradients before a step is an error: ``clip_grad_norm_``, ``GradScaler``, and others.
 
     Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files or ``in_backward``, also in each step.
 
     Args:
-        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``torch_ragged.optim.Adam8bit`` or ``AdamW8bit``, whose states
-            have 2 bytes per element.
+        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``torch_ragged.optim.Adam8bit`` or ``AdamW8bit``.
         model: a module on which ``fully_shard`` was called, or a module that contains such modules.
         params: what ``optimizer`` takes: parameters, or parameter groups. None: ``model.parameters()``.
         in_backward: step in backward. Equal on all ranks.
@@ -110,12 +99,19 @@ def offloaded(
     with agreement(ranks, device, _CALL) as claim:
         for group in groups:
             group.check_awake()
-        _check_class(optimizer)
+        is_class = isinstance(optimizer, type)
+        if optimizer not in ELEMENT_WISE and not (is_class and hasattr(optimizer, "piece_optimizer")):
+            given = f"the class {optimizer.__name__}" if is_class else f"an object of {type(optimizer).__name__}"
+            raise TypeError(
+                "offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit and AdamW8bit of torch_ragged.optim, got "
+                f"{given}: give one of these classes, not an object of it; or make the optimizer without offloaded(), all "
+                "states on the device"
+            )
         _check_groups(groups, model)
         if options.get("differentiable"):
             raise ValueError(f"offloaded({optimizer.__name__}) supports no differentiable=True: its steps have no graph")
         template = optimizer(model.parameters() if params is None else params, **options)
-        rules = Rules(optimizer) if optimizer in ELEMENT_WISE else OwnRules(template)
+        rules = ElementWise(optimizer, groups) if optimizer in ELEMENT_WISE else template
         result = OffloadedOptimizer(template, groups, rules, in_backward)
         offload = [group.plan.part(Offload) for group in groups]
         claim += [f"optimizer: {text_of(optimizer)}", f"offload_policy: {text_of(offload)}", f"in_backward: {in_backward}"]
@@ -128,16 +124,6 @@ def _process_groups_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.Proc
     meshes: dict[Any, None] = dict.fromkeys(param.sharded.device_mesh for group in groups for param in group.params)  # type: ignore
     ranks = dict.fromkeys(each for mesh in meshes for each in groups_of(mesh))
     return list(ranks), device_of(groups[0].dp.mesh) if groups else torch.device("cpu")
-
-
-def _check_class(optimizer: Any) -> None:
-    if optimizer in ELEMENT_WISE or (isinstance(optimizer, type) and hasattr(optimizer, "piece_optimizer")):
-        return
-    given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"an object of {type(optimizer).__name__}"
-    raise TypeError(
-        f"offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit and AdamW8bit of torch_ragged.optim, got {given}: "
-        "give one of these classes, not an object of it; or make the optimizer without offloaded(), all states on the device"
-    )
 
 
 def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
@@ -166,7 +152,7 @@ def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
 
 
 def _policy_of(group: FSDPParamGroup | None) -> Offload:
-    return (group and group.plan.part(Offload)) or _NOT_OFFLOADED
+    return (group and group.plan.part(Offload)) or Offload(optimizer=0.0)
 
 
 class _Part(NamedTuple):
@@ -188,24 +174,14 @@ class OffloadedOptimizer(Optimizer):
     parameter lie in two tiers, it has copies of them.
 
     Attributes:
-        follows_offload: True: a step of any other optimizer of such a model warns.
-        has_failed: whether a scratch file, or a step in backward, has failed, and no states were loaded since then. After a
-            step, it is equal on all ranks, and ``state`` is empty. If a load fails, it may be true on one rank: the next step
-            raises on all.
-
-    Args:
-        template: the optimizer that it stands for, without states.
-        groups: the groups of the model.
-        rules: how parameters are cut and stepped.
-        in_backward: whether groups are stepped in backward.
+        has_failed: whether a scratch file, or a step in backward, has failed, and no states were loaded since then. Then the
+            next step raises on all ranks.
     """
 
-    follows_offload = True
+    follows_offload = True  # A step of any other optimizer of such a model warns.
 
-    def __init__(self, template: Optimizer, groups: Sequence[FSDPParamGroup], rules: Rules, in_backward: bool = False) -> None:
-        self._is_complete = False
+    def __init__(self, template: Optimizer, groups: Sequence[FSDPParamGroup], rules: Any, in_backward: bool = False) -> None:
         super().__init__(template.param_groups, template.defaults)
-        self._is_complete = True
         if hasattr(template, "_step_supports_amp_scaling"):  # Fused optimizers unscale gradients themselves.
             self._step_supports_amp_scaling = template._step_supports_amp_scaling
         self._rules = rules
@@ -230,7 +206,7 @@ class OffloadedOptimizer(Optimizer):
             self._by_group.setdefault(member.group, []).append(member)
         self._chunks = self._make_chunks(in_backward)
         self._tiers = list(dict.fromkeys(tier for _, tier in self._chunks))
-        self._of_groups: dict[FSDPParamGroup, list[tuple[StepChunk, Tier]]] = {}
+        self._of_groups: dict[FSDPParamGroup | None, list[tuple[StepChunk, Tier]]] = {None: self._chunks}
         for chunk, tier in self._chunks:
             for home in chunk.homes:
                 self._of_groups.setdefault(home, []).append((chunk, tier))
@@ -258,7 +234,7 @@ class OffloadedOptimizer(Optimizer):
     def _make_chunks(self, in_backward: bool) -> list[tuple[StepChunk, Tier]]:
         """Cut each group where its states begin to lie elsewhere, and make the tiers."""
         beside: list[Piece] = []  # All of their states lie on the device.
-        in_host: dict[torch.device, dict[StepChunk, TierMemory]] = {}
+        in_host: dict[torch.device, dict[StepChunk, dict[str, torch.Tensor]]] = {}
         in_files: dict[str, list[StepChunk]] = {}
         for group, members in self._by_group.items():
             policy, behind = _policy_of(group), []
@@ -267,7 +243,7 @@ class OffloadedOptimizer(Optimizer):
             left = sum(member.numel for member in trained)
             left -= round(policy.optimizer * left)  # Elements whose states stay on the device.
             for member in trained:
-                at = member.numel if left >= member.numel else self._rules.cut(member, left)
+                at = member.numel if left >= member.numel else self._rules.piece_cut(member.param, member.numel, left)
                 is_whole = at == member.numel
                 left = max(0, left - member.numel) if is_whole else 0
                 if at or is_whole:
@@ -300,22 +276,18 @@ class OffloadedOptimizer(Optimizer):
         return chunks
 
     def _chunked(self, members: Sequence[tuple[SteppedParam, int]], most: int) -> list[StepChunk]:
-        """Chunks of at most ``most`` elements, and of more only if a parameter cannot be cut.
-
-        Args:
-            members: parameters of one group, each with its first element in the tier.
-        """
+        """Chunks of at most ``most`` elements of ``members``, each with its first one; of more if a parameter is not cut."""
         chunks: list[list[Piece]] = [[]]
         room = most
         for member, start in members:
             while start < member.numel:
                 stop = member.numel
                 if stop - start > room:
-                    stop = self._rules.cut(member, start + room)
+                    stop = self._rules.piece_cut(member.param, member.numel, start + room)
                     if stop <= start:
                         stop = start if chunks[-1] else member.numel
                 if stop > start:
-                    sizes = self._rules.sizes(member, self.param_groups[member.group_number], start, stop)
+                    sizes = self._rules.piece_states(member.param, self.param_groups[member.group_number], start, stop)
                     chunks[-1].append(Piece(member, start, stop, member.leaf(start, stop), sizes))
                     room -= stop - start
                 start = stop
@@ -331,49 +303,40 @@ class OffloadedOptimizer(Optimizer):
 
         ``"windows"`` is the host memory through which files are read and written. Step counters do not count.
         """
-        nbytes = {"device": 0, "host": 0, "files": 0, "windows": sum(tier.window_nbytes for tier in self._tiers)}
+        held, _ = self.state_nbytes(counters=False)
+        windows = sum(tier.window_nbytes for tier in self._tiers)
+        nbytes = {"device": sum(held.values()), "host": 0, "files": 0, "windows": windows}
         for chunk, tier in self._chunks:
             nbytes["files" if isinstance(tier, FileTier) else "host"] += chunk.nbytes
-            for piece in chunk.pieces:
-                values = chunk.own_states_of(piece).values()
-                states = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
-                nbytes["device"] += sum(local_of(state).nbytes for state in states)
         return nbytes
 
-    def watch_tiers(self, log: list[TierEvent] | None) -> None:
+    def watch_tiers(self, log: list[tuple[str, int, float, float]] | None) -> None:
         """Append what moves between tiers to ``log`` from now on; None: no longer. For :func:`monitor`."""
         for tier in self._tiers:
             tier.log = log
 
-    def state_nbytes(self, tier: str) -> dict[int, int]:
-        """By ``id`` of a parameter, the bytes of its states on the ``"device"`` or in ``"host"`` memory: for memory reports.
+    def state_nbytes(self, counters: bool = True) -> tuple[dict[int, int], dict[int, int]]:
+        """By ``id`` of a parameter, the bytes of its states on the device, and of those in host memory: for memory reports.
 
-        Step counters count as ``"device"``. What all parameters share, the windows of files, is in :meth:`tier_nbytes` only.
+        The windows of files, which all parameters share, are in :meth:`tier_nbytes` only.
         """
-        nbytes = {id(param): 0 for param in self._parts}
+        held, hosted = Counter[int](), Counter[int]()
         for param, parts in self._parts.items():
-            for piece, chunk, home in parts:
-                if tier == "device":
-                    states = chunk.own_states_of(piece).values()
-                    nbytes[id(param)] += sum(local_of(value).nbytes for value in states if isinstance(value, torch.Tensor))
-                elif not isinstance(home, FileTier):
-                    nbytes[id(param)] += sum(numel * dtype.itemsize for numel, dtype in piece.sizes.values())
-        return nbytes
+            for piece, chunk, tier in parts:
+                tensors = [value for value in chunk.own_states_of(piece).values() if isinstance(value, torch.Tensor)]
+                held[id(param)] += sum(local_of(each).nbytes for each in tensors if each.ndim or counters)
+                if not isinstance(tier, FileTier):
+                    hosted[id(param)] += sum(numel * dtype.itemsize for numel, dtype in piece.sizes.values())
+        return held, hosted
 
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
-        """The bytes on the device of the states of ``param`` that its first step makes: for memory reports.
-
-        Raises:
-            ValueError: ``param`` is in no group of ``fully_shard``.
-        """
+        """The bytes on the device of the states of ``param`` that its first step makes: for memory reports."""
         member = self._members.get(param)
         if member is None or member.group is None:
             raise ValueError("a parameter is in no group of fully_shard")
-        nbytes = 0
-        for piece, _, _ in self._parts[param]:
-            sizes = {} if piece.sizes else self._rules.sizes(member, group, piece.start, piece.stop)
-            nbytes += _COUNTER + sum(numel * dtype.itemsize for numel, dtype in sizes.values())
-        return nbytes
+        pieces = [part.piece for part in self._parts[param]]
+        made = [self._rules.piece_states(param, group, piece.start, piece.stop) for piece in pieces if not piece.sizes]
+        return _COUNTER * len(pieces) + sum(numel * dtype.itemsize for sizes in made for numel, dtype in sizes.values())
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -383,9 +346,8 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: the buffer of a group was replaced, or options of this step need states that have no memory. With
-                files or ``in_backward``: another rank has raised. With ``in_backward``: backward has raised after it had
-                stepped a group, options have changed since backward, ``GradScaler`` has scaled, or the model has another
-                optimizer. Then there are no states any more, and a checkpoint must be loaded.
+                files or ``in_backward``: another rank has raised, or the steps in backward are not those of this step. Then
+                there are no states any more, and a checkpoint must be loaded.
             OSError: a scratch file has failed.
         """
         loss = None
@@ -432,7 +394,7 @@ class OffloadedOptimizer(Optimizer):
             for group, members in self._by_group.items():
                 for member in members:
                     member.param.grad = torch.zeros_like(member.param) if member.param.requires_grad else None
-                self._step_chunks(self._chunks if group is None else self._of_groups.get(group, ()))
+                self._step_chunks(self._of_groups.get(group, ()))
                 for member in members:
                     member.param.grad = None
         finally:
@@ -482,7 +444,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _check_sizes(self, options: Sequence[Mapping[str, Any]]) -> None:
         for number, (member, names) in self._samples.items():
-            needed = self._rules.sizes(member, options[number], 0, member.numel)
+            needed = self._rules.piece_states(member.param, options[number], 0, member.numel)
             if needed.keys() != names:
                 raise RuntimeError(
                     f"parameter group {number} needs the states {sorted(needed)}, and offloaded() has allocated "
@@ -494,8 +456,8 @@ class OffloadedOptimizer(Optimizer):
         if self.has_failed:
             raise RuntimeError(
                 "an earlier step of this offloaded optimizer, or a load, failed, so that parameters and states are not of one "
-                "step: load a checkpoint into model and optimizer, by checkpoint.load() or "
-                "load_state_dict(); before torch.distributed.checkpoint, call optimizer.state.clear()"
+                "step: load a checkpoint into model and optimizer, by checkpoint.load() or load_state_dict(); before "
+                "torch.distributed.checkpoint, call optimizer.state.clear()"
             )
 
     def _wait(self) -> None:
@@ -505,7 +467,7 @@ class OffloadedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise: the memory of states is allocated when the optimizer is made."""
-        if self._is_complete:
+        if hasattr(self, "_rules"):  # Otherwise, the optimizer is made now.
             raise RuntimeError(
                 "an offloaded optimizer takes no further parameter group: give offloaded() all of them, "
                 "params=[{'params': ...}, {'params': ...}]"
@@ -534,7 +496,7 @@ class OffloadedOptimizer(Optimizer):
         with self._noting_losses(), self.states_as(self._form or ("copies" if self._copies_states else "views")):
             found = super().state_dict()
         for group in found["param_groups"]:
-            for name in self._rules.unsaved:
+            for name in getattr(self._rules, "unsaved_options", ()):
                 group.pop(name, None)
         return found
 
@@ -542,10 +504,9 @@ class OffloadedOptimizer(Optimizer):
     def states_as(self, form: str) -> Iterator[None]:
         """The form of the states that ``state_dict()`` and ``state`` have inside, for checkpoints.
 
-        Args:
-            form: ``"copies"``: all of them. ``"views"``: of states in one piece in memory, the states themselves; copies of
-                the others. ``"stored"``: the same, with a ``StoredTensor`` in place of a copy, which reads and writes the
-                tiers. If one was written to, :meth:`load_state_dict` must follow.
+        ``"copies"``: all of them. ``"views"``: of states in one piece in memory, the states themselves; copies of the others.
+        ``"stored"``: the same, with a ``StoredTensor`` in place of a copy, which reads and writes the tiers. If one was written
+        to, :meth:`load_state_dict` must follow.
         """
         before, self._form = self._form, form
         try:
@@ -563,10 +524,7 @@ class OffloadedOptimizer(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as ``torch.optim.Optimizer.load_state_dict`` does. States are copied into their tiers.
-
-        Args:
-            state_dict: that of an optimizer of the same class, with and without offload, at any fraction.
+        """Load as ``torch.optim.Optimizer.load_state_dict`` does, of any fraction, and without offload. States are copied.
 
         Raises:
             ValueError: a state is missing, or is no DTensor with the placements of its parameter. Nothing is changed.
@@ -585,8 +543,8 @@ class OffloadedOptimizer(Optimizer):
         super().load_state_dict({**state_dict, "state": shells})
 
     def _check_states(self, member: SteppedParam, options: Mapping[str, Any], index: Any, states: Mapping[str, Any]) -> None:
-        for name in self._rules.sizes(member, options, 0, member.numel):
-            value, wanted = states.get(name), self._rules.placements(member, name)
+        for name in self._rules.piece_states(member.param, options, 0, member.numel):
+            value, wanted = states.get(name), self._rules.piece_placements(member.param, name)
             found = value.placements if isinstance(value, DTensor) else type(value).__name__
             if not isinstance(value, DTensor) or tuple(value.placements) != tuple(wanted):
                 raise ValueError(
@@ -617,9 +575,6 @@ class OffloadedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an offloaded optimizer cannot be pickled or copied: save its state_dict()")
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        self.__getstate__()
 
 
 @dataclass(frozen=True)
@@ -658,7 +613,7 @@ class _Runs:
         optimizer = self.states.optimizer
         for part in optimizer._parts[self.param]:
             piece = part.piece
-            begin, end = optimizer._rules.run(piece.member, self.name, piece.start, piece.stop)
+            begin, end = optimizer._rules.piece_run(self.param, self.name, piece.start, piece.stop)
             first, last = max(start, begin), min(stop, end)
             if first < last:
                 state = local_of(part.states()[self.name]).view(-1)
@@ -692,7 +647,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         names = [*(name for name in own if name not in sizes), *(n for n in sizes if n in own or n in first.piece.sizes)]
         if member.group is not None and is_apart and form == "stored":
             stored = {name: StoredTensor(_Runs(self, param, name)) for name in names if name in sizes}
-            return {name: rules.as_dtensor(member, name, stored[name]) if name in stored else own[name] for name in names}
+            return {name: rules.piece_joined(param, name, stored[name]) if name in stored else own[name] for name in names}
         # Each is copied before the next look, which replaces what a window of a tier has now.
         is_copy = is_apart or form == "copies"
         states = [_copied_to_host(found) if is_copy else found for found in map(_Part.states, parts)]
@@ -701,13 +656,13 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         for name, value in result.items() if not first.piece.is_whole else ():
             if isinstance(value, torch.Tensor) and value.ndim:
                 flat = value if len(states) == 1 else torch.cat([each[name].cpu() for each in states])
-                result[name] = rules.as_dtensor(member, name, flat)
+                result[name] = rules.piece_joined(param, name, flat)
         return result
 
     def sizes(self, param: torch.Tensor) -> StateSizes:
         """The states of all elements of a parameter on this rank."""
         member = self.optimizer._members[param]
-        return self.optimizer._rules.sizes(member, self.optimizer.param_groups[member.group_number], 0, member.numel)
+        return self.optimizer._rules.piece_states(param, self.optimizer.param_groups[member.group_number], 0, member.numel)
 
     def is_stored(self, param: torch.Tensor, value: Any) -> bool:
         """Whether ``value`` is a StoredTensor of these states of ``param``."""
@@ -738,11 +693,11 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         if member.group is None:
             dtype = param.dtype if param.is_floating_point() else value.dtype
             return value.to(dtype=dtype, device=param.device, copy=True)
-        sizes = optimizer._rules.sizes(member, options, piece.start, piece.stop)
+        sizes = optimizer._rules.piece_states(param, options, piece.start, piece.stop)
         if name not in sizes:
             return None
         if not piece.is_whole:
-            start, stop = optimizer._rules.run(member, name, piece.start, piece.stop)
+            start, stop = optimizer._rules.piece_run(param, name, piece.start, piece.stop)
             value = local_of(value).reshape(-1)[start:stop]
         # Copied into its tier; or, on the device, a tensor of its own.
         return value if piece.sizes else value.to(dtype=sizes[name][1], device=param.device, copy=True)

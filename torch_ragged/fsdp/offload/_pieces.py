@@ -21,78 +21,50 @@ from torch_ragged._register._torch import dtensor_like, local_tensor
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 
-__all__ = ["ELEMENT_WISE", "StepChunk", "SteppedParam", "OwnRules", "Piece", "Rules", "StateSizes", "UsedGradients"]
+__all__ = ["ELEMENT_WISE", "ElementWise", "Piece", "StateSizes", "StepChunk", "SteppedParam", "UsedGradients"]
 
-ELEMENT_WISE = (SGD, Adam, AdamW)
-"""The optimizers that update each element by itself, and have states of the parameter's dtype."""
-
-CUT = 64
-"""Pieces begin at multiples of so many elements of their parameter: whole vector registers, and the unit of fused kernels."""
-
-_GRAIN = 32768
-"""Torch's CPU kernels share out a tensor with more elements over threads."""
-
-StateSizes = dict[str, tuple[int, torch.dtype]]
-"""By the name of a state, its number of elements and its dtype."""
+ELEMENT_WISE = (SGD, Adam, AdamW)  # They update each element by itself, and have states of the parameter's dtype.
+CUT = 64  # Elements. Pieces begin at multiples of it: whole vector registers, and the unit of fused kernels.
+_GRAIN = 32768  # Torch's CPU kernels share out a tensor with more elements over threads.
+StateSizes = dict[str, tuple[int, torch.dtype]]  # By the name of a state, its number of elements and its dtype.
 
 
 class UsedGradients:
     """The source of gradients that a step in backward has used: their memory is free, and reading them is an error.
 
     It is a source of FSDPGrads that publishes nothing, so that an FSDPGrad asks it for nothing else.
-
-    Args:
-        why: the error.
     """
 
     has_memory = False
-
-    def __init__(self, why: str) -> None:
-        self._why = why
 
     def is_published(self, index: int) -> bool:
         return False
 
     def why_not_published(self) -> str:
-        return self._why
-
-    def grad(self, index: int, param: DTensor, dtype: torch.dtype) -> FSDPGrad:
-        """What is ``.grad`` of ``param`` from now on, in the place of a gradient of ``dtype``."""
-        return FSDPGrad(self, index, param, dtype, None)  # type: ignore[arg-type]
+        return (
+            "this gradient was used by the step in backward of offloaded(..., in_backward=True): it can be neither read, "
+            "clipped nor unscaled. Call optimizer.step() and optimizer.zero_grad(), or give offloaded() no in_backward"
+        )
 
     @staticmethod
     def has(grad: torch.Tensor | None) -> bool:
-        """Whether ``grad`` is of such a source."""
         return isinstance(grad, FSDPGrad) and not grad.has_memory
 
 
 @dataclass(eq=False)
 class SteppedParam:
-    """A parameter of the optimizer.
+    """A parameter of the optimizer."""
 
-    Attributes:
-        number: its number among the parameters of the optimizer.
-        group_number: the number of its parameter group.
-        param: the parameter, as the user has it: a DTensor, if it lies in a group of ``fully_shard``.
-        group, index: this group, and the parameter's index there; None: it lies in no group.
-    """
-
-    number: int
-    group_number: int
-    param: Any
-    group: FSDPParamGroup | None = None
+    number: int  # Among the parameters of the optimizer.
+    group_number: int  # Of its parameter group.
+    param: Any  # As the user has it: a DTensor, if it lies in a group of ``fully_shard``.
+    group: FSDPParamGroup | None = None  # That group. ``index``: of the parameter there.
     index: int = 0
 
-    @property
-    def interval(self) -> tuple[int, int]:
-        """Where its elements begin and end in the shard of the group."""
-        return (0, 0) if self.group is None else self.group.layout.interval(self.index, self.group.rank)
-
-    @property
-    def numel(self) -> int:
-        """The number of its elements on this rank."""
-        begin, end = self.interval
-        return end - begin
+    def __post_init__(self) -> None:
+        # Where its elements begin and end in the shard of the group.
+        self.interval = (0, 0) if self.group is None else self.group.layout.interval(self.index, self.group.rank)
+        self.numel = self.interval[1] - self.interval[0]
 
     def leaf(self, start: int, stop: int) -> nn.Parameter:
         """A parameter that is a view of a run of its elements, in the memory of its group."""
@@ -102,125 +74,58 @@ class SteppedParam:
 
 @dataclass(eq=False)
 class Piece:
-    """A run of the elements of a parameter on this rank, in the order of the group's buffer, and its states.
-
-    Attributes:
-        member: the parameter.
-        start, stop: of the run; ``(0, numel)`` is all.
-        leaf: what is stepped: a view of the run; or the parameter itself, if all of its states lie on the device.
-        sizes: the states that lie in a tier. Empty if they lie where the optimizer makes them.
-        offsets: where they begin in the memory of the chunk.
-        has_states: whether a step, or a state dict, has made the states.
-    """
+    """A run of the elements of a parameter on this rank, in the order of the group's buffer, and its states."""
 
     member: SteppedParam
     start: int
     stop: int
-    leaf: torch.Tensor
-    sizes: StateSizes = field(default_factory=dict)
-    offsets: dict[str, int] = field(default_factory=dict)
-    has_states: bool = False
+    leaf: torch.Tensor  # What is stepped: a view of the run; or the parameter, if all of its states lie on the device.
+    sizes: StateSizes = field(default_factory=dict)  # Of states in a tier. The others lie where the optimizer makes them.
+    offsets: dict[str, int] = field(default_factory=dict)  # Where states in a tier begin in the memory of the chunk.
+    has_states: bool = False  # Whether a step, or a state dict, has made the states.
 
     @property
     def is_whole(self) -> bool:
-        """Whether ``leaf`` is the parameter itself."""
         return self.leaf is self.member.param
 
     def views(self, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Its states in the memory of the chunk."""
         return {name: memory[name][self.offsets[name] :][:numel] for name, (numel, _) in self.sizes.items()}
 
 
-class Rules:
-    """How the pieces of one class of optimizers are cut and stepped. Here: one of ``ELEMENT_WISE``.
+class ElementWise:
+    """How the pieces of one class of ``ELEMENT_WISE`` are cut and stepped. ``Adam8bit`` has these methods itself."""
 
-    Args:
-        optimizer: the class.
-
-    Attributes:
-        unsaved: options of a parameter group that its state dict leaves out.
-    """
-
-    unsaved: tuple[str, ...] = ()
-
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, groups: Sequence[FSDPParamGroup]) -> None:
         self._optimizer = optimizer
+        self._distributions: dict[Any, Any] = {each.sharded: each.distribution for group in groups for each in group.params}
 
-    def cut(self, member: SteppedParam, at: int) -> int:
-        """The legal cut of a parameter that is nearest to element ``at``: 0 and ``member.numel`` are legal."""
+    def piece_cut(self, param: torch.Tensor, numel: int, at: int) -> int:
+        """The legal cut of a parameter that is nearest to element ``at``: 0 and ``numel`` are legal."""
         # On the CPU, 16-bit elements in the last, partial vector register of a thread's share are rounded otherwise, and pieces
         # have other shares than their parameter. So such a parameter is not cut if it is large enough for several threads.
-        is_shared = member.param.device.type == "cpu" and member.param.dtype.itemsize < 4 and member.numel > _GRAIN
-        unit = member.numel if is_shared else CUT
-        return min((2 * at + unit) // (2 * unit) * unit, member.numel)
+        is_shared = param.device.type == "cpu" and param.dtype.itemsize < 4 and numel > _GRAIN
+        unit = numel if is_shared else CUT
+        return min((2 * at + unit) // (2 * unit) * unit, numel)
 
-    def sizes(self, member: SteppedParam, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
-        """The states of a run that have one value per element or per block; not those of one value, such as step counters.
-
-        Args:
-            options: the parameter group.
-        """
+    def piece_states(self, param: torch.Tensor, group: Mapping[str, Any], start: int, stop: int) -> StateSizes:
+        """The states of a run that have one value per element or per block; not those of one value, such as step counters."""
         if self._optimizer is SGD:
-            names: tuple[str, ...] = ("momentum_buffer",) if options["momentum"] else ()
+            names: tuple[str, ...] = ("momentum_buffer",) if group["momentum"] else ()
         else:
-            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
-        return {name: (stop - start, member.param.dtype) for name in names}
+            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+        return {name: (stop - start, param.dtype) for name in names}
 
-    def run(self, member: SteppedParam, name: str, start: int, stop: int) -> tuple[int, int]:
-        """Where the part of a state for the run ``start`` to ``stop`` of its parameter begins and ends."""
+    def piece_run(self, param: torch.Tensor, name: str, start: int, stop: int) -> tuple[int, int]:
         return start, stop
 
-    def placements(self, member: SteppedParam, name: str) -> tuple[Placement, ...]:
-        """The placements of a state."""
-        return member.param.placements
+    def piece_placements(self, param: DTensor, name: str) -> tuple[Placement, ...]:
+        return param.placements
 
-    def make(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-        """An optimizer of the leaves of ``pieces``, with one parameter group for each of ``groups`` that has a piece."""
-        return self._optimizer(_grouped(pieces, groups))
+    def piece_joined(self, param: DTensor, name: str, flat: torch.Tensor) -> DTensor:
+        return dtensor_like(self._distributions[param].local(flat), param)
 
-    def as_dtensor(self, member: SteppedParam, name: str, flat: torch.Tensor) -> DTensor:
-        """A state of all elements of a parameter on this rank, as the optimizer has it without offload."""
-        assert member.group is not None
-        return dtensor_like(member.group.params[member.index].distribution.local(flat), member.param)
-
-
-class OwnRules(Rules):
-    """The rules of an optimizer that brings them: methods ``piece_*`` as those of ``torch_ragged.optim.Adam8bit``.
-
-    Args:
-        optimizer: the optimizer of all parameters.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self.unsaved = tuple(getattr(optimizer, "unsaved_options", ()))
-
-    def cut(self, member: SteppedParam, at: int) -> int:
-        return self._optimizer.piece_cut(member.param, member.numel, at)
-
-    def sizes(self, member: SteppedParam, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
-        return self._optimizer.piece_states(member.param, start, stop)
-
-    def run(self, member: SteppedParam, name: str, start: int, stop: int) -> tuple[int, int]:
-        return self._optimizer.piece_run(member.param, name, start, stop)
-
-    def placements(self, member: SteppedParam, name: str) -> tuple[Placement, ...]:
-        return self._optimizer.piece_placements(member.param, name)
-
-    def make(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-        runs = [(each.leaf, each.member.param, each.member.number, each.start, each.stop) for each in pieces]
-        return self._optimizer.piece_optimizer(runs, _grouped(pieces, groups))
-
-    def as_dtensor(self, member: SteppedParam, name: str, flat: torch.Tensor) -> DTensor:
-        return self._optimizer.piece_joined(member.param, name, flat)
-
-
-def _grouped(pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The leaves of ``pieces`` in parameter groups with the options of ``groups``. Groups without a piece are left out."""
-    leaves: dict[int, list[torch.Tensor]] = {}
-    for piece in sorted(pieces, key=lambda piece: piece.member.group_number):
-        leaves.setdefault(piece.member.group_number, []).append(piece.leaf)
-    return [{**_options(groups[number]), "params": params} for number, params in leaves.items()]
+    def piece_optimizer(self, pieces: Sequence[Any], groups: list[dict[str, Any]]) -> Optimizer:
+        return self._optimizer(groups)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,36 +136,32 @@ class StepChunk:
     """Pieces that are stepped together, by an optimizer of their own.
 
     Between steps this optimizer has the states of one value only, such as step counters. The other ones lie in a tier.
-
-    Args:
-        pieces: the pieces. Those with ``sizes`` get their offsets in the chunk's memory here.
-        groups: the parameter groups of the user's optimizer.
-        rules: how pieces are stepped.
-
-    Attributes:
-        sizes: what the tier holds for this chunk, by the name of the state.
-        homes: the groups of ``fully_shard`` with its parameters.
     """
 
-    def __init__(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]], rules: Rules) -> None:
-        self.pieces, self.sizes = list(pieces), StateSizes()
+    def __init__(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]], rules: Any) -> None:
+        self.pieces = list(pieces)
+        self.sizes = StateSizes()  # What the tier holds. Pieces get their offsets in it below.
+        # The groups of ``fully_shard`` with its parameters.
         self.homes = list(dict.fromkeys(each.member.group for each in pieces if each.member.group is not None))
-        self._groups = sorted({piece.member.group_number for piece in pieces})
-        self._optimizer = rules.make(pieces, groups)
+        leaves: dict[int, list[torch.Tensor]] = {}  # By the number of the parameter group.
+        for piece in sorted(pieces, key=lambda piece: piece.member.group_number):
+            leaves.setdefault(piece.member.group_number, []).append(piece.leaf)
+        self._groups = list(leaves)
+        runs = [(each.leaf, each.member.param, each.member.number, each.start, each.stop) for each in pieces]
+        given = [{**_options(groups[number]), "params": mine} for number, mine in leaves.items()]
+        self._optimizer: Optimizer = rules.piece_optimizer(runs, given)
         # Without hooks: those of the user's optimizer, and those of all optimizers, run in its own step.
         self._step = inspect.unwrap(type(self._optimizer).step)
         for piece in self.pieces:
             for name, (numel, dtype) in piece.sizes.items():
                 piece.offsets[name], _ = self.sizes.get(name, (0, dtype))
                 self.sizes[name] = (piece.offsets[name] + -(-numel // CUT) * CUT, dtype)
+        self.nbytes = sum(numel * dtype.itemsize for numel, dtype in self.sizes.values())
 
     def step(self, groups: Sequence[Mapping[str, Any]], memory: Mapping[str, torch.Tensor], scaling: Mapping[str, Any]) -> None:
-        """One step of the pieces whose parameters have gradients.
+        """One step of the pieces whose parameters have gradients, with the options that ``groups`` have now.
 
-        Args:
-            groups: the parameter groups of the user's optimizer, with the options of this step.
-            memory: a 1-D tensor for each of ``sizes``, with the states.
-            scaling: what ``GradScaler`` has set on the user's optimizer.
+        ``memory`` has the states, and ``scaling`` what ``GradScaler`` has set on the user's optimizer.
         """
         optimizer, states = self._optimizer, self._optimizer.state
         for mine, number in zip(optimizer.param_groups, self._groups):
@@ -271,7 +172,10 @@ class StepChunk:
             param = piece.member.param
             if not piece.is_whole:
                 if param not in gradients:
-                    gradients[param] = _flat_gradient(param)
+                    gradient = param.grad
+                    if gradient.placements != param.placements:  # The user has set it.
+                        gradient = gradient.redistribute(placements=param.placements)
+                    gradients[param] = local_tensor(gradient).reshape(-1)
                 piece.leaf.grad = gradients[param][piece.start : piece.stop]
             if piece.has_states and piece.sizes:
                 states[piece.leaf].update(piece.views(memory))
@@ -292,13 +196,7 @@ class StepChunk:
             piece.has_states = True
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of its states in the tier."""
-        return sum(numel * dtype.itemsize for numel, dtype in self.sizes.values())
-
-    @property
     def is_fresh(self) -> bool:
-        """Whether no piece has states yet."""
         return not any(piece.has_states for piece in self.pieces)
 
     @property
@@ -333,12 +231,3 @@ class StepChunk:
 def _has_gradient(param: torch.Tensor) -> bool:
     """Whether there is a gradient that no step in backward has used."""
     return param.grad is not None and not UsedGradients.has(param.grad)
-
-
-def _flat_gradient(param: DTensor) -> torch.Tensor:
-    """This rank's elements of ``param.grad``, 1-D, in the order of the group's buffer."""
-    gradient = param.grad
-    assert isinstance(gradient, DTensor)
-    if gradient.placements != param.placements:  # The user has set it.
-        gradient = gradient.redistribute(placements=param.placements)
-    return local_tensor(gradient).reshape(-1)

@@ -1,4 +1,7 @@
-"""Offload: the policy that says where optimizer states, and parameters, lie. It moves nothing."""
+"""Offload: the policy that says where optimizer states, and parameters, lie. MappedShards: parameters in a scratch file.
+
+Neither decides when they are used: the group and the optimizer say it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,16 @@ import os
 from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import OffloadPolicy
 
 from torch_ragged._ranks.agreement import compared_as
+from torch_ragged.fsdp.core._dbuffer import ALLOCATOR, Borrowed, MemoryPool
 from torch_ragged.fsdp.core._kit import FeaturePart, Kit, Need, Terms
-from torch_ragged.fsdp.offload._mapped_shards import MappedShards
+from torch_ragged.fsdp.core.encodings._plain import Shards
+from torch_ragged.fsdp.files._scratch_file import MappedFile
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["Offload"]
 
@@ -24,8 +32,7 @@ class Offload(OffloadPolicy, FeaturePart):
     made without :func:`offloaded` keeps its states beside the parameters, as always.
 
     Args:
-        optimizer: the fraction of the elements of each group's shard whose states do not lie on the device, from 0 to 1. They
-            are the last ones of the shard.
+        optimizer: the fraction, from 0 to 1, of each group's shard, its last elements, whose states do not lie on the device.
         parameters: whether the sharded parameters and their gradients lie in host memory, too, as with ``CPUOffloadPolicy()``.
             Then the optimizer runs on the CPU, so ``optimizer`` must be 1. Or ``"files"``: the parameters lie in scratch files
             in the folder ``to``, one for each group, which are mapped into memory. Gradients are in host memory.
@@ -76,22 +83,17 @@ class Offload(OffloadPolicy, FeaturePart):
 
     @property
     def may_fail_alone(self) -> bool:  # type: ignore[override]
-        return self.parameters_folder is not None
+        return self.parameters == "files"
 
     @property
     def folder(self) -> str | None:
         """The folder of the files of states; None: they lie in memory."""
         return None if self.to == "cpu" else self.to
 
-    @property
-    def parameters_folder(self) -> str | None:
-        """The folder of the files of parameters; None: they lie in memory."""
-        return self.to if self.parameters == "files" else None
-
     def equip(self, kit: Kit) -> None:
         kit.offloads_params = kit.pins_memory = self.parameters is not False
-        if self.parameters_folder is not None:
-            kit.shards = MappedShards(kit.layout, kit.rank, self.parameters_folder)
+        if self.parameters == "files":
+            kit.shards = MappedShards(kit.layout, kit.rank, self.to)
 
     @classmethod
     def fit(cls, report: Any, *, device_bytes: int, host_bytes: int | None = None) -> Offload:
@@ -101,12 +103,8 @@ class Offload(OffloadPolicy, FeaturePart):
             policy = Offload.fit(report, device_bytes=40 * 2**30, host_bytes=100 * 2**30)
 
         The model of the report may be on the meta device. What the report does not count needs room beside ``device_bytes``:
-        activations and, on an accelerator, two windows of 8,388,608 elements with their states.
-
-        Args:
-            report: the :class:`MemoryReport` of the model and its optimizer.
-            device_bytes: the bytes that a rank may use on its device.
-            host_bytes: the bytes that a rank may use of host memory; None: any number.
+        activations and, on an accelerator, two windows of 8,388,608 elements with their states. Bytes are those of a rank;
+        ``host_bytes=None`` is any number.
 
         Raises:
             TypeError: ``report`` is no report, or bytes are no number.
@@ -142,3 +140,38 @@ class Offload(OffloadPolicy, FeaturePart):
         if name in self.__dict__:
             raise FrozenInstanceError(f"cannot assign to field {name!r}")
         super().__setattr__(name, value)
+
+
+class MappedShards(Shards):
+    """Shards whose buffer is a :class:`MappedFile`, one per group and rank: the DTensors of parameters are views of it."""
+
+    _file: MappedFile | None = None  # None: on the meta device, or without elements.
+
+    def __init__(self, layout: BufferLayout, rank: int, folder: str) -> None:
+        super().__init__(layout, rank)
+        self._folder = folder
+
+    def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool, pool: MemoryPool = ALLOCATOR) -> None:
+        edges = self._layout.edges
+        nbytes = (edges[self._rank + 1] - edges[self._rank]) * dtype.itemsize
+        self._file = None
+        if device.type != "meta" and nbytes:
+            self._file = MappedFile(self._folder, dist.get_rank(), nbytes)
+            pool = Borrowed(torch.frombuffer(self._file.memory, dtype=torch.uint8).view(dtype))
+        super().allocate(dtype, device, is_pinned=False, pool=pool)
+
+    def prepare(self, in_step: bool = False) -> None:
+        if self._file is not None:
+            self._file.use(in_step)
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.release()
+
+    def check(self) -> None:
+        if self._file is not None:
+            self._file.check()
+
+    @property
+    def file_nbytes(self) -> int:
+        return 0 if self._file is None else self._file.nbytes

@@ -21,14 +21,13 @@ from torch_ragged.fsdp._groups import module_states, named_groups
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
-from torch_ragged.fsdp.files._mapped_file import MAPPED_IN_MEMORY
+from torch_ragged.fsdp.files._scratch_file import MAPPED_IN_MEMORY
 from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.tools._replay import Replay
 
 __all__ = ["MemoryReport", "MemoryRow", "memory_report", "optimizers_or_makers", "transient_nbytes"]
 
-OptimizerMaker = Callable[[list[torch.Tensor]], Optimizer]
-OptimizerLike = Union[Optimizer, OptimizerMaker]
+OptimizerLike = Union[Optimizer, Callable[[list[torch.Tensor]], Optimizer]]
 """An optimizer, or a class or function that makes one of a list of parameters."""
 
 # In the order of the attributes of MemoryRow.
@@ -101,11 +100,9 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
     """The memory of each group under ``model`` now, and the predicted peak of one training step, on this rank.
 
     It does not communicate. The prediction runs one step of the groups' own code on the meta device, with stand-ins for
-    computation and collectives. Modules run in the order of the last forward, or in the order of ``named_modules`` before the
-    first forward. A step is one forward and one backward. If gradient sync is off when the report is made, a step is a gradient
-    accumulation: several forwards, each followed by its backward, of which the last one reduces. So to predict a step that
-    accumulates without sync, call ``set_requires_gradient_sync(False)`` before. The same holds for
-    ``set_is_last_backward(False)`` with ``ZERO1``, and for ``set_requires_all_reduce(False)``.
+    computation and collectives, in the order of the last forward, or of ``named_modules``. A step is one forward and one
+    backward. If ``set_requires_gradient_sync(False)`` was called before (or ``set_is_last_backward(False)`` with ``ZERO1``, or
+    ``set_requires_all_reduce(False)``), it is several, of which the last one reduces: a gradient accumulation.
 
     The prediction is exact if all of these conditions hold:
 
@@ -116,27 +113,26 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
     - activation checkpointing runs no call again, and gradient sync is on or off for all modules;
     - all parameters get gradients, or the optimizer has its states.
 
-    If one of the first three does not hold, a step may hold more: the bytes of the old ``.grad``; gradients of all groups whose
-    inputs need none, which are reduced at the end of backward; and wide gradients. If one of the others does not hold, a step
-    may hold less.
-
-    Over gloo, a reduce-scatter holds a second buffer, at most as large as its input. The report counts it as ``gradients``. It
-    does not count the buffers between the two reductions of ``HIERARCHICAL``, buffers of tensor types with their own
-    all-gather, activations, parameters in no group, and memory that the optimizer allocates during its step only.
+    If one of the first three does not hold, a step may hold more; if one of the others does not, less. Over gloo, a
+    reduce-scatter holds a second buffer, at most as large as its input, which counts as ``gradients``. The report does not
+    count the buffers between the two reductions of ``HIERARCHICAL``, buffers of tensor types with their own all-gather,
+    activations, parameters in no group, and memory that the optimizer allocates during its step only.
 
     Args:
         model: a module on which ``fully_shard`` was called, or a module that contains such modules.
         optimizer: one or several optimizers, whose states are counted. Before its first step, an optimizer has no states: the
             peak then has the states that this step will make, and a note says so. In place of an optimizer, give its class, or
-            a function of a list of parameters that returns one: ``functools.partial(torch.optim.SGD, momentum=0.9)``. It gets
-            the parameters that need gradients.
+            a function that returns one of the list of parameters that need gradients:
+            ``functools.partial(torch.optim.SGD, momentum=0.9)``.
 
     Raises:
         ValueError: ``fully_shard`` was called on no module of ``model``.
         TypeError: ``optimizer`` is no optimizer, and makes none.
     """
     states = module_states(model)
-    optimizers = []
+    held: dict[int, int] = {}  # By the parameter's id, on the device.
+    hosted: dict[int, int] = {}  # In host memory.
+    windows, first = 0, []
     for each in optimizers_or_makers(optimizer, "memory_report"):
         one = each if isinstance(each, Optimizer) else each([param for param in model.parameters() if param.requires_grad])
         if not isinstance(one, Optimizer):
@@ -144,14 +140,12 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
                 f"memory_report got {each!r} as optimizer, which returned {type(one).__name__}: give a torch.optim.Optimizer, "
                 "its class, or a function of a list of parameters that returns one"
             )
-        optimizers.append(one)
-    held: dict[int, int] = {}  # By the parameter's id, on the device.
-    hosted: dict[int, int] = {}  # In host memory.
-    windows = 0
-    for one in optimizers:
+        if not one.state:
+            first.append(_first_states(one))
         if hasattr(one, "tier_nbytes"):  # Of fsdp.offload: reading ``state`` would copy it.
-            held |= one.state_nbytes("device")  # type: ignore[attr-defined]
-            hosted |= one.state_nbytes("host")  # type: ignore[attr-defined]
+            on_device, in_host = one.state_nbytes()  # type: ignore[attr-defined]
+            held |= on_device
+            hosted |= in_host
             windows += one.tier_nbytes()["windows"]
         else:
             held |= {id(param): _local_nbytes(state.values()) for param, state in one.state.items()}
@@ -161,7 +155,6 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
     mapped = sorted((group.shards.file_nbytes for group in groups.values()), reverse=True)
     total = dataclasses.replace(total, host=total.host + windows + sum(mapped[:MAPPED_IN_MEMORY]))
     moment, predicted = Replay(states).play(_forward_order(list(states.values())))
-    first = [_first_states(one) for one in optimizers if not one.state]
     optimizer_nbytes = total.optimizer + sum(nbytes for nbytes, _ in first)
     peak = MemoryRow(moment, sharded=total.sharded, optimizer=optimizer_nbytes, host=total.host, **predicted)
     return MemoryReport(tuple(rows), total, peak, tuple(note for _, note in first))
@@ -234,16 +227,11 @@ def _forward_order(states: list[FSDPState]) -> list[FSDPState]:
 
 
 def optimizers_or_makers(optimizer: Any, call: str) -> list[Any]:
-    """One optimizer, several or None, as a list. ``call`` is the name of the function that got it, for the error.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """One optimizer, several or None, as a list. ``call`` is the name of the function that got it, for the error."""
     if optimizer is None:
         return []
-    if isinstance(optimizer, Optimizer) or callable(optimizer):
-        return [optimizer]
-    several = list(optimizer) if isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, bytes)) else [optimizer]
+    is_one = isinstance(optimizer, (Optimizer, str, bytes)) or callable(optimizer) or not isinstance(optimizer, Iterable)
+    several = [optimizer] if is_one else list(optimizer)
     for each in several:
         if not (isinstance(each, Optimizer) or callable(each)):
             raise TypeError(

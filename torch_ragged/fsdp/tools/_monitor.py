@@ -44,11 +44,8 @@ def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
                 bar.set_postfix_str(watch.postfix())
 
     It does not communicate. ``torch.profiler`` works without a monitor: collectives are always ranges with the name of their
-    group. ``torch_ragged::all_gather (blocks.3)`` is the call, ``torch_ragged::all_gather_wait (blocks.3)`` is the wait.
-
-    Args:
-        model: a module on which ``fully_shard`` was called, or a module that contains such modules.
-        optimizer: one or several optimizers, whose steps are timed.
+    group. ``torch_ragged::all_gather (blocks.3)`` is the call, ``torch_ragged::all_gather_wait (blocks.3)`` is the wait. The
+    steps of the optimizers are timed. ``model`` has modules on which ``fully_shard`` was called.
 
     Raises:
         ValueError: ``fully_shard`` was called on no module of ``model``, or another monitor watches it.
@@ -66,15 +63,13 @@ class Monitor:
     ``optimizer_s``               seconds in ``optimizer.step()``; 0 if ``monitor`` was not given the optimizer
     ``exposed_s``                 seconds in which the step waited for collectives: the sum of ``<kind>_exposed_s``
     ``compute_s``                 the rest of ``step_s``: forward, backward, data, collectives that are not watched
-    ``<kind>_s``                  seconds from the issue of each collective to the end of its wait, summed up. An upper
-                                  bound: if a collective ends before the wait begins, the time between them counts too
+    ``<kind>_s``                  seconds from the issue of each collective to the end of its wait: an upper bound
     ``<kind>_exposed_s``          seconds in the waits for collectives
     ``<kind>_calls``              the number of collectives issued
     ``<kind>_bytes``              bytes of the gathered or reduced buffers: the shards of all ranks, padding included
     ``memory_peak_bytes``         GPU: most bytes of tensors in the step. CPU: largest resident set of the process so far
     ``memory_reserved_bytes``     GPU: most bytes that the allocator reserved in the step. CPU: resident set now
-    ``buffer_bytes``              bytes of the groups' buffers now: sharded and gathered parameters, and gradients that
-                                  are not reduced yet
+    ``buffer_bytes``              bytes of the groups' buffers now: sharded, gathered, and gradients not reduced yet
     ``buffer_peak_bytes``         most bytes of the groups' buffers at one moment of the step
     ``tier_<way>_s``              only for offloaded optimizers: seconds in which states were read from files, or written.
                                   Of copies between host memory and a GPU, only bytes are counted
@@ -101,7 +96,7 @@ class Monitor:
         devices = {group.device for group in self._groups.values()}
         self._sharded = sum(group.sharded.nbytes for group in self._groups.values())
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
+        self._clock = _Clock(self._device.type == "cuda")
         memories = [group.memory for group in self._groups.values()]
         self._logs = [("buffers", log) for memory in memories for log in (memory.gathered, memory.gradients)]
         self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
@@ -129,13 +124,7 @@ class Monitor:
 
     @property
     def timeline(self) -> Timeline:
-        """When all this was in the step of the last row.
-
-        ``watch.timeline.save("step.png")`` draws it, and ``save("step.json")`` writes a trace for Perfetto.
-
-        Raises:
-            RuntimeError: there is no row yet.
-        """
+        """When all this was in the step of the last row. Raise a RuntimeError if there is no row yet."""
         if self._timeline is None:
             raise RuntimeError("this monitor has no timeline before its first row: call watch.step() after a training step")
         return self._timeline
@@ -167,10 +156,9 @@ class Monitor:
         self._start, self._host_start = self._clock.mark(), time.perf_counter()
 
     def step(self, tokens: float | None = None) -> dict[str, float]:
-        """End the step. Returns its row, with the keys above, and begins the next row.
+        """End the step of so many ``tokens``. Returns its row, with the keys above, and begins the next row.
 
-        Args:
-            tokens: the tokens of this step. Give the tokens of all ranks to get the throughput of all ranks.
+        Give the tokens of all ranks to get the throughput of all ranks.
 
         Raises:
             TypeError: ``tokens`` is no number.
@@ -188,21 +176,16 @@ class Monitor:
         tiers = [(kind, begin - self._host_start, end - self._host_start) for kind, _, begin, end in events]
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._timeline = timeline_of(seconds, collectives, optimizers, rank, tiers)
-        row: dict[str, float] = {"step_s": seconds, **dict.fromkeys(("optimizer_s", "exposed_s", "compute_s"), 0.0)}
-        for span in self._timeline.spans:
-            if span.kind not in (*_TIMED_KINDS, *_TIERS):
-                row[f"{span.kind}_s"] += span.end - span.begin
+        row: dict[str, float] = {"step_s": seconds}
+        for kind in ("optimizer", "exposed", "compute", *_TIMED_KINDS, *(_TIERS if self._offloaded else ())):
+            row[f"{kind}_s"] = sum(span.end - span.begin for span in self._timeline.spans if span.kind == kind)
         if tokens is not None:
             row["tokens_per_s"] = tokens / max(seconds, 1e-9)
         for kind in _TIMED_KINDS:
-            mine = [each for each in collectives if each[0] == kind]
-            row[f"{kind}_s"] = sum(ended - issued for _, _, issued, _, ended in mine)
-            row[f"{kind}_exposed_s"] = sum(ended - waited for _, _, _, waited, ended in mine)
+            row[f"{kind}_exposed_s"] = sum(ended - waited for name, _, _, waited, ended in collectives if name == kind)
             row |= {key: self._counts[key] for key in (f"{kind}_calls", f"{kind}_bytes")}
-        for kind in _TIERS if self._offloaded else ():
-            row[f"{kind}_s"] = sum(end - begin for name, begin, end in tiers if name == kind)
-            if kind != "tier_exposed":
-                row[f"{kind}_bytes"] = sum(nbytes for name, nbytes, _, _ in events if name == kind)
+        for kind in ("tier_read", "tier_write") if self._offloaded else ():
+            row[f"{kind}_bytes"] = sum(nbytes for name, nbytes, _, _ in events if name == kind)
         row["memory_peak_bytes"], row["memory_reserved_bytes"] = self._memory()
         peak = sum(high_water(self._logs, {"buffers": self._held})[1].values())
         row["buffer_bytes"] = self._sharded + sum(transient_nbytes(group) for group in self._groups.values())
@@ -243,12 +226,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def collective(self, nbytes: int = 0, name: str = "own") -> Iterator[None]:
-        """Count the ``with`` block as one collective of kind ``other``, with all of its time exposed.
-
-        Args:
-            nbytes: the bytes that the block communicates.
-            name: the name of its range in ``torch.profiler``.
-        """
+        """Count the ``with`` block as one collective of kind ``other``, of ``nbytes``, with all of its time exposed."""
         self._count("other", nbytes)
         begin = self._clock.mark()
         with profiler_range("collective", name):
@@ -301,25 +279,22 @@ class _WatchedWork:
         self._watch._collectives.append((*self._begun, waited, clock.mark()))
 
 
-class _HostClock:
-    """Moments and the seconds between them, on the host."""
+class _Clock:
+    """Moments and the seconds between them, on the host; or on the current CUDA stream, where a moment is an event."""
+
+    def __init__(self, is_cuda: bool) -> None:
+        self._is_cuda = is_cuda
 
     def mark(self) -> Any:
-        return time.perf_counter()
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        return end - begin
-
-
-class _CudaClock(_HostClock):
-    """Moments and the seconds between them, on the current stream: a moment is an event."""
-
-    def mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
+        if not self._is_cuda:
+            return end - begin
         begin.synchronize()  # It may be on another stream than the end.
         end.synchronize()
         return begin.elapsed_time(end) / 1000

@@ -36,24 +36,18 @@ _COPIED_FROM_STATE = (
 
 
 class Replay:
-    """Stand-ins of the states of a model, by name, as modules that call each other.
-
-    Attributes:
-        labels: the names of the moments that began, in order, such as "backward of blocks.0".
-    """
+    """Stand-ins of the states of a model, by name, as modules that call each other."""
 
     def __init__(self, states: dict[str, FSDPState]) -> None:
         self._names = {state: name for name, state in states.items()}
         self._inside = {s: {child for module in s.modules for child in module.modules()} for s in states.values()}
-        self._modules: dict[FSDPState, list[_StandIn]] = {}
+        self._modules = {state: [_StandIn(self, name) for _ in state.modules] for name, state in states.items()}
         self._calls: dict[FSDPState, int] = {}
         self._logs: list[tuple[str, MemoryLog]] = []
         # An event of 0 bytes at the beginning of each call: all logs count moments together, so this orders calls and bytes.
         self._clock = MemoryLog()
         self._clock.start()
-        self.labels: list[str] = []
-        for state, name in self._names.items():
-            self._modules[state] = [_StandIn(self, name) for _ in state.modules]
+        self.labels: list[str] = []  # The names of the moments that began, in order, such as "backward of blocks.0".
         self._made = made = {state: self._stand_in(state) for state in self._names}
         for state, twin in made.items():
             for knob in ("forward_prefetch", "backward_prefetch"):
@@ -88,11 +82,10 @@ class Replay:
             value = torch.empty(param.distribution.local_shape, dtype=group.orig_dtype, device="meta")
             owner = param.registered_names[0][0]
             holders = (number for number, module in enumerate(state.modules) if owner in module.modules())
-            module = self._modules[state][next(holders, 0)]
-            registered: list[tuple[nn.Module, str]] = [(module, f"param_{state.groups.index(group)}_{index}")]
-            module.register_parameter(registered[0][1], None)
+            module, name = self._modules[state][next(holders, 0)], f"param_{state.groups.index(group)}_{index}"
+            module.register_parameter(name, None)
             found = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
-            params.append(FoundParam(param.fqn, registered, found, param.distribution, group.layout.tensors[index]))
+            params.append(FoundParam(param.fqn, [(module, name)], found, param.distribution, group.layout.tensors[index]))
         twin = make_group(dataclasses.replace(group.plan, params=params, runs_on_meta=True))
         twin.register()
         twin.keep(None if group.keeper is None else group.keeper.twin(twin.memory.gathered))
@@ -106,21 +99,13 @@ class Replay:
         return twin
 
     def begin(self, label: str) -> None:
-        """Note that the moment named ``label`` begins."""
         self._clock.note(0)
         self.labels.append(label)
 
     def play(self, order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
-        """Replay a training step, and find the moment at which the buffers hold most bytes.
+        """The moment of a training step at which the buffers hold most bytes, and "gathered", "gradients" and "grad" then.
 
-        The step is one forward and one backward. If backward leaves gradients unreduced now, the step accumulates: it has
-        several such passes, and a last one that reduces.
-
-        Args:
-            order: the calls of a forward. If a module is inside another one, its call is part of the last call of that module.
-
-        Returns:
-            The name of the moment, such as "backward of blocks.0", and the bytes of "gathered", "gradients" and "grad" then.
+        ``order``: the calls of a forward. If a module is inside another one, its call is part of the last call of that one.
         """
         calls: list[_ReplayedCall] = []  # The outermost calls.
         around: list[_ReplayedCall] = []  # The open calls, outermost first: the next call may be inside each of them.
@@ -149,7 +134,6 @@ class Replay:
         return (begun[-1] if begun else "before forward"), held
 
     def _pass(self, calls: Sequence[_ReplayedCall]) -> None:
-        """One forward and one backward."""
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(1, device="meta")
             for call in calls:
@@ -237,11 +221,7 @@ class _NoCollectives(Collectives):
 
 
 def high_water(logs: Iterable[tuple[str, MemoryLog]], start: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """The moment with the largest sum over all logs (-1: the start), and the bytes of each kind at that moment.
-
-    Args:
-        start: the bytes of each kind when the logs were started.
-    """
+    """The moment with the largest sum over all logs, and the bytes of each kind then. Moment -1: as at the ``start``."""
     events = sorted((moment, nbytes, kind) for kind, log in logs for moment, nbytes in log.events)
     now = dict(start)
     total = most = sum(now.values())

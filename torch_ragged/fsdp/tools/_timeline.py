@@ -71,11 +71,9 @@ class Timeline:
     rank: int = 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline to a file. The ending says how.
+        """Write the timeline to a file.
 
-        Args:
-            path: ``.json`` is a trace that https://ui.perfetto.dev and chrome://tracing open. ``.png`` and ``.svg`` are a
-                picture.
+        ``.json`` is a trace that https://ui.perfetto.dev and chrome://tracing open. ``.png`` and ``.svg`` are a picture.
 
         Raises:
             ValueError: the path has another ending. Nothing is written.
@@ -91,15 +89,15 @@ class Timeline:
             raise ImportError(f"drawing {str(path)!r} needs matplotlib: run pip install matplotlib, or save a .json trace")
         self._draw(str(path), kind[1:])
 
-    def _tracks(self) -> list[tuple[str, list[TimelineSpan]]]:
+    def _tracks(self) -> list[list[TimelineSpan]]:
         """Rows of spans that do not overlap: one for each kind, and more for collectives that are in flight at once."""
-        rows: list[tuple[str, list[TimelineSpan]]] = []
+        rows: list[list[TimelineSpan]] = []
         for kind in _COLOURS:
-            mine: list[tuple[str, list[TimelineSpan]]] = []
+            mine: list[list[TimelineSpan]] = []
             for span in sorted((span for span in self.spans if span.kind == kind), key=lambda span: span.begin):
-                free = next((row for _, row in mine if row[-1].end <= span.begin), None)
+                free = next((row for row in mine if row[-1].end <= span.begin), None)
                 if free is None:
-                    mine.append((kind if not mine else "", [span]))
+                    mine.append([span])
                 else:
                     free.append(span)
             rows += mine
@@ -107,14 +105,12 @@ class Timeline:
 
     def _trace(self) -> dict[str, Any]:
         """Chrome's trace event format. Its moments are microseconds and must not be negative."""
-        start = min(0.0, *(span.begin for span in self.spans)) if self.spans else 0.0
+        start = min([0.0, *(span.begin for span in self.spans)])
         where = {"pid": self.rank}
         events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", **where, "args": {"name": f"rank {self.rank}"}}]
-        kind = ""
-        for row, (label, spans) in enumerate(self._tracks()):
-            kind = label or kind
+        for row, spans in enumerate(self._tracks()):
             where["tid"] = row
-            events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": kind}})
+            events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": spans[0].kind}})
             events.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": row}})
             for span in spans:
                 text = f"{span.kind} ({span.name})" if span.name else span.kind
@@ -131,15 +127,16 @@ class Timeline:
         axes = figure.subplots()
         first = min([0.0, *(span.begin for span in self.spans)])
         width = max(self.seconds - first, 1e-9)
-        for row, (_, spans) in enumerate(tracks):
+        for row, spans in enumerate(tracks):
+            bars = [(1000 * span.begin, 1000 * (span.end - span.begin)) for span in spans]
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=_COLOURS[spans[0].kind], edgecolor="white", linewidth=0.3)
             for span in spans:
-                bar = 1000 * (span.end - span.begin)
-                axes.barh(
-                    row, bar, left=1000 * span.begin, height=0.8, color=_COLOURS[span.kind], edgecolor="white", linewidth=0.3
-                )
                 if span.name and span.end - span.begin > _NARROW * width:
                     axes.text(1000 * (span.begin + span.end) / 2, row, span.name, ha="center", va="center", fontsize=7)
-        axes.set_yticks(range(len(tracks)), [label.replace("_", "-") for label, _ in tracks])
+        # Only the first row of a kind has its name.
+        kinds = [spans[0].kind for spans in tracks]
+        names = [kind.replace("_", "-") if row == kinds.index(kind) else "" for row, kind in enumerate(kinds)]
+        axes.set_yticks(range(len(tracks)), names)
         axes.invert_yaxis()
         axes.set_xlim(1000 * first, 1000 * self.seconds)
         exposed = sum(span.end - span.begin for span in self.spans if span.kind == "exposed")
@@ -172,10 +169,7 @@ def timeline_of(
 ) -> Timeline:
     """The timeline of a step. A wait within an optimizer's step is a wait. What is neither is compute.
 
-    Args:
-        collectives: kind, name, and the moments of issue, of the begin of the wait, and of its end.
-        optimizers: begin and end of each ``optimizer.step()``.
-        tiers: kind, begin and end of what tiers did.
+    A collective has its kind, its name, and the moments of its issue, of the begin of the wait, and of its end.
     """
     spans, waits = [TimelineSpan(kind, "", begin, end) for kind, begin, end in tiers], []
     for kind, name, issued, waited, ended in collectives:

@@ -31,9 +31,6 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
             be 0: the rank then runs forward and backward like the others, on any input, with a loss of 0.
         mesh: the data-parallel mesh that ``fully_shard`` got, 1-D or 2-D; None: all ranks.
 
-    Returns:
-        the factor, equal on all ranks.
-
     Collectives: per dimension of the mesh, an all-reduce of 24 bytes and one of 8 bytes. The host waits for them.
 
     Raises:
@@ -43,15 +40,16 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
         RuntimeError: another rank raised.
         PeerError: a rank died, or did not make this call.
     """
-    groups = [dist.group.WORLD] if mesh is None else groups_of(mesh)
+    world = dist.group.WORLD
+    if world is None:
+        raise ValueError("token_scale needs a process group: call torch.distributed.init_process_group() first")
+    groups = [world] if mesh is None else groups_of(mesh)
     if not groups:
         raise ValueError(f"token_scale: rank {dist.get_rank()} is not in {mesh}: call it on the ranks of the mesh")
-    if groups[0] is None:
-        raise ValueError("token_scale needs a process group: call torch.distributed.init_process_group() first")
     if mesh is not None:
         agree_on_groups(mesh, _CALL)
     device = device_of_messages(groups[0])
-    with agreement([group for group in groups if group is not None], device, _CALL) as claim:
+    with agreement(groups, device, _CALL) as claim:
         if isinstance(tokens, torch.Tensor) and tokens.numel() == 1 and not tokens.dtype.is_floating_point:
             tokens = tokens.item()  # type: ignore[assignment]
         if not isinstance(tokens, int) or isinstance(tokens, bool):
@@ -62,7 +60,6 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
         claim.append(_CALL)
     ranks = 1
     for group in groups:
-        assert group is not None
         ranks *= group.size()
         with peers_named(_CALL, "", lambda group=group: dist.get_process_group_ranks(group), [issued_on(group).issue(_CALL)]):
             dist.all_reduce(total, group=group)

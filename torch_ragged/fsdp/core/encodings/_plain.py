@@ -175,11 +175,6 @@ class Encoding:
         return 0
 
     @property
-    def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        """Elements of the buffers by dtype: the size of persistent buffers."""
-        return {self.buffer.flat.dtype: self._layout.numel}
-
-    @property
     def has_slot(self) -> bool:
         """Whether an all-gather can be issued: no other group uses the slots of the buffers."""
         # Equal on all ranks, or one would issue an all-gather ahead of use, and another one would not.

@@ -192,10 +192,6 @@ class TypeEncoding(Encoding):
         inner = [tensor for param in self._params for tensor in param.inner]
         return [*self._outputs, *inner, *(() if self._packed is None else (self._packed,))]
 
-    @property
-    def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return {}
-
     def compute_tensor(self, index: int) -> torch.Tensor:
         """An empty tensor: the type makes the tensor to compute with in the first :meth:`decode`."""
         return torch.empty(0, device="cpu")
