@@ -245,7 +245,9 @@ class Ledger:
             raise Refused(self.name, _NOT_ITS_OWN)
         # The module's own: an attribute, or made of Python numbers.
         if tensor.is_cpu and tensor.numel() * tensor.element_size() <= _CONSTANT:
-            values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+            # Of a copy: torch lets nobody free the memory that numpy has seen, and this may be a buffer of fully_shard.
+            copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+            values = copied.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
             return ("constant", values, *geometry[1:])
         return ("storage", storage, *geometry)
 
