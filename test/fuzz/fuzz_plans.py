@@ -41,7 +41,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "boundary": ("", "sequence", "vocabulary"),
     **{name: tuple([v for v in values if v not in _WITHOUT.get(name, ())]) for name, values in fuzz_pairs.FEATURES.items()},
 }
-REFUSED: list[Rule] = []
+REFUSED: list[Rule] = [
+    (("placements", ("ZERO1", "ZERO2", "ZERO3")), ("mesh", "hsdp"), "is for 1 mesh dimensions"),
+]
 LEFT_OUT: list[Rule] = [
     (("boundary", ("sequence", "vocabulary")), ("mesh", ("dp2", "dp3", "hsdp")), "no dimension of the mesh is left for it"),
 ]

@@ -430,6 +430,34 @@ class StaticTest(unittest.TestCase):
             assert len(set(losses[kind, "eager"])) == 4
 
     @ranks(2)
+    def test_what_is_compiled_is_eager_and_is_traced_without_a_trial():
+        mesh, ids = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), torch.arange(24).view(4, 6)
+        kind_of = _static._Region._kind_of
+
+        def kind_outside_of_a_trace(self, *args):
+            assert not torch.compiler.is_compiling(), "torch.compile traces static mode"
+            return kind_of(self, *args)
+
+        for when in (0, 2):  # Before the first forward, or when the block is static already.
+            plan = plan_of(sequence=False).default(Replicate())
+            model, eager = (parallelize(make(), plan, mesh, mode=mode) for mode in ("static", "eager"))
+            torch._dynamo.reset()
+            with mock.patch.object(_static._Region, "_kind_of", kind_outside_of_a_trace):
+                for step in range(4):
+                    if step == when:
+                        model.blocks[0].compile(backend="eager")
+                    losses = [each(ids) for each in (model, eager)]
+                    assert losses[0].item() == losses[1].item()
+                    for loss in losses:
+                        loss.backward()
+            for (name, one), other in zip(model.named_parameters(), eager.parameters()):
+                torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), msg=name)
+            report = model.static_modules.report
+            assert "blocks.1" in report.modules, report
+            if when == 0:
+                assert report.reasons["blocks.0.up"] == "blocks.0 is compiled", report.reasons
+
+    @ranks(2)
     def test_an_error_of_the_model_is_raised_at_once_and_changes_nothing():
         mesh, ids = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), torch.arange(24).view(4, 6)
         model, calls = parallelize(make(), plan_of().default(Replicate()), mesh, mode="static"), []

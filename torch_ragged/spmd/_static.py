@@ -115,6 +115,10 @@ class StaticModules:
                 region.make_eager()
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # What torch.compile traces runs in eager mode: the trace has no trial in it.
+            return
+        if self._is_changed:
+            self._leave_out_compiled()
         _now.begin_forward()
         self._watched.clear()
         # Only of forwards with a backward of their own: without gradients, it does not count how often a tensor is used.
@@ -123,6 +127,14 @@ class StaticModules:
             if self._is_changed and not self._around:
                 self._look_around()
             self.program = hash((*map(_fact_of, pytree.tree_leaves((args, kwargs))), modes(), self._around.number()))
+
+    def _leave_out_compiled(self) -> None:
+        """Modules that the user has compiled are eager, and so are those in them, whose hooks are traced with them."""
+        for name, region in self._regions.items():
+            if getattr(region.module, "_compiled_call_impl", None) is not None:
+                for other, inner in self._regions.items():
+                    if _is_in(other, name):
+                        inner.make_eager(f"{name or 'the model'} is compiled")
 
     def deviate(self, name: str, number: int) -> None:
         """A module has other facts than at first. So the code after it may use other tensors, or write to other ones."""
@@ -146,6 +158,8 @@ class StaticModules:
         self._watched.append((kind, None, edge_of(output), self.program))
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         watched, self._watched = self._watched, []
         if self._is_changed:
             self._look_around()
@@ -494,7 +508,7 @@ class _Region(SharedHook):
 
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         # The copy of a module has its hooks, and parameters that are not those of the region.
-        if _now.region is not None or module is not self.module or functorch_is_active():
+        if torch.compiler.is_compiling() or _now.region is not None or module is not self.module or functorch_is_active():
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         kind = None if self._owner.is_checking else self._kind_of(leaves, tree)
@@ -561,7 +575,8 @@ class _Region(SharedHook):
         return kind.found
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self._running or _now.region not in (None, self) or module is not self.module:
+        is_other = torch.compiler.is_compiling() or module is not self.module
+        if is_other or not self._running or _now.region not in (None, self):
             return None
         how, of = self._running.pop()
         if how == "static":
