@@ -148,6 +148,8 @@ class AdviceTest(TestCase):
         reached = [remedy.padding_fraction for remedy in remedies(layouts["layers.0"], 0.05, 1)]
         (text,) = advise({"layers.0": layouts["layers.0"]}, min(reached))
         self.assertNotIn("no tried change brings it within the limit", text)
+        (text,) = advise({"layers.0": layouts["layers.0"]}, min(reached) - 1e-9)
+        self.assertIn("no tried change brings it within the limit", text)
 
     def test_a_group_may_join_its_neighbours_only(self):
         bad = self.layouts(16, groups=1)["layers.0"]

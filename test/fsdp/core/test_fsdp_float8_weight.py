@@ -244,8 +244,16 @@ class ProductTest(unittest.TestCase):
         for rows, columns in ((256, 200), (200, 256)):
             policy = Float8Policy(torch.float32, weight_factory=float8_matmul_weight)
             net = fully_shard(nn.Linear(columns, rows), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+            x = torch.randn(3, columns, generator=torch.Generator().manual_seed(rows)).requires_grad_()
             with mock.patch.object(torch, "_scaled_mm", None):
-                net(torch.ones(3, columns)).sum().backward()
+                output = net(x)
+                output.sum().backward()
+            net.unshard()
+            weight, bias = net.weight.planes.dequantized(), net.bias.detach().clone()
+            net.reshard()
+            assert torch.equal(output, F.linear(x, weight, bias))
+            assert torch.equal(x.grad, torch.ones(3, rows) @ weight)
+            torch.testing.assert_close(net.weight.grad.full_tensor(), x.detach().sum(0).expand(rows, columns))
 
     @ranks(1)
     def test_inputs_that_do_not_fit_raise_torchs_errors():

@@ -222,6 +222,7 @@ class MonitorTest(unittest.TestCase):
             step_of(kept)
             row = watch.step()
             assert row["all_gather_bytes"] == whole and row["optimizer_s"] == 0 and root < whole
+            assert row["all_gather_calls"] == len(buffer_layouts(kept)), "backward gathers nothing again"
 
     @ranks(2)
     def test_collectives_of_a_closure_are_no_time_of_the_optimizer():
