@@ -207,6 +207,8 @@ class PairTraining:
         )
         self.optimizers: list[Any] = []
         self.watch: Any = None
+        if case["recompute"] == "compiled":  # Processes have run other cases: one may be at the limit of compilations.
+            torch._dynamo.reset()
 
     def build(self, tp: DeviceMesh | None) -> Net:
         torch.manual_seed(self.case["seed"])

@@ -38,7 +38,7 @@ class FuzzTest(unittest.TestCase):
         self.check("fsdp", 2, 3)
 
     def test_each_legal_pair_of_values_is_in_a_run_and_some_of_them_train_as_in_one_process(self):
-        for kind, least in (("pairs", 5000), ("states", 900)):
+        for kind, least in (("pairs", 5000), ("states", 900), ("plans", 4900)):
             cover = fuzz_case.KINDS[kind].COVER
             self.assertGreater(len(cover.legal), least)
             self.assertEqual(cover.legal - set().union(*map(cover.pairs_of, cover.runs)), set())
@@ -49,12 +49,13 @@ class FuzzTest(unittest.TestCase):
         self.assertGreater(len(refused), 50)
         self.check("pairs", 2, 3, runs)
         self.check("states", 4, 3)
+        self.check("plans", 2, 3)
 
     @pytest.mark.slow
     def test_each_legal_pair_of_values_trains_as_in_one_process_and_others_are_refused(self):
         workers = Workers()
         self.addCleanup(workers.stop)
-        for kind in ("pairs", "states"):
+        for kind in ("pairs", "states", "plans"):
             cover = fuzz_case.KINDS[kind].COVER
             for size in (1, 2, 3, 4):
                 seeds = [each for each in range(len(cover.runs) + len(cover.refused)) if fuzz_case.size_of(kind, each) == size]
