@@ -51,7 +51,7 @@ SERIES = (
     Step(
         "0001-placement-extension",
         ("tensor/_placement_extension.py",),
-        ("common/common.py", "common/tested_device.py", "tensor/test_placement_extension.py"),
+        ("common/common.py", "common/delays.py", "common/tested_device.py", "tensor/test_placement_extension.py"),
     ),
     Step(
         "0002-ragged-shard",
