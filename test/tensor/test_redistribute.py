@@ -234,25 +234,6 @@ class RedistributeTest(expecttest.TestCase):
             )
             self.assertIn("places its parts by mesh coordinates, as DCP does", heard["shard"][0][0])
 
-    @ranks(2)
-    def test_a_gradient_that_does_not_exist_is_none_and_sends_nothing():
-        class Nothing(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.view_as(x)
-
-            @staticmethod
-            def backward(ctx, gradient):
-                return None
-
-        mesh = init_device_mesh("cpu", (2,))
-        for source, target in (([RaggedShard((0,), (1, 3))], [Replicate()]), ([Replicate()], [RaggedShard((0,), (1, 3))])):
-            x = distribute_tensor(torch.randn(8, 4), mesh, source).requires_grad_()
-            y = Nothing.apply(x.redistribute(placements=target))
-            with CommDebugMode() as mode:
-                y.to_local().sum().backward()
-            assert x.grad is None and mode.get_total_counts() == 0
-
     @ranks(4)
     def test_one_collective_is_in_flight_until_it_is_waited_for():
         """One collective is in flight until the caller waits; what several rounds or owners combine is complete."""

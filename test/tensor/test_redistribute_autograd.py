@@ -9,6 +9,7 @@ from common import ranks
 from oracle import local_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
 
@@ -104,3 +105,22 @@ class RedistributeAutogradTest(unittest.TestCase):
                 assert torch.equal(back.to_local().view(torch.uint8), full.view(torch.uint8)), (dtype, other)
         pending = DTensor.from_local(torch.full((8, 4), 1 + 2j), mesh, [Partial()])
         assert torch.equal(pending.redistribute(placements=[ragged]).full_tensor(), torch.full((8, 4), 4 + 8j))
+
+    @ranks(2)
+    def test_a_gradient_that_does_not_exist_is_none_and_sends_nothing():
+        class Nothing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return None
+
+        mesh = init_device_mesh("cpu", (2,))
+        for source, target in (([RaggedShard((0,), (1, 3))], [Replicate()]), ([Replicate()], [RaggedShard((0,), (1, 3))])):
+            x = distribute_tensor(torch.randn(8, 4), mesh, source).requires_grad_()
+            y = Nothing.apply(x.redistribute(placements=target))
+            with CommDebugMode() as mode:
+                y.to_local().sum().backward()
+            assert x.grad is None and mode.get_total_counts() == 0
