@@ -22,6 +22,7 @@ import platform
 import random
 import re
 import sys
+import unittest
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -43,7 +44,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged import InterleavedShard, RaggedShard
-from torch_ragged._register._spmd import compute_as_before, compute_as_one_device
 from torch_ragged.random import single_device
 from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor.placement_types import has_own_rules
@@ -460,11 +460,23 @@ def sweep(
     float32 in full, bfloat16 and int64 in every fourth case. ``one`` takes one case of each op, ``count`` tells which cases
     communicate, one op of each ``share_of_ops`` is run.
     """
-    with compute_as_before() if FAMILIES[family].as_one_device else contextlib.nullcontext():
-        if FAMILIES[family].as_one_device:
-            compute_as_one_device(True)
-            single_device()
+    if not FAMILIES[family].as_one_device:
         return _sweep(names, samples, one, count, share_of_ops, family)
+    from torch_ragged._register._spmd import compute_as_before, compute_as_one_device  # The patch series has no plans.
+
+    with compute_as_before():
+        compute_as_one_device(True)
+        single_device()
+        return _sweep(names, samples, one, count, share_of_ops, family)
+
+
+def check(
+    test: unittest.TestCase, samples: int, one: bool, share: int, least: int, timeout: float, family: str = "ragged"
+) -> None:
+    """A test of :func:`sweep`: nothing is wrong, and more than ``least`` cases are equal."""
+    answers = run_ranks(math.prod(FAMILIES[family].mesh), sweep, ".*", samples, one, False, share, family, timeout=timeout)
+    test.assertEqual(wrong_of(answers), [])
+    test.assertGreater(sum(tally.equal for tally in answers[0].values()), least)
 
 
 def _sweep(names: str, samples: int, one: bool, count: bool, share_of_ops: int, family: str) -> dict[str, Tally]:
