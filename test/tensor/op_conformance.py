@@ -44,7 +44,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged import InterleavedShard, RaggedShard
-from torch_ragged.random import single_device
 from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
 from torch_ragged.tensor.placement_types import has_own_rules
 
@@ -462,7 +461,9 @@ def sweep(
     """
     if not FAMILIES[family].as_one_device:
         return _sweep(names, samples, one, count, share_of_ops, family)
-    from torch_ragged._register._spmd import compute_as_before, compute_as_one_device  # The patch series has no plans.
+    # The patch series has no plans.
+    from torch_ragged._register._spmd import compute_as_before, compute_as_one_device
+    from torch_ragged.random import single_device
 
     with compute_as_before():
         compute_as_one_device(True)
