@@ -286,7 +286,11 @@ SERIES = (
         ("ranks/test_groups.py", "fsdp/elastic/test_optimizer_states.py"),
     ),
     Step("0019-fsdp-offload", ("fsdp/offload/*.py", "tensor/_stored_tensor.py"), ("fsdp/offload/test_offload_plain.py",)),
-    Step("0020-fsdp-tools", ("fsdp/tools/*.py",), ("common/fsdp_common.py", "fsdp/tools/test_fsdp_monitor.py")),
+    Step(
+        "0020-fsdp-tools",
+        ("fsdp/tools/*.py",),
+        ("../examples/moe.py", "common/fsdp_common.py", "fsdp/tools/test_fsdp_monitor.py"),
+    ),
     Step("0021-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )
 

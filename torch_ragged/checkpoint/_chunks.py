@@ -79,7 +79,7 @@ def parse_chunks(data: bytes, manifest: Manifest) -> Metadata:
     """
     try:
         document = json.loads(data)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"it is no JSON ({type(error).__name__}: {error})") from error
     if type(document) is not dict or {*document} != {"files", "tensors", "objects", *_CHUNK_COLUMNS}:
         raise ValueError(f"it is {reprlib.repr(document)}, expected files, tensors, objects and columns of integers")
@@ -123,7 +123,7 @@ def _tensor(
 ) -> TensorStorageMetadata:
     """One tensor with its chunks, which together have its elements, and lie in ``stored`` places that are long enough."""
     ndim, itemsize, filled = len(shape), dtype.itemsize, 0
-    parts, full = [], set()
+    parts = []
     for file, start, length in places:  # A million times, for a large model on a thousand ranks.
         at, part = torch.Size(itertools.islice(offsets, ndim)), torch.Size(itertools.islice(sizes, ndim))
         if any(map(operator.gt, map(operator.add, at, part), shape)):
@@ -131,14 +131,11 @@ def _tensor(
         numel = math.prod(part)
         if numel * itemsize > length:
             raise ValueError(f"{name} has {numel * itemsize} bytes in its chunk at {tuple(at)}, but {length} are stored")
-        if at in full:
+        # DCP writes one chunk at an offset, also of those without elements. So a file cannot have more of them than elements.
+        index = MetadataIndex(name, at)
+        if index in stored:
             raise ValueError(f"{name} has two chunks at the same offset")
-        index, info = MetadataIndex(name, at), _StorageInfo(file, start, length)
-        if numel:
-            full.add(at)
-            stored[index] = info
-        else:  # Several may be at one offset: those of ranks without elements.
-            stored.setdefault(index, info)
+        stored[index] = _StorageInfo(file, start, length)
         filled += numel
         parts.append(ChunkStorageMetadata(at, part))
     if filled != math.prod(shape):

@@ -50,7 +50,7 @@ _Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]  # shape, names
 FORMAT = 1  # Readers refuse a manifest with a higher number.
 MANIFEST = "manifest.json"
 CHUNKS = "chunks.json"
-MOST_BYTES = 1 << 30  # Of a manifest or a .metadata: a larger one is forged, and would fill the memory.
+MOST_BYTES = 1 << 30  # Of a manifest, chunks.json or .metadata: a larger one is forged, and would fill the memory.
 _MAX_DIMS = 64  # the limit of torch
 
 

@@ -1,4 +1,4 @@
-"""The states that a group goes through in a step, and that no other way between them is taken."""
+"""The states that a group goes through in a step."""
 
 import unittest
 

@@ -175,7 +175,7 @@ class CallLog:
         self._store.wait([self._key(forward, position, "named")], _CALL_PATIENCE)
         _logs.discard(self)  # Later waits, of other models, must not raise this again.
         ranks: dict[str, list[int]] = {}
-        for rank, other in sorted(map(json.loads, self._store.get(calls).splitlines())):
+        for rank, other in sorted(dict(map(json.loads, self._store.get(calls).splitlines())).items()):
             ranks.setdefault(other, []).append(rank)
         called = "; ".join(f"{shown(some)}: {other}" for other, some in ranks.items())
         raise RuntimeError(

@@ -139,6 +139,10 @@ class BufferLayout:
         used, smallest = self._used, self._smallest
         return (self.numel - max(1, -(-used // smallest)) * smallest) / max(1, used)
 
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """The interval of the buffer that is the shard of ``rank``: start and stop, in elements."""
+        return self.edges[rank], self.edges[rank + 1]
+
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
         """The part of tensor ``index`` that ``rank`` holds: start and stop, in elements of the tensor."""
         offset, numel = self.offsets[index], self.tensors[index].numel

@@ -176,11 +176,11 @@ class Monitor:
         tiers = [(kind, begin - self._host_start, end - self._host_start) for kind, _, begin, end in events]
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._timeline = timeline_of(seconds, collectives, optimizers, rank, tiers)
-        row: dict[str, float] = {"step_s": seconds}
-        for kind in ("optimizer", "exposed", "compute", *_TIMED_KINDS, *(_TIERS if self._offloaded else ())):
-            row[f"{kind}_s"] = sum(span.end - span.begin for span in self._timeline.spans if span.kind == kind)
+        row: dict[str, float] = {"step_s": seconds, **dict.fromkeys(("optimizer_s", "exposed_s", "compute_s"), 0.0)}
         if tokens is not None:
             row["tokens_per_s"] = tokens / max(seconds, 1e-9)
+        for kind in ("optimizer", "exposed", "compute", *_TIMED_KINDS, *(_TIERS if self._offloaded else ())):
+            row[f"{kind}_s"] = sum(span.end - span.begin for span in self._timeline.spans if span.kind == kind)
         for kind in _TIMED_KINDS:
             row[f"{kind}_exposed_s"] = sum(ended - waited for name, _, _, waited, ended in collectives if name == kind)
             row |= {key: self._counts[key] for key in (f"{kind}_calls", f"{kind}_bytes")}

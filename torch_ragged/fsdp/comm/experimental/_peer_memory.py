@@ -168,7 +168,8 @@ _serving = weakref.WeakKeyDictionary()
 """The threads that make exchanges, each with its tasks and its signals. Weak keys: a thread that has ended is dropped."""
 
 # A forked child has the sockets but none of the threads. At its exit, it must not shut down the connections of its parent.
-os.register_at_fork(after_in_child=_serving.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_serving.clear)
 
 
 @atexit.register
