@@ -10,6 +10,7 @@ from common import run_ranks, stop_ranks
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 
 import fuzz_case  # noqa: E402
+from fuzz_cover import RANDOM  # noqa: E402
 from fuzz_workers import Workers  # noqa: E402
 
 PROGRAMS = {1: [104, 113, 123, 127, 139, 160, 162, 164, 165, 178, 183, 190], 2: [101, 105, 108, 109, 110]}
@@ -150,5 +151,7 @@ class FuzzTest(unittest.TestCase):
     def test_fifty_random_cases(self):
         stop_ranks()
         for kind in fuzz_case.KINDS:
-            for size, count in ((1, 5), (2, 10), (4, 10))[kind == "plan" :]:  # A plan has two ranks at least.
-                self.check(kind, size, count, first=100)
+            first = RANDOM if hasattr(fuzz_case.KINDS[kind], "COVER") else 100  # A table has random runs from there on.
+            has_one_rank = kind not in ("plan", "plans")
+            for size, count in ((1, 5), (2, 10), (4, 10))[not has_one_rank :]:
+                self.check(kind, size, count, first)

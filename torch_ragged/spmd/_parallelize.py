@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._ranks.agreement import agreement, forget_equal_meshes, text_of
+from torch_ragged._ranks.agreement import agreement, forget_equal_meshes
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._spmd import compute_as_one_device
 from torch_ragged.fsdp import fully_shard
@@ -33,6 +33,7 @@ from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import Resolved, ResolvedTensor, UnitRecord
 from torch_ragged.spmd._static import StaticModules
+from torch_ragged.spmd._text import compared_text
 from torch_ragged.tensor._read import compare_reads
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
@@ -162,11 +163,11 @@ def parallelize(
             f"mode={mode!r}",
             f"promote={promote}",
             f"compare_every={compare_every}",
-            *[rule.text(text_of) for rule in plan.rules],  # Options as ``fully_shard`` compares them: a folder may differ.
+            *[rule.text(compared_text) for rule in plan.rules],
             *_lines_of(model),
         ]
         # Blanks of a table depend on its other lines, and the first line that differs is in the error.
-        claim += [" ".join(line.split()) for line in resolved.text(text_of).splitlines()]
+        claim += [" ".join(line.split()) for line in resolved.text(compared_text).splitlines()]
     before = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     try:
         changes, gradients = _carry_out(model, resolved, mesh)

@@ -319,7 +319,7 @@ class DefaultRule(Rule):
         self._check_module_path()
         self._check_placements("placement", self.placement, 1)
 
-    def __repr__(self) -> str:
+    def text(self, of_option: Callable[[Any], str]) -> str:
         place = f", under={path_text(self.path)}" if self.path else ""
         return f"plan.default({_field_text('placement', self.placement)}{place})"
 

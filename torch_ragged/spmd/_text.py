@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged import granularity
+from torch_ragged._ranks.agreement import text_of
 from torch_ragged.fsdp import BufferPlacements, Float4Policy, Float8Policy, Offload
 from torch_ragged.granularity import Granularity
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
@@ -26,6 +27,7 @@ from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
 __all__ = [
     "PLACEMENTS",
+    "compared_text",
     "nearest",
     "path_text",
     "placement_text",
@@ -86,6 +88,11 @@ def value_text(value: Any) -> str:
         return getattr(value, "__qualname__", type(value).__qualname__)
     # A policy may have a function, whose address differs between ranks.
     return value.text if isinstance(value, Granularity) else re.sub(r"<function (\S+) at 0x\w+>", r"\1", repr(value))
+
+
+def compared_text(value: Any) -> str:
+    """The value of an option of a unit, as ranks compare it: in :class:`Offload`, for example, a folder may differ."""
+    return value.text if isinstance(value, Granularity) else text_of(value)
 
 
 def write_value(value: Any) -> Any:
