@@ -63,7 +63,7 @@ pairs: $(READY)
 	for kind in pairs states plans; do OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --kind $$kind --json $(OUT)/$$kind.json || exit 1; done
 
 # The quick tests and all pairs again, while each rank sleeps a random time before it issues a collective, or waits for one: what
-# hangs, or is another value, by chance only. SEED=1 chooses other times. Half an hour.
+# hangs, or is another value, by chance only. SEED=1 chooses other times.
 delays: $(READY)
 	TORCH_RAGGED_TEST_DELAYS=$(or $(SEED),0) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" test
 	TORCH_RAGGED_TEST_DELAYS=$(or $(SEED),0) $(MAKE) pairs

@@ -264,7 +264,7 @@ class PairTraining:
                 setattr(owner, name, nn.Parameter(Wrapped(getattr(owner, name).detach().clone())))
 
     def shard(self, **options: Any) -> None:
-        """The calls of ``fully_shard``, the knobs and the optimizers."""
+        """What recomputes, the shards, the knobs and the optimizers."""
         case, model = self.case, self.model
         self.wrap()
         if case["recompute"] == "compiled":
@@ -272,18 +272,23 @@ class PairTraining:
                 block.compile(backend="aot_eager")
         elif case["recompute"]:
             model.recompute = case["recompute"]
-        if case["call"] == "list":
-            fully_shard(list(model.blocks), **options)
-        elif case["call"] != "root only":
-            for number, block in enumerate(model.blocks):
-                fully_shard(block, **options, **({"optional": True} if case["call"] == "optional" and number else {}))
-        fully_shard(model, **options)
+        self.distribute(**options)
         self.set_knob()
         self.find_codes()
         if case["trains"] == "frozen later":
             for each in (model, self.plain):
                 each.blocks[0].gain.requires_grad_(True)
         self.optimizers = [self.optimizer(model, False), self.optimizer(self.plain, True)]
+
+    def distribute(self, **options: Any) -> None:
+        """The calls of ``fully_shard``."""
+        case, model = self.case, self.model
+        if case["call"] == "list":
+            fully_shard(list(model.blocks), **options)
+        elif case["call"] != "root only":
+            for number, block in enumerate(model.blocks):
+                fully_shard(block, **options, **({"optional": True} if case["call"] == "optional" and number else {}))
+        fully_shard(model, **options)
 
     def find_codes(self) -> None:
         """Which parameters the policy has quantized."""

@@ -6,6 +6,7 @@ alone, and with what plans add: the mode, the form of the batch, what the plan c
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import fuzz_pairs
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged._register._spmd import compute_as_torch
+from torch_ragged.fsdp._fully_shard import parts_of
 from torch_ragged.random import single_device
 from torch_ragged.spmd import Plan, deferred_init, parallelize
 
@@ -38,14 +40,14 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "mode": ("eager", "static"),
     "batch": ("whole", "own rows"),
     "made": ("", "deferred_init"),
-    "boundary": ("", "sequence", "vocabulary"),
+    "boundary": ("", "features", "vocabulary"),
     **{name: tuple([v for v in values if v not in _WITHOUT.get(name, ())]) for name, values in fuzz_pairs.FEATURES.items()},
 }
 REFUSED: list[Rule] = [
     (("placements", ("ZERO1", "ZERO2", "ZERO3")), ("mesh", "hsdp"), "is for 1 mesh dimensions"),
 ]
 LEFT_OUT: list[Rule] = [
-    (("boundary", ("sequence", "vocabulary")), ("mesh", ("dp2", "dp3", "hsdp")), "no dimension of the mesh is left for it"),
+    (("boundary", ("features", "vocabulary")), ("mesh", ("dp2", "dp3", "hsdp")), "no dimension of the mesh is left for it"),
 ]
 
 
@@ -63,15 +65,10 @@ def why_not(pair: Pair) -> tuple[str, str] | None:
     """Why two values do not come together, as :func:`fuzz_pairs.why_not` says it."""
     for mine, others in (pair, pair[::-1]):
         if mine[0] == "boundary" and mine[1] and others[0] in fuzz_pairs.FEATURES and others[0] != "mesh":
-            tp = (("mesh", "tp"), others)
-            if fuzz_pairs.why_not(tp):
+            if fuzz_pairs.why_not((("mesh", "tp"), others)):
                 return "left out", "it needs tensor parallelism, which excludes that"
         if mine[0] == "mode":
-            from types import SimpleNamespace
-
-            from torch_ragged.fsdp._fully_shard import parts_of
-
-            parts = parts_of({"dp_mesh_dims": SimpleNamespace(counts_once=True)})
+            parts = parts_of({"dp_mesh_dims": SimpleNamespace(counts_once=True)})  # As the units of a plan have them.
             theirs = fuzz_pairs._parts(*others) if others[0] in fuzz_pairs.FEATURES else []
             for one, many in [(each, theirs) for each in parts] + [(each, parts) for each in theirs]:
                 if sentence := one.refuses(many):
@@ -103,39 +100,30 @@ class PlanTraining(PairTraining):
     def plan(self, options: dict[str, Any]) -> Plan:
         case, names = self.case, self.whole.mesh_dim_names or ()
         dims = tuple([name for name in names if name != "tp"])
-        plan, rows = Plan(), (Shard(0),) * len(dims)
-        call = plan.own_rows if case["batch"] == "own rows" else None
+        plan = Plan()
         for path in ("<in:ids>", "<in:x>"):
-            call(path, dims) if call is not None else plan.shard(path, rows, dims)
+            if case["batch"] == "own rows":
+                plan.own_rows(path, dims)
+            else:
+                plan.shard(path, (Shard(0),) * len(dims), dims)
         if "tp" in names:
             plan.shard(r"blocks\.\d+\.up\.(weight|bias)", Shard(0), "tp").shard(r"blocks\.\d+\.down\.weight", Shard(1), "tp")
-            plan.redistribute(r"blocks\.\d+\.down.<out>", Replicate(), "tp")
+            cuts = case["boundary"] == "features"
+            plan.redistribute(r"blocks\.\d+\.down.<out>", Shard(1) if cuts else Replicate(), "tp")
             if case["boundary"] == "vocabulary":
                 plan.shard(r"(table|head)\.weight" if case["ties"] else r"head\.weight", Shard(0), "tp")
                 plan.redistribute("head.<out>", Replicate(), "tp")
                 if case["ties"]:
                     plan.redistribute("table.<out>", Replicate(), "tp")
-            elif case["boundary"] == "sequence":  # Rows: inputs have no positions.
-                plan.redistribute(r"blocks\.\d+\.up.<in>", Replicate(), "tp")
+            elif cuts:  # Between the matrices, as sequence parallelism cuts positions: inputs have none.
+                plan.redistribute(r"blocks\.\d+\.up.<in>", Replicate(), "tp").redistribute("head.<in>", Replicate(), "tp")
         if case["call"] != "root only":
             plan.unit(r"blocks\.\d+", dims, **options)
         return plan.unit("", dims, **options).default(Replicate())
 
-    def shard(self, **options: Any) -> None:
-        case, model = self.case, self.model
-        if case["recompute"] == "compiled":
-            for block in model.blocks:
-                block.compile(backend="aot_eager")
-        elif case["recompute"]:
-            model.recompute = case["recompute"]
+    def distribute(self, **options: Any) -> None:
         del options["mesh"]
-        self.model = parallelize(model, self.plan(options), self.whole, mode=case["mode"])
-        self.set_knob()
-        self.find_codes()
-        if case["trains"] == "frozen later":
-            for each in (self.model, self.plain):
-                each.blocks[0].gain.requires_grad_(True)
-        self.optimizers = [self.optimizer(self.model, False), self.optimizer(self.plain, True)]
+        parallelize(self.model, self.plan(options), self.whole, mode=self.case["mode"])
 
     def forward(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         own = self.case["batch"] == "own rows"

@@ -64,6 +64,7 @@ def chunks_text(metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> str:
             place(MetadataIndex(name, chunk.offsets))
             columns["offsets"] += chunk.offsets
             columns["sizes"] += chunk.sizes
+    # Objects last, so that the columns of offsets and sizes have the chunks of tensors alone.
     for name in objects:
         place(MetadataIndex(name))
     return json.dumps({"files": list(files), "tensors": tensors, "objects": objects, **columns}, separators=(",", ":"))
@@ -91,6 +92,7 @@ def parse_chunks(data: bytes, manifest: Manifest) -> Metadata:
     if max(columns["file"], default=-1) >= len(files):
         raise ValueError(f"it has a chunk in file {max(columns['file'])}, but there are {len(files)} files")
     shapes = {name: _tensor_entry(name, entry) for name, entry in typed(document["tensors"], dict, "tensors").items()}
+    # Before any object is made: a count that is a number only must not take memory, and each rank reads this file.
     count = sum(chunks for *_, chunks in shapes.values())
     numbers = sum(chunks * len(shape) for _, shape, chunks in shapes.values())
     for name, expected in zip(_CHUNK_COLUMNS, (*(count + len(objects),) * 3, numbers, numbers)):
@@ -157,6 +159,7 @@ def check_places(stored: Mapping[MetadataIndex, Any], manifest: Manifest) -> Non
                 f"it has {index.fqn} in bytes {info.offset} to {stop} of {info.relative_path}, which the manifest does not list"
             )
         places.append((info.relative_path, info.offset, stop, index.fqn))
+    # Sorted, so that each is compared with its neighbour only: there may be a million.
     places.sort()
     for one, other in itertools.pairwise(places):
         if one[0] == other[0] and one[2] > other[1]:

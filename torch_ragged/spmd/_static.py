@@ -117,6 +117,7 @@ class StaticModules:
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # What torch.compile traces runs in eager mode: the trace has no trial in it.
             return
+        # Not in each forward: it looks at all modules. A module that is compiled later is traced without static mode, too.
         if self._is_changed:
             self._leave_out_compiled()
         _now.begin_forward()

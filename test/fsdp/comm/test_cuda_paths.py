@@ -5,6 +5,7 @@ The stand-ins do on the CPU what torch's do (symmetric memory is one rank's, see
 
 import contextlib
 import datetime
+import sys
 import types
 import unittest
 from unittest import mock
@@ -235,6 +236,9 @@ class CudaPathsTest(unittest.TestCase):
                 assert "no multicast" in _choice._facts(world, device).problems["multimem"]
             with mock.patch("torch.distributed._symmetric_memory.get_backend", lambda device: None):
                 assert "no symmetric memory" in _choice._facts(world, device).problems["copy_engine"]
+            with mock.patch.dict(sys.modules, {"torch.distributed._symmetric_memory": None}):  # A build without it.
+                problems = _choice._facts(world, device).problems
+                assert "no symmetric memory" in problems["copy_engine"] and "no symmetric memory" in problems["multimem"]
             del backend.register_mem_pool
             assert "cannot register memory" in _choice._facts(world, device).problems["symm"]
 

@@ -208,11 +208,15 @@ def _facts(group: dist.ProcessGroup, device: torch.device) -> RankFacts:
 
 def _problems_of_gpu(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
     """By name of an implementation, why this rank's GPU cannot use it; empty if it can."""
-    import torch.distributed._symmetric_memory as symm_mem
-
     backend = backend_of(group, device)
     registers = hasattr(backend, "register_mem_pool") and backend.supports_tensor_alloc(device)
-    no_memory = "" if symm_mem.get_backend(device) else "torch has no symmetric memory for this device"
+    try:  # Not each build of torch for GPUs has it: then this rank says so, and all ranks use the process group.
+        import torch.distributed._symmetric_memory as symm_mem
+
+        has_memory = symm_mem.get_backend(device) is not None
+    except ImportError:
+        has_memory = False
+    no_memory = "" if has_memory else "torch has no symmetric memory for this device"
     return {
         "symm": "" if registers else f"the backend {dist.get_backend(group)} cannot register memory",
         "copy_engine": no_memory,
