@@ -58,7 +58,7 @@ fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --cases $(or $(CASES),10000) --seed $(or $(SEED),100000) --json $(OUT)/fuzz.json
 
 # Every legal pair of values of the features of training (pairs), and of layouts, checkpoints and transfers (states), in one run
-# at least, against one process; every illegal pair is refused; the same of units under plans. Fifteen minutes.
+# at least, against one process; every illegal pair is refused; the same of units under plans. Eight minutes.
 pairs: $(READY)
 	for kind in pairs states plans; do OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --kind $$kind --json $(OUT)/$$kind.json || exit 1; done
 
