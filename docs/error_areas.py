@@ -46,6 +46,8 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tensor._owned_boxes",
         "tensor._global_layout",
         "tensor._box_tensor",
+        "tensor._cut_placement",
+        "tensor._placement_text",
         "tensor.placement_types",
         "tensor.strided_placement_types",
         "tensor.interleaved_placement_types",

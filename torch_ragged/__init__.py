@@ -7,6 +7,7 @@ register_hooks()
 from torch_ragged import debug  # noqa: E402
 from torch_ragged._ranks.peers import PeerError  # noqa: E402
 from torch_ragged.tensor._box_tensor import with_layout  # noqa: E402
+from torch_ragged.tensor._cut_placement import CutPlacement  # noqa: E402
 from torch_ragged.tensor._global_layout import GlobalLayout  # noqa: E402
 from torch_ragged.tensor._owned_boxes import owned_boxes  # noqa: E402
 from torch_ragged.tensor._ownership import Box  # noqa: E402
@@ -16,6 +17,7 @@ from torch_ragged.tensor.strided_placement_types import StridedRaggedShard, fsdp
 
 __all__ = [
     "Box",
+    "CutPlacement",
     "GlobalLayout",
     "InterleavedShard",
     "PeerError",

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._picture import ends, share
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._ownership import owned, row_major
-from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 __all__ = ["visualize", "visualize_sharding"]
 

@@ -61,6 +61,7 @@ SERIES = (
             "tensor/_local_tensor.py",
             "tensor/_ownership.py",
             "tensor/_exchange.py",
+            "tensor/_cut_placement.py",
             "tensor/interleaved_placement_types.py",
             "tensor/placement_types.py",
             "tensor/_route.py",

@@ -14,6 +14,8 @@ from torch_ragged import RaggedShard
 from torch_ragged.checkpoint import CheckpointError, _manifest
 from torch_ragged.checkpoint._files import FileRecord
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord
+from torch_ragged.tensor import _placement_text
+from torch_ragged.tensor._placement_text import placement_text
 
 DATA = "__0_0.distcp"
 
@@ -129,20 +131,20 @@ class ManifestTest(unittest.TestCase):
 
     def test_placements_are_texts_that_are_read_back(self):
         for placement, text in (
-            (Shard(1), "Shard(dim=1)"),
-            (_StridedShard(0, split_factor=2), "_StridedShard(dim=0, split_factor=2)"),
+            (Shard(1), "Shard(1)"),
+            (_StridedShard(0, split_factor=2), "_StridedShard(0, split_factor=2)"),
             (Replicate(), "Replicate()"),
-            (Partial("avg"), "Partial(reduce_op='avg')"),
+            (Partial("avg"), 'Partial("avg")'),
             (RaggedShard((0,), (1, 2)), "RaggedShard(dims=(0,), local_units=(1, 2))"),
         ):
-            self.assertEqual(_manifest._placement_text(placement), text)
+            self.assertEqual(placement_text(placement), text)
             self.assertEqual(TensorRecord((4,), "float32", (text,)).parsed_placements(), (placement,))
 
     def test_more_units_than_any_cluster_has_ranks_are_refused(self):
         def parsed(units):
             return TensorRecord((), "", (f"RaggedShard(dims=(0,), local_units={units})",)).parsed_placements()
 
-        with mock.patch.object(_manifest, "_MOST_RANKS", 8):
+        with mock.patch.object(_placement_text, "_MOST_RANKS", 8):
             self.assertEqual(parsed("(1, 2) * 4"), (RaggedShard((0,), (1, 2) * 4),))
             for units in ("(1, 2, 3) * 3", "3 * 2", "'12' * 2"):
                 with self.assertRaisesRegex(ValueError, "unknown placement"):

@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.checkpoint import CheckpointReader, CheckpointWriter
-from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
+from torch_ragged.tensor._cut_placement import has_flat
+from torch_ragged.tensor.placement_types import normalize_placements
 
 DTYPES = (
     torch.float32,
@@ -66,7 +67,7 @@ def random_layout(rng, shape):
         placements = tuple(random_placement(rng, shape, mesh, dim, StridedRaggedShard) for dim in range(len(mesh)))
         if rng.random() < 0.15 and len(mesh) == 2:
             placements = (Replicate(), RaggedShard(tuple(range(len(shape))), random_units(rng, math.prod(shape), mesh[1])))
-        ragged = has_ragged(placements)
+        ragged = has_flat(placements)
         if any(isinstance(p, Partial) for p in placements):
             continue
         if not ragged and any(isinstance(p, _StridedShard) for p in placements):
@@ -109,7 +110,7 @@ class _Rank:
     def dtensor(self, value, mesh, placements, blank):
         """The value's piece, in the midst of a larger storage where it is ragged, as in the buffers of FSDP."""
         local = self.expected(value, mesh, placements)
-        if has_ragged(placements):
+        if has_flat(placements):
             whole = torch.zeros(local.numel() + 5, dtype=value.dtype)
             piece = whole[3 : 3 + local.numel()].view(local.shape)
         else:

@@ -21,7 +21,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard, StridedRaggedShard, checkpoint
 from torch_ragged.checkpoint import _cli, _files
-from torch_ragged.checkpoint._manifest import TensorRecord, _checksum, _placement_text
+from torch_ragged.checkpoint._manifest import TensorRecord, _checksum
+from torch_ragged.tensor._placement_text import placement_text
 
 
 def assert_same(got, want):
@@ -459,7 +460,7 @@ class ManifestTest(unittest.TestCase):
     def test_placements_over_many_ranks_are_short_texts_that_are_read_back(self):
         units = (0,) * 990 + (1, 2) + (3,) * 3 + (0,) * 5
         for placement in (RaggedShard((0,), units), StridedRaggedShard((0, 1), units, 2)):
-            record = self.record(_placement_text(placement))
+            record = self.record(placement_text(placement))
             self.assertLess(len(record.placements[0]), 120)
             self.assertEqual(record.parsed_placements()[0].local_units, units)
             self.assertEqual(record.parsed_placements(), (placement,))

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_ragged.tensor._cut_placement import has_flat, has_own_rules
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
-from torch_ragged.tensor.placement_types import RaggedShard, _Ragged, has_own_rules, has_ragged, normalize_placements
+from torch_ragged.tensor.placement_types import RaggedShard, _Ragged, normalize_placements
 
 MESHES = {4: ((4,), (2, 2)), 6: ((6,), (2, 3), (3, 2), (6, 1)), 8: ((8,), (2, 4), (4, 2), (2, 2, 2))}
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -223,7 +224,7 @@ def check_case(mesh, case, dtype, seed, **keywords):
     assert after.shape == expected.shape and after.dtype == dtype and torch.equal(after, expected), (
         f"{where}\n{after} {expected}"
     )
-    assert not has_ragged(target) or after.is_contiguous(), where
+    assert not has_flat(target) or after.is_contiguous(), where
     if isinstance(traffic, Traffic):
         numbers = torch.arange(torch.Size(shape).numel()).view(shape)
         held, wanted = (set(local_of(numbers, mesh_shape, p, coordinate).flatten().tolist()) for p in (source, target))

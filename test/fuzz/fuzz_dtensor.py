@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from torch_ragged import StridedRaggedShard
-from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
+from torch_ragged.tensor._cut_placement import has_flat
+from torch_ragged.tensor.placement_types import normalize_placements
 
 __all__ = ["random_case", "run_program", "size_of"]
 
@@ -81,7 +82,7 @@ def _placements(rng: random.Random, shape: tuple[int, ...], mesh: tuple[int, ...
             placements = normalize_placements(tuple(chosen), shape, mesh)
         except ValueError:
             continue
-        if has_ragged(placements) or not (ragged or misleads_torch(shape, mesh, placements)):
+        if has_flat(placements) or not (ragged or misleads_torch(shape, mesh, placements)):
             return tuple(placements)
     return (Replicate(),) * len(mesh)
 
@@ -92,7 +93,7 @@ def misleads_torch(shape: tuple[int, ...], mesh: tuple[int, ...], placements: An
     It does if all placements are torch's, and a ``_StridedShard`` cuts a dimension unevenly, or two cut the same dimension.
     Torch 2.11 takes a ``_StridedShard`` only beside the Shard of the same dimension.
     """
-    if has_ragged(placements):
+    if has_flat(placements):
         return False
     strided = [p.dim for p in placements if isinstance(p, _StridedShard)]
     if strided and _OLD:
@@ -177,7 +178,7 @@ class Program:
         ):
             return  # The gradient of a new Partial is that of each rank's contribution.
         both = (*placed.placements, *target)
-        if self.case["gradients"] and not has_ragged(both) and any(isinstance(p, _StridedShard) for p in both):
+        if self.case["gradients"] and not has_flat(both) and any(isinstance(p, _StridedShard) for p in both):
             return  # DTensor's own backward of it can fail.
         self.note(f"redistribute({self.text(placed)} -> {target})")
         again = lambda twins: twins[0].redistribute(placements=target)  # noqa: E731
@@ -200,7 +201,7 @@ class Program:
         operands = [chosen[index][1] for index in used]
         if name in ("view", "flatten") and not operands[0].numel():
             return  # DTensor's own rule for views of such tensors does not end (view_groups of torch 2.13).
-        is_torchs = not any(has_ragged(each.placements) for each in operands)
+        is_torchs = not any(has_flat(each.placements) for each in operands)
         if self.case["gradients"] and name.startswith("am") and (is_torchs or _OLD):
             return  # DTensor's own gradients of amax and amin are wrong: it divides by a Partial, in 2.11 of ours, too.
         if _OLD and name == "squeeze" and is_torchs:
@@ -286,7 +287,7 @@ class Program:
             self.refused += 1
             self.lines[-1] += "  -- refused"
             return None
-        if not any(has_ragged(each.placements) for each in operands) or self.anywhere(self.torch_fails(twin, saved)):
+        if not any(has_flat(each.placements) for each in operands) or self.anywhere(self.torch_fails(twin, saved)):
             self.torchs += 1
             self.lines[-1] += f"  -- fails in torch, too: {text[:80]}"
             return None
@@ -317,7 +318,7 @@ class Program:
 
     def keep(self, plain: torch.Tensor, placed: Any, operands: list[DTensor], rounds: bool = False) -> None:
         """Compare a result, and let later steps use it, unless it is rounded. Results of torch alone are not ours."""
-        is_ours = any(has_ragged(each.placements) for each in [*operands, placed] if isinstance(each, DTensor))
+        is_ours = any(has_flat(each.placements) for each in [*operands, placed] if isinstance(each, DTensor))
         if isinstance(placed, DTensor) and misleads_torch(tuple(placed.shape), tuple(self.mesh.shape), placed.placements):
             return  # Torch's redistribution cannot be trusted to compare it.
         pool, error = list(self.pool), None

@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ragged import StridedRaggedShard
 from torch_ragged.random import single_device
-from torch_ragged.tensor.placement_types import has_own_rules, has_ragged, normalize_placements
+from torch_ragged.tensor._cut_placement import has_flat, has_own_rules
+from torch_ragged.tensor.placement_types import normalize_placements
 
 __all__ = ["random_case", "run_program", "size_of"]
 
@@ -215,7 +216,7 @@ class Program:
     def train(self) -> None:
         """Forward and backward of some layers, of which a part may be computed again in backward."""
         pairs = [(p, q) for p, q in self.pool if p.dtype in FLOATS and not any(c.is_partial() for c in q.placements)]
-        pairs = [(p, q) for p, q in pairs if not (has_ragged(q.placements) and not p.is_contiguous())]
+        pairs = [(p, q) for p, q in pairs if not (has_flat(q.placements) and not p.is_contiguous())]
         if not pairs:
             return
         plain, placed = self.rng.choice(pairs)

@@ -19,11 +19,11 @@ from torch_ragged._kernels import _choice
 from torch_ragged.random import single_device
 from torch_ragged.tensor import _counter
 from torch_ragged.tensor._counter import Kernel, Turns, way_of
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._draw import draw_owned
 from torch_ragged.tensor._ownership import owned, row_major
 from torch_ragged.tensor._random import _dropout
 from torch_ragged.tensor._sampler import Sampler
-from torch_ragged.tensor.placement_types import cuts_of
 
 DEVICE = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

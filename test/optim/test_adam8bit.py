@@ -22,8 +22,8 @@ from torch_ragged.fsdp import blocks, fully_shard
 from torch_ragged.optim import Adam8bit, AdamW8bit, BlockPolicy
 from torch_ragged.optim._blocks import aligned_placements, grid_placements
 from torch_ragged.optim._quantize import code_book, dequantize, encode, quantize, round_to_bfloat16
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._ownership import owned
-from torch_ragged.tensor.placement_types import cuts_of
 
 SMALL = BlockPolicy((8, 16), min_numel=256)
 SHAPES = ((64, 48), (33, 65), (17,), (5, 40, 24), (3, 20, 16), (8, 4), (64, 48))

@@ -44,8 +44,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged import InterleavedShard, RaggedShard
+from torch_ragged.tensor._cut_placement import has_own_rules
 from torch_ragged.tensor._local_tensor import coordinate_of, on_each_rank
-from torch_ragged.tensor.placement_types import has_own_rules
 
 RANKS = 4
 CLEAR = (

@@ -31,9 +31,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from torch_ragged.tensor import _dispatch
+from torch_ragged.tensor._cut_placement import has_flat
 from torch_ragged.tensor._local_tensor import on_each_rank
 from torch_ragged.tensor._ops import has_ragged_rows
-from torch_ragged.tensor.placement_types import has_ragged
 
 RANKS = 4
 Placements = tuple[Placement, ...]
@@ -116,7 +116,7 @@ def combinations_of(tensors: Sequence[torch.Tensor]) -> list[Placements]:
         patterns += [[Replicate()]] * (len(tensors) - len(patterns))
         for which in range(max(map(len, patterns))):
             found[tuple(each[which % len(each)] for each in patterns)] = None
-    return [combination for combination in found if has_ragged(combination)]
+    return [combination for combination in found if has_flat(combination)]
 
 
 def compare_operator(name: str, samples: int = 3, incorrect_only: bool = False) -> validation.ComparisonStats:
@@ -157,7 +157,7 @@ def compare_call(
             else:
                 note("false_positive", inputs, outputs)
         elif not skip:
-            cuts = dict.fromkeys(placement for placement in inputs if has_ragged((placement,)))
+            cuts = dict.fromkeys(placement for placement in inputs if has_flat((placement,)))
             for output in (*cuts, Replicate(), *map(Partial, validation.PARTIAL_REDUCE_OPS)):
                 if is_right(op, inputs, (output,) * len(results)):
                     note("false_negative", inputs, (output,) * len(results))

@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch_ragged import RaggedShard
 from torch_ragged._kernels import philox
 from torch_ragged.tensor import _counter, _draw
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._draw import draw_owned
 from torch_ragged.tensor._ownership import owned, row_major
 from torch_ragged.tensor._sampler import Sampler
-from torch_ragged.tensor.placement_types import cuts_of
 
 aten = torch.ops.aten
 OPS = {

@@ -23,8 +23,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch_ragged import InterleavedShard, RaggedShard, StridedRaggedShard, fsdp_placement, owned_boxes
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.random import single_device
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._ownership import owned
-from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 
 class ValueTest(expecttest.TestCase):

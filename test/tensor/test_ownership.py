@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from oracle import local_of, random_placement
 
 from torch_ragged import StridedRaggedShard
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._ownership import (
     Box,
     Chunk,
@@ -27,7 +28,7 @@ from torch_ragged.tensor._ownership import (
     row_major,
 )
 from torch_ragged.tensor._units import Units
-from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 
 def run(ndims, units, split_factor=1):

@@ -21,8 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.common_utils import TestCase as ExpectTestCase
 
 from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged.tensor._cut_placement import has_flat
 from torch_ragged.tensor._random import before_draw
-from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 FLOATS, INTS = (torch.float32, torch.bfloat16, torch.float64), (torch.int64, torch.int32, torch.uint8)
 
@@ -78,7 +79,7 @@ def random_case(rng, mesh_shape):
             rng.choice((0, 1, 2, 3, 4, 6, 8) if rng.random() < 0.2 else (2, 4, 6, 8)) for _ in range(rng.randint(0, 3))
         )
         placements = tuple(random_placement(rng, shape, mesh_shape, dim, StridedRaggedShard) for dim in range(len(mesh_shape)))
-        if not has_ragged(placements) or any(isinstance(p, Partial) for p in placements):
+        if not has_flat(placements) or any(isinstance(p, Partial) for p in placements):
             continue
         try:
             return shape, normalize_placements(placements, shape, mesh_shape)
@@ -234,7 +235,7 @@ def check_modules(mesh_shape):
                 states.append(torch.get_rng_state())
             assert torch.equal(*states), f"state after {name}, layout {number}"
             for (path, mine), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
-                assert isinstance(mine, nn.Parameter) and has_ragged(mine.placements), path
+                assert isinstance(mine, nn.Parameter) and has_flat(mine.placements), path
                 assert torch.equal(mine.detach().full_tensor(), theirs), f"{name}.{path} {mine.placements}"
 
 
@@ -578,5 +579,5 @@ not ragged
 bad argument
     RuntimeError: normal expects std >= 0.0, but found std -1.0
 part of a tensor with two cuts
-    NotImplementedError: aten.select.int is not supported on a DTensor with RaggedShard placements: several mesh dimensions cut its argument: no placement describes a part that only some ranks hold (got (8, 6) RS(0)[3,5]S(1))""",  # noqa: E501
+    NotImplementedError: aten.select.int is not supported on a DTensor with RaggedShard placements: ranks hold more than one run of rows of its argument: no placement describes a part that only some ranks hold (got (8, 6) RS(0)[3,5]S(1))""",  # noqa: E501
         )

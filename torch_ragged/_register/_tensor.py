@@ -21,16 +21,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
 
 from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, Hook, extend_in_place, has, hook, hooks
+from torch_ragged.tensor import interleaved_placement_types, placement_types, strided_placement_types  # noqa: F401, own types
 from torch_ragged.tensor._copied_view import reaches_the_tensor, with_writes
+from torch_ragged.tensor._cut_placement import own_types
 from torch_ragged.tensor._dispatch import complete_keys
-from torch_ragged.tensor._ops import RaggedRows, register_cpu_attention
+from torch_ragged.tensor._ops import register_cpu_attention
 from torch_ragged.tensor._ops._writes import count_writes
 from torch_ragged.tensor._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
 from torch_ragged.tensor._plain_ops import all_ops
 from torch_ragged.tensor._units import Units
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
-from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
 
 def _extension(*placements: Any) -> PlacementExtension:
@@ -163,7 +163,7 @@ def _install_local_shape() -> None:
 )
 def _install_constants() -> None:
     if not hasattr(dtensor_placement_types, "_register_placements_as_opaque"):  # Later versions take any Placement.
-        for placement in (RaggedShard, StridedRaggedShard, InterleavedShard, RaggedRows):
+        for placement in own_types.values():
             pytree.register_constant(placement)
 
 
@@ -344,7 +344,7 @@ def _install_no_compile() -> None:
     lambda: callable(torch.serialization.add_safe_globals),
 )
 def _install_safe_globals() -> None:
-    torch.serialization.add_safe_globals([RaggedShard, StridedRaggedShard, InterleavedShard, RaggedRows, Units])
+    torch.serialization.add_safe_globals([*own_types.values(), Units])
 
 
 hooks += [

@@ -5,7 +5,6 @@ A manifest may come from another program. Reading one never evaluates code, and 
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import math
@@ -20,17 +19,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 import torch_ragged
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._files import FileRecord
 from torch_ragged.tensor._global_layout import global_layout_of
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
-from torch_ragged.tensor.placement_types import RaggedShard
-from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
+from torch_ragged.tensor._placement_text import placement_text, read_placement
 
 __all__ = [
     "CHUNKS",
@@ -80,7 +77,13 @@ class TensorRecord:
         Raises:
             ValueError: a placement is of a kind that this version does not know.
         """
-        return tuple(map(_parse_placement, self.placements))
+        placements = []
+        for text in self.placements:
+            try:
+                placements.append(read_placement(text))
+            except ValueError as error:  # It may be a forged text of any length.
+                raise ValueError(f"unknown placement {reprlib.repr(text)}") from error
+        return tuple(placements)
 
 
 @dataclass
@@ -284,7 +287,7 @@ def describe(tensor: torch.Tensor) -> TensorRecord:
     if not isinstance(tensor, DTensor):
         layout = global_layout_of(tensor)
         return TensorRecord(shape if layout is None else layout.global_shape, dtype)
-    return TensorRecord(shape, dtype, tuple(map(_placement_text, tensor.placements)), *_mesh_fields(tensor.device_mesh))
+    return TensorRecord(shape, dtype, tuple(map(placement_text, tensor.placements)), *_mesh_fields(tensor.device_mesh))
 
 
 _meshes: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()  # Cached: a mesh's list of ranks is slow to read.
@@ -301,48 +304,3 @@ def fingerprint(tensors: Mapping[str, TensorRecord]) -> str:
     """SHA-256 over name, shape and dtype of each tensor of the model, sorted by name."""
     lines = [f"{name} {record.what}\n" for name, record in sorted(tensors.items()) if name.startswith("model.")]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _placement_text(placement: Placement) -> str:
-    if isinstance(placement, _StridedShard):
-        return f"_StridedShard(dim={placement.dim}, split_factor={placement.split_factor})"
-    if isinstance(placement, Shard):
-        return f"Shard(dim={placement.dim})"
-    if isinstance(placement, Replicate):
-        return "Replicate()"
-    if isinstance(placement, Partial):
-        return f"Partial(reduce_op={placement.reduce_op!r})"
-    return repr(placement)
-
-
-def _parse_placement(text: str) -> Placement:
-    """Parse a placement such as ``RaggedShard(dims=(0,), local_units=(1, 2))``. The text is never evaluated as code.
-
-    Raises:
-        ValueError: the text is no known placement.
-    """
-    own = (RaggedShard, StridedRaggedShard, InterleavedShard)
-    kinds = {kind.__name__: kind for kind in (*own, Shard, _StridedShard, Replicate, Partial)}
-    try:
-        call = ast.parse(text, mode="eval").body
-        assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
-        arguments = {keyword.arg or "": _parse_value(keyword.value) for keyword in call.keywords}
-        return kinds[call.func.id](**arguments)
-    except (SyntaxError, AssertionError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"unknown placement {reprlib.repr(text)}") from error
-
-
-_MOST_RANKS = 2**24
-"""More ranks than any cluster has. The limit keeps a forged manifest from filling the memory."""
-
-
-def _parse_value(node: ast.expr) -> Any:
-    """A literal, or a sum of multiples of tuples: the units of many ranks are written ``(0,) * 60 + (5, 7) + (0,) * 2``."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _parse_value(node.left) + _parse_value(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        units, times = ast.literal_eval(node.left), ast.literal_eval(node.right)
-        if not isinstance(units, tuple) or len(units) * times > _MOST_RANKS:
-            raise ValueError(f"expected a tuple of units for at most {_MOST_RANKS} ranks")
-        return units * times
-    return ast.literal_eval(node)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ragged import RaggedShard, StridedRaggedShard, owned_boxes
+from torch_ragged import owned_boxes
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.integrations._lazy_tensor import LazyTensor
+from torch_ragged.tensor._cut_placement import has_flat
 from torch_ragged.tensor._hf_storage import item_rounds_of, write_rounds
 
 __all__ = ["SUBSTITUTES", "is_ragged"]
@@ -23,7 +24,7 @@ __all__ = ["SUBSTITUTES", "is_ragged"]
 
 def is_ragged(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor with a ragged placement."""
-    return isinstance(tensor, DTensor) and any(isinstance(p, (RaggedShard, StridedRaggedShard)) for p in tensor.placements)
+    return isinstance(tensor, DTensor) and has_flat(tensor.placements)
 
 
 def _shard_operation(original: Any) -> Any:

@@ -22,8 +22,9 @@ from torch_ragged._ranks.peers import peers_named
 from torch_ragged._register._torch import dtensor_of
 from torch_ragged.optim._gather import Placed
 from torch_ragged.tensor._api import spec_of
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._redistribute import mesh_group
-from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 __all__ = [
     "STEP_NBYTES",

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.granularity import Granularity, blocks
 from torch_ragged.optim._base import placed_of
 from torch_ragged.optim._gather import Placed
-from torch_ragged.tensor._ownership import row_major
+from torch_ragged.tensor._cut_placement import cut_of
+from torch_ragged.tensor._ownership import Chunk, Listed, Run, row_major
 from torch_ragged.tensor._units import Units
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard, normalize_placements
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
@@ -103,10 +103,11 @@ def grid_placements(
     is_even, factor, has_run = True, 1, False
     uneven = set[int]()
     for placement, size in zip(normalize_placements(placements, shape, mesh_shape), mesh_shape):
-        if isinstance(placement, (_StridedShard, InterleavedShard)):
+        cut = cut_of(placement)
+        if isinstance(cut, Listed) or (isinstance(cut, Chunk) and not cut.is_plain):
             return None
-        if isinstance(placement, Shard):
-            dim = placement.dim
+        if isinstance(cut, Chunk):
+            dim = cut.dim
             if not (dim == 0 and factor > 1):  # Otherwise this Shard selects among the split_factor parts of a strided run.
                 unit = policy.block[dim - len(shape) + 2] if dim >= len(shape) - 2 else 1
                 chunk = -(-local[dim] // size)
@@ -118,9 +119,9 @@ def grid_placements(
                     uneven.add(dim)
                 local[dim] = chunk
             result.append(placement)
-        elif isinstance(placement, (RaggedShard, StridedRaggedShard)):
-            factor = placement.split_factor if isinstance(placement, StridedRaggedShard) else 1
-            run = _grid_run(placement, (local[0] // factor, *local[1:]), factor, policy)
+        elif isinstance(cut, Run):
+            factor = cut.split_factor
+            run = _grid_run(cut, (local[0] // factor, *local[1:]), policy)
             if run is None:
                 return None
             has_run = True
@@ -132,21 +133,19 @@ def grid_placements(
     return normalize_placements(tuple(result), policy.grid(shape), mesh_shape)
 
 
-def _grid_run(
-    placement: RaggedShard | StridedRaggedShard, shape: tuple[int, ...], factor: int, policy: BlockPolicy
-) -> Placement | None:
-    """The placement that cuts the grid of blocks of ``shape`` where ``placement`` cuts the elements.
+def _grid_run(run: Run, shape: tuple[int, ...], policy: BlockPolicy) -> Placement | None:
+    """The placement that cuts the grid of blocks of ``shape``, a piece of the run, where ``run`` cuts the elements.
 
-    None if ``placement`` cuts inside a band, which is a row of blocks.
+    None if the run cuts inside a band, which is a row of blocks.
     """
-    height, ndims = policy.block[0], len(placement.dims)
+    height, ndims, factor = policy.block[0], run.ndims, run.split_factor
     if factor > 1 and len(shape) == 2 and shape[0] % height:
         return None  # Two of the ``factor`` parts would share a band.
     rows, columns = shape[-2:]
     bands, edge = -(-rows // height), 0
-    unit, done = math.prod(shape) // placement.units.total, 0
+    unit, done = math.prod(shape) // run.units.total, 0
     runs: list[tuple[int, int]] = []
-    for units, ranks in placement.units.runs:
+    for units, ranks in run.units.runs:
         for _ in range(ranks if units else 0):
             edge += unit * units
             row, within = divmod(edge, columns)
@@ -156,9 +155,9 @@ def _grid_run(
             before, done = done, matrix * bands + row // height
             runs.append((done - before, 1))
         runs += [] if units else [(0, ranks)]
-    if ndims <= len(shape) - 2:
-        return placement
     dims, grid_units = tuple(range(len(shape) - 1)), Units(runs)
+    if ndims <= len(shape) - 2:
+        dims, grid_units = tuple(range(ndims)), run.units
     return RaggedShard(dims, grid_units) if factor == 1 else StridedRaggedShard(dims, grid_units, factor)
 
 

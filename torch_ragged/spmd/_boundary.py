@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch_ragged.spmd._move import Carry, PerDim, clean, move_dtensor
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
-from torch_ragged.spmd._text import placement_text
+from torch_ragged.tensor._placement_text import placement_text
 
 __all__ = [
     "Redistribution",

@@ -33,8 +33,8 @@ from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._recorder import CollectiveRecorder, UnitCollectives
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import Boundary, MeshShape, Resolved
-from torch_ragged.spmd._text import placement_text
-from torch_ragged.tensor.placement_types import has_ragged
+from torch_ragged.tensor._cut_placement import has_flat
+from torch_ragged.tensor._placement_text import placement_text
 
 __all__ = ["check", "explain"]
 
@@ -263,4 +263,4 @@ def _texts(placements: Any) -> Any:
 
 def _text(placement: Placement) -> str:
     dims = getattr(placement, "dims", None)
-    return f"{type(placement).__name__}({dims})" if has_ragged((placement,)) else placement_text(placement)
+    return f"{type(placement).__name__}({dims})" if has_flat((placement,)) else placement_text(placement)

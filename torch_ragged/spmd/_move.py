@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._ranks.peers import peers_named
 from torch_ragged.tensor._api import spec_of
+from torch_ragged.tensor._cut_placement import has_flat
 from torch_ragged.tensor._redistribute import (
     CARRIED,
     REDUCTIONS,
@@ -26,7 +27,7 @@ from torch_ragged.tensor._redistribute import (
     run_steps,
 )
 from torch_ragged.tensor._route import Step
-from torch_ragged.tensor.placement_types import has_ragged, whole_shape
+from torch_ragged.tensor.placement_types import whole_shape
 
 __all__ = ["Carry", "PerDim", "can_move", "clean", "differentiable_once", "is_even", "make_dtensor", "move_dtensor", "on_trial"]
 
@@ -225,5 +226,5 @@ def _moved_to(tensor: Any, dst: PerDim) -> DTensor:
             local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
     # One device's order in memory stays: dropout draws in this order.
     return make_dtensor(
-        in_order_of(local, tensor.stride()), tensor.device_mesh, dst, tensor.shape, None if has_ragged(dst) else tensor.stride()
+        in_order_of(local, tensor.stride()), tensor.device_mesh, dst, tensor.shape, None if has_flat(dst) else tensor.stride()
     )

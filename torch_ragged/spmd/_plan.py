@@ -24,19 +24,10 @@ from torch_ragged.fsdp._fully_shard import parts_of
 from torch_ragged.fsdp.core._kit import check_pairs
 from torch_ragged.granularity import Granularity
 from torch_ragged.spmd._paths import activation_path, check_regex, grad_path, under
-from torch_ragged.spmd._text import (
-    PLACEMENTS,
-    nearest,
-    path_text,
-    placement_text,
-    quoted,
-    read_placement,
-    read_value,
-    value_text,
-    write_value,
-)
+from torch_ragged.spmd._text import nearest, path_text, quoted, read_value, value_text, write_value
 from torch_ragged.spmd._torchtitan import layers_of, layouts_of
 from torch_ragged.spmd._transformers import batch_of, shards_of, units_of
+from torch_ragged.tensor._placement_text import placement_text, placement_types, read_placement
 from torch_ragged.tensor.interleaved_placement_types import is_int
 
 __all__ = [
@@ -138,9 +129,10 @@ class Rule:
             raise ValueError(f"{self.call}: dims {dims} have a mesh dimension twice: name each mesh dimension once")
 
     def _check_placements(self, name: str, placements: tuple[Placement, ...], count: int) -> None:
+        kinds = placement_types()
         for each in placements:
-            if PLACEMENTS.get(type(each).__name__) is not type(each):
-                raise TypeError(f"{self.call}: {name} must be of {', '.join(PLACEMENTS)}, got {each!r}")
+            if kinds.get(type(each).__name__) is not type(each):
+                raise TypeError(f"{self.call}: {name} must be of {', '.join(kinds)}, got {each!r}")
         if len(placements) != count:
             raise ValueError(
                 f"{self.call}: {name} has {len(placements)} placements for {count} mesh dimensions: give one placement, or one "

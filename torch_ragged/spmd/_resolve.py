@@ -45,9 +45,11 @@ from torch_ragged.spmd._resolved import (
     UnitRecord,
     activation_text,
 )
-from torch_ragged.spmd._text import nearest, placement_text, quoted
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
-from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
+from torch_ragged.spmd._text import nearest, quoted
+from torch_ragged.tensor._cut_placement import CutPlacement, chunk_of, has_own_rules, of_dim
+from torch_ragged.tensor._ownership import Listed
+from torch_ragged.tensor._placement_text import placement_text
+from torch_ragged.tensor.placement_types import normalize_placements
 from torch_ragged.tensor.strided_placement_types import fsdp_placement
 
 __all__ = ["PlanError", "resolve"]
@@ -347,17 +349,13 @@ def _claim(
     ndim = len(tensor.shape)
     on_tensor: list[Optional[Placement]] = []
     for each in placements:
-        dim = each.dim if isinstance(each, (Shard, _StridedShard, InterleavedShard)) else None
-        if dim is None or 0 <= dim < ndim:
+        chunk = chunk_of(each)
+        if chunk is None or 0 <= chunk.dim < ndim:
             on_tensor.append(each)
-        elif -ndim <= dim < 0 and isinstance(each, InterleavedShard):
-            on_tensor.append(each.normalize(ndim))
-        elif -ndim <= dim < 0:
-            dim += ndim
-            strided = each.split_factor if isinstance(each, _StridedShard) else None
-            on_tensor.append(Shard(dim) if strided is None else _StridedShard(dim, split_factor=strided))
+        elif -ndim <= chunk.dim < 0:
+            on_tensor.append(of_dim(each, chunk.dim + ndim))
         else:
-            text = f"cuts dimension {dim} of tensors with {ndim} dimensions: "
+            text = f"cuts dimension {chunk.dim} of tensors with {ndim} dimensions: "
             problems.add((index,), text, matched[0], ". Cut another dimension, or match fewer tensors")
             on_tensor.append(None)
             tensor.is_sound = False
@@ -452,11 +450,6 @@ def _meaningful(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes
         ValueError: they have no meaning together, or do not divide the tensor where they must.
     """
     for index, placement in enumerate(placements):
-        if isinstance(placement, InterleavedShard) and not placement.fits(shape[placement.dim], sizes[index]):
-            raise ValueError(
-                f"{placement_text(placement)} over {sizes[index]} ranks needs a dimension whose segments are multiples of "
-                f"{sizes[index]}, got {shape[placement.dim]} elements"
-            )
         if isinstance(placement, _StridedShard):
             pieces, elements = int(placement.split_factor) * sizes[index], shape[placement.dim]
             if elements % pieces:
@@ -470,7 +463,7 @@ def _meaningful(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes
                     f"{placement_text(placement)} is left of Shard({placement.dim}) over {math.prod(right)} ranks, which must "
                     "divide its split_factor"
                 )
-    return normalize_placements(placements, shape, sizes) if has_ragged(placements) else placements
+    return normalize_placements(placements, shape, sizes) if has_own_rules(placements) else placements
 
 
 # -- units ---------------------------------------------------------------------------------------------------------------
@@ -598,7 +591,8 @@ def _lower_phases(
 
 
 def _is_gathered(kept: Placement, used: Placement) -> bool:
-    return (isinstance(kept, (Shard, InterleavedShard)) or has_ragged((kept,))) and isinstance(used, Replicate)
+    is_cut = isinstance(kept, Shard) or (isinstance(kept, CutPlacement) and not isinstance(kept.cut, Listed))
+    return is_cut and isinstance(used, Replicate)
 
 
 def _module_block_of(tensor: _Tensor, names: _Names) -> str:

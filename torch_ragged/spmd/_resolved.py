@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged.granularity import Granularity, Segments, segments
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._text import value_text
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
+from torch_ragged.tensor._cut_placement import chunk_of
 
 __all__ = [
     "Boundary",
@@ -226,8 +226,8 @@ class Resolved:
         for record in self.tensors:
             ndim, segments = len(record.shape), record.segments
             for placement in record.run:
-                if segments is None and isinstance(placement, InterleavedShard):
-                    segments = SegmentSizes(placement.dim, placement.segments(record.shape[placement.dim]))
+                if segments is None and (chunk := chunk_of(placement)) is not None and chunk.ratios:
+                    segments = SegmentSizes(chunk.dim, chunk.segments(record.shape[chunk.dim]))
             if record.is_parameter and segments is not None and ndim in (2, 3) and segments.dim >= ndim - 2:
                 found[record.name] = segments.sizes, segments.dim
         return found

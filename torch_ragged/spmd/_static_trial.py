@@ -26,8 +26,8 @@ from torch_ragged.random._tape import read_state, write_state
 from torch_ragged.spmd._boundary import Redistribution
 from torch_ragged.spmd._move import Carry, PerDim, can_move, clean, is_even, make_dtensor, on_trial
 from torch_ragged.tensor._api import ragged_extension
+from torch_ragged.tensor._cut_placement import has_flat
 from torch_ragged.tensor._random import scope
-from torch_ragged.tensor.placement_types import has_ragged
 
 __all__ = ["Found", "Island", "Refused", "as_drawn", "count_uses", "edge_of", "is_even_dtensor", "standing_in", "try_module"]
 
@@ -199,7 +199,7 @@ def _tell(placements: Sequence[Any]) -> str:
 
 def is_even_dtensor(value: Any) -> bool:
     """Whether all ranks have equally much of a tensor, so that the global shape follows from the local one."""
-    if not isinstance(value, DTensor) or has_ragged(value.placements):  # A unit's: it takes even shards only.
+    if not isinstance(value, DTensor) or has_flat(value.placements):  # A unit's: it takes even shards only.
         return True
     return is_even(value.shape, value.placements, tuple(value.device_mesh.shape))
 

@@ -5,34 +5,27 @@ It must not evaluate text: what it reads becomes a literal, or a value of the ta
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged import granularity
 from torch_ragged._ranks.agreement import text_of
 from torch_ragged.fsdp import BufferPlacements, Float4Policy, Float8Policy, Offload
 from torch_ragged.granularity import Granularity
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
-from torch_ragged.tensor.placement_types import RaggedShard
-from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
+from torch_ragged.tensor._placement_text import placement_text, read_call, read_placement
 
 __all__ = [
-    "PLACEMENTS",
     "compared_text",
     "nearest",
     "path_text",
-    "placement_text",
     "quoted",
-    "read_placement",
     "read_value",
     "value_text",
     "write_value",
@@ -43,33 +36,8 @@ def _named(*makers: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return {maker.__name__: maker for maker in makers}
 
 
-PLACEMENTS = _named(Shard, Replicate, Partial, _StridedShard, InterleavedShard, RaggedShard, StridedRaggedShard)
 _GRANULARITIES = _named(granularity.elements, granularity.rows, granularity.blocks, granularity.tensor, granularity.segments)
-_MOST_RANKS_IN_TEXT = 10**7  # In text, so that a short one cannot fill the memory.
 _POLICIES = _named(MixedPrecisionPolicy, Float4Policy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, Offload, BufferPlacements)
-
-
-def placement_text(placement: Placement) -> str:
-    """The call that makes ``placement``. (The ``repr`` of torch's placements is no Python.)"""
-    if isinstance(placement, _StridedShard):
-        return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
-    if isinstance(placement, Shard):
-        return f"Shard({placement.dim})"
-    if isinstance(placement, Partial):
-        return "Partial()" if placement.reduce_op == "sum" else f'Partial("{placement.reduce_op}")'
-    return repr(placement)
-
-
-def read_placement(text: str) -> Placement:
-    """The placement whose :func:`placement_text` is ``text``.
-
-    Raises:
-        ValueError: ``text`` is no call of a placement.
-    """
-    placement = _read_call(text, PLACEMENTS)
-    if not isinstance(placement, Placement):
-        raise ValueError(f"{text!r} is no placement: write one of {', '.join(PLACEMENTS)} with its arguments, such as Shard(0)")
-    return placement
 
 
 def path_text(path: str) -> str:
@@ -135,7 +103,7 @@ def read_value(value: Any) -> Any:
         if kind == "placement" and isinstance(content, str):
             return read_placement(content)
         if kind == "granularity" and isinstance(content, str):
-            return _read_call(content, _GRANULARITIES)
+            return read_call(content, _GRANULARITIES)
         if kind in _POLICIES and isinstance(content, dict):
             return _policy(kind, {name: read_value(each) for name, each in content.items()})
     raise ValueError(
@@ -149,34 +117,6 @@ def _policy(kind: str, fields: dict[str, Any]) -> Any:
     if unknown := sorted(set(fields) - set(known)):
         raise ValueError(f"{kind} has no field {', '.join(unknown)}: the fields are {', '.join(known)}")
     return _POLICIES[kind](**fields)
-
-
-def _read_call(text: str, makers: Mapping[str, Callable[..., Any]]) -> Any:
-    def read(node: ast.expr) -> Any:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makers:
-            keywords = {str(keyword.arg): read(keyword.value) for keyword in node.keywords}
-            return makers[node.func.id](*[read(argument) for argument in node.args], **keywords)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            return (*read(node.left), *read(node.right))
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # As in the repr of many units: (1,) * 64 + (0,) * 64
-            values, count = read(node.left), read(node.right)
-            if count > _MOST_RANKS_IN_TEXT:
-                raise ValueError(f"{count} ranks are more than {_MOST_RANKS_IN_TEXT}")
-            return tuple(values) * count
-        if isinstance(node, ast.List):
-            return [read(element) for element in node.elts]
-        try:
-            return ast.literal_eval(node)
-        except ValueError:  # Its text has an address of memory.
-            raise ValueError(f"{ast.unparse(node)} is no literal") from None
-
-    try:
-        return read(ast.parse(text, mode="eval").body)
-    except (TypeError, ValueError) as error:
-        reason = str(error)
-    except SyntaxError:  # Its text differs between versions of Python.
-        reason = "it is no Python"
-    raise ValueError(f"cannot read {text!r}: {reason}. Write a call of {', '.join(makers)} with literals")
 
 
 def nearest(text: str, names: Iterable[str], most: int = 3) -> list[str]:

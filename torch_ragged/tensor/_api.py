@@ -20,18 +20,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._async_tensor import async_local
+from torch_ragged.tensor._cut_placement import CutPlacement, cuts_of, has_flat
 from torch_ragged.tensor._local_tensor import LocalTensor, coordinate_of, current_rank, on_each_rank
 from torch_ragged.tensor._ownership import has_single_boxes, owned, row_major
 from torch_ragged.tensor._placement_extension import PlacementExtension
 from torch_ragged.tensor._redistribute import REDUCTIONS, broadcast_local, in_order_of, is_permuted, redistribute_local
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
-from torch_ragged.tensor.placement_types import (
-    _Ragged,
-    cuts_of,
-    has_ragged,
-    normalize_placements,
-    whole_shape,
-)
+from torch_ragged.tensor.placement_types import normalize_placements, whole_shape
 
 __all__ = ["RaggedExtension", "ragged_extension", "spec_of"]
 
@@ -49,7 +43,7 @@ class RaggedExtension(PlacementExtension):
         Raises:
             ValueError: ``shape`` is missing, the local tensor has another shape, or ranks gave different shapes or placements.
         """
-        if shape is None and not has_ragged(placements):
+        if shape is None and not has_flat(placements):
             shape = whole_shape(local.shape, placements, tuple(mesh.shape))  # As DTensor supposes.
         if shape is None:
             raise ValueError(
@@ -142,7 +136,7 @@ class RaggedExtension(PlacementExtension):
         with _recorded(local, old, new, is_explicit):
             if shape != target.shape:
                 return on_each_rank(broadcast_local, local, mesh, target.shape, new)
-            view = next((p for p in (*old, *new) if isinstance(p, _Ragged) and p.redistribute_view is not None), None)
+            view = next((p for p in (*old, *new) if isinstance(p, CutPlacement) and p.redistribute_view is not None), None)
             if view is not None:
                 return view.redistribute_view(local, mesh, shape, old, new)  # type: ignore[misc]
             for dim, (placement, wanted) in enumerate(zip(old, new)):
@@ -166,7 +160,7 @@ class RaggedExtension(PlacementExtension):
 
 
 ragged_extension = RaggedExtension()
-_Ragged.extension = InterleavedShard.extension = ragged_extension  # type: ignore[attr-defined]
+CutPlacement.extension = ragged_extension  # type: ignore[attr-defined]
 
 
 def _short(placements: Sequence[Placement]) -> str:

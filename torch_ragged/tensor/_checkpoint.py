@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.tensor._api import ragged_extension
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._local_tensor import coordinate_of
 from torch_ragged.tensor._ownership import Box, owned, row_major
 from torch_ragged.tensor._placement_extension import CheckpointExtension
-from torch_ragged.tensor.placement_types import cuts_of
 
 __all__ = ["RaggedCheckpoint", "chunk_boxes", "dcp_chunks_of", "own_storage", "shard_at", "write_items_of"]
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from torch_ragged.tensor._api import ragged_extension
+from torch_ragged.tensor._cut_placement import CutPlacement, has_flat, has_own_chunks, has_own_rules
 from torch_ragged.tensor._local_tensor import LocalTensor, as_own_rank, on_each_rank
 from torch_ragged.tensor._ops import (
     Layout,
@@ -52,8 +53,7 @@ from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import OpExtension, note_pending
 from torch_ragged.tensor._random import before_draw, local_part_of
 from torch_ragged.tensor._single_device import draw_new
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
-from torch_ragged.tensor.placement_types import has_own_rules, has_ragged, normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 _aten = torch.ops.aten
 # For these ops, torch's cache key lacks an argument that gives a size of the output, or a tensor given by keyword.
@@ -416,7 +416,7 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
     if _copies_written(call, specs, wanted):
         raise NoLocalWay(_COPIES_WRITTEN)
     moved = [a for a, b in zip(specs, wanted) if a.placements != b.placements]
-    if any(has_interleaved(spec.placements) for spec in specs) and not all(is_row_major(a.tensor_meta) for a in moved):  # type: ignore
+    if any(has_own_chunks(spec.placements) for spec in specs) and not all(is_row_major(a.tensor_meta) for a in moved):  # type: ignore
         raise NoLocalWay("a strided argument would be redistributed, and so become row-major")
     outputs = _output_specs(call, specs[0].mesh, sharding)
     for output in outputs if isinstance(outputs, tuple) else (outputs,):
@@ -445,7 +445,7 @@ def _output_specs(call: OpCall, mesh: DeviceMesh, sharding: Sharding) -> Any:
 
 def _output_spec(mesh: DeviceMesh, placements: tuple[Any, ...], meta: TensorMeta) -> DTensorSpec:
     torch_placements = tuple(dtensor_math_ops._NormPartial(p.order) if isinstance(p, NormPartial) else p for p in placements)
-    if has_ragged(torch_placements) and not has_ragged_rows(torch_placements) and not is_row_major(meta):
+    if has_flat(torch_placements) and not has_ragged_rows(torch_placements) and not is_row_major(meta):
         raise NoLocalWay(f"its output would not be row-major (stride {tuple(meta.stride)})")
     return DTensorSpec(mesh, torch_placements, tensor_meta=meta)
 
@@ -490,8 +490,8 @@ def _gathered_sharding(op: Any, schema: OpSchema, why: str) -> OutputSharding:
 
 def _gathered_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """Replicate on all mesh dimensions; if nothing is ragged, only where segments are cut."""
-    everywhere = has_ragged(placements)
-    return tuple(Replicate() if everywhere or isinstance(p, InterleavedShard) else p for p in placements)
+    everywhere = has_flat(placements)
+    return tuple(Replicate() if everywhere or isinstance(p, CutPlacement) else p for p in placements)
 
 
 def _row_major(meta: TensorMeta | None) -> TensorMeta | None:

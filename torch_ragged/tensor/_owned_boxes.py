@@ -8,9 +8,10 @@ from typing import Optional, Union
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._local_tensor import coordinate_of
 from torch_ragged.tensor._ownership import Box, Owned, owned
-from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 __all__ = ["owned_boxes", "owned_part"]
 

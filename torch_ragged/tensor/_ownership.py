@@ -2,7 +2,7 @@
 
 It is pure integer arithmetic and must not depend on processes, tensors or placements. Local shapes, redistribution, checkpoint
 chunks and debug pictures all follow from it. A placement describes itself to this module as one *cut* per mesh dimension
-(:class:`Whole`, :class:`Chunk` or :class:`Run`).
+(:class:`Whole`, :class:`Chunk`, :class:`Run` or :class:`Listed`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Union
+from typing import Protocol, Union
 
 from torch_ragged.tensor._units import Units
 
@@ -20,6 +20,7 @@ __all__ = [
     "Box",
     "Chunk",
     "Cut",
+    "Listed",
     "Owned",
     "Run",
     "Whole",
@@ -82,6 +83,10 @@ class Chunk:
             yield start, start + unit * ratio
             start += unit * ratio
 
+    def segments(self, size: int) -> tuple[int, ...]:
+        """The sizes of the segments of a dimension of ``size``, of each of which every rank gets a chunk. Raises as above."""
+        return tuple([stop - start for start, stop in self.pieces(size, 1)])
+
 
 @dataclass(frozen=True)
 class Run:
@@ -97,7 +102,28 @@ class Run:
     split_factor: int = 1
 
 
-Cut = Union[Whole, Chunk, Run]
+_Extent = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a box."""
+
+
+class _Lister(Protocol):
+    """A hashable value that lists boxes: see ``CutPlacement.boxes``."""
+
+    def boxes(self, shape: tuple[int, ...], ranks: int) -> Sequence[Sequence[_Extent]]: ...
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The mesh dimension gives each rank the boxes that ``lister`` lists for it, of the first ``ndims`` dimensions.
+
+    No other mesh dimension may cut the tensor.
+    """
+
+    lister: _Lister
+    ndims: int
+
+
+Cut = Union[Whole, Chunk, Run, Listed]
 
 
 @dataclass(frozen=True)
@@ -122,7 +148,8 @@ class Box:
 class Owned:
     """What one mesh coordinate holds: the shape of its local tensor and the boxes in it, in storage order.
 
-    If ``flat``, the local tensor is 1-D (some cut is a :class:`Run`). Otherwise it has as many dimensions as the tensor.
+    If ``flat``, the local tensor is 1-D (a cut is a :class:`Run` or :class:`Listed`). Otherwise it has as many dimensions as
+    the tensor.
     """
 
     local_shape: tuple[int, ...]
@@ -312,14 +339,17 @@ class _Piece:
 
     ``segments[d]`` are the remaining index ranges (start, stop) of dimension ``d``, in order: one range, or several after a
     strided chunk. ``_run`` is the run that was applied, if any. ``_prefix`` is the shape of the leading dimensions that it
-    cuts. ``_runs`` are the remaining flat intervals of that prefix, one per piece of a strided run.
+    cuts. ``_runs`` are the remaining flat intervals of that prefix, one per piece of a strided run. ``_listed`` are the
+    boxes of a listed cut, which no other cut may change.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
-        self.segments = [[(0, size)] for size in shape]
+        self.segments, self._whole = [[(0, size)] for size in shape], tuple(shape)
         self._run: Run | None = None
         self._runs: list[tuple[int, int]] = []
         self._prefix: tuple[int, ...] = ()
+        self._listed: tuple[_Extent, ...] | None = None
+        self._lister: _Lister | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -332,6 +362,9 @@ class _Piece:
 
     def may_share(self, bounds: Sequence[tuple[int, int]]) -> bool:
         """Whether an element may lie in the box of ``bounds``: (start, stop) of each dimension."""
+        if self._listed is not None:
+            near = tuple([low for low, _ in bounds]), tuple([high - low for low, high in bounds])
+            return any(_overlap(extent, near) for extent in self._listed)
         for ranges, (low, high) in zip(self.segments, bounds):
             if not any(start < high and low < stop for start, stop in ranges):
                 return False
@@ -350,7 +383,7 @@ class _Piece:
         dim = cut.dim if isinstance(cut, Chunk) else 0
         if self._run and cut == Chunk(0) and len(self._runs) % parts == 0:
             return sorted({piece * parts // len(self._runs) for piece in self._runs_near(bounds)})
-        if isinstance(cut, Whole) or self._run or not self.segments or len(self.segments[dim]) > 1:
+        if isinstance(cut, (Whole, Listed)) or self._run or not self.segments or len(self.segments[dim]) > 1:
             return range(parts)
         start, stop = self.segments[dim][0]
         low, high = (min(max(bound, start), stop) - start for bound in bounds[dim])
@@ -381,10 +414,14 @@ class _Piece:
 
     def apply(self, cut: Cut, parts: int, index: int) -> None:
         """Keep only the part of this piece that the rank at ``index`` of ``parts`` gets under ``cut``."""
+        if self._listed is not None and not isinstance(cut, Whole):
+            raise ValueError(f"a second cut beside {self._lister}: {_ALONE}")
         if isinstance(cut, Chunk):
             self._apply_chunk(cut, parts, index)
         elif isinstance(cut, Run):
             self._apply_run(cut, index)
+        elif isinstance(cut, Listed):
+            self._apply_listed(cut, parts, index)
 
     def _apply_chunk(self, cut: Chunk, parts: int, index: int) -> None:
         shape = self.shape
@@ -442,14 +479,25 @@ class _Piece:
             self._prefix = shape[:1]
             self._runs = [(piece * rows + start * rows, piece * rows + stop * rows) for piece in range(cut.split_factor)]
 
+    def _apply_listed(self, cut: Listed, parts: int, index: int) -> None:
+        if self._run is not None or any(ranges != [(0, size)] for ranges, size in zip(self.segments, self._whole)):
+            raise ValueError(f"a second cut beside {cut.lister}: {_ALONE}")
+        self._lister, self._listed = cut.lister, _boxes_of(cut, self._whole, parts)[index]
+
     def collapsed_shape(self) -> tuple[int, ...]:
-        """The shape; if a run cuts a prefix, the prefix counts as one dimension."""
+        """The shape; if a run cuts a prefix, the prefix counts as one dimension. Listed boxes count as one dimension."""
+        if self._listed is not None:
+            return (sum(math.prod(sizes) for _, sizes in self._listed),)
         if self._run is None:
             return self.shape
         return (sum(stop - start for start, stop in self._runs), *self.shape[len(self._prefix) :])
 
     def owned(self) -> Owned:
         shape = self.shape
+        if self._listed is not None:
+            starts = itertools.accumulate((math.prod(sizes) for _, sizes in self._listed), initial=0)
+            found = [Box(at, sizes, start, row_major(sizes)) for (at, sizes), start in zip(self._listed, starts)]
+            return Owned(self.collapsed_shape(), tuple(found), flat=True)
         if self._run is None:
             return Owned(shape, tuple(self._boxes([0] * len(shape), shape, 0, row_major(shape))), flat=False)
         boxes: list[Box] = []
@@ -484,6 +532,51 @@ class _Piece:
 
     def _start(self, dim: int) -> int:
         return self.segments[dim][0][0] if self.segments[dim] else 0
+
+
+_ALONE = "it lists boxes of the whole tensor. Use Replicate or Partial on the other mesh dimensions"
+
+
+@lru_cache(maxsize=4096)
+def _boxes_of(cut: Listed, shape: tuple[int, ...], ranks: int) -> tuple[tuple[_Extent, ...], ...]:
+    """The boxes of each rank, over all dimensions of ``shape``.
+
+    Raises:
+        ValueError: the lists are not one per rank, a box is not in the tensor, or an element is in no box or in several.
+    """
+    prefix, rest = shape[: cut.ndims], shape[cut.ndims :]
+    if len(prefix) < cut.ndims:
+        raise ValueError(f"{cut.lister} on a tensor of shape {shape}: it cuts the first {cut.ndims} dimensions")
+    lists = cut.lister.boxes(prefix, ranks)
+    if problem := _fault_of(lists, prefix, ranks):
+        raise ValueError(f"{cut.lister}.boxes({prefix}, {ranks}) lists {problem}: each element must be in one box, of one rank")
+    whole = (0,) * len(rest)
+    return tuple([tuple([((*at, *whole), (*sizes, *rest)) for at, sizes in each if math.prod(sizes)]) for each in lists])
+
+
+def _fault_of(lists: Sequence[Sequence[_Extent]], shape: tuple[int, ...], ranks: int) -> str:
+    """Why ``lists`` are not the boxes of ``ranks`` ranks that together have each element of ``shape`` once; otherwise empty."""
+    if len(lists) != ranks:
+        return f"the boxes of {len(lists)} ranks"
+    boxes = sorted([(tuple(offsets), tuple(sizes)) for each in lists for offsets, sizes in each])
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape) or min(0, *offsets, *sizes) < 0:
+            return f"a box at {offsets} of {sizes}"
+        if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape)):
+            return f"a box at {offsets} of {sizes}, which is not in the tensor"
+    for index, one in enumerate(boxes if shape else ()):
+        end = one[0][0] + one[1][0]
+        # Later boxes begin at the same row or below: those that begin below the last row of this one have nothing of it.
+        for other in itertools.takewhile(lambda other, end=end: other[0][0] < end, boxes[index + 1 :]):  # type: ignore[misc]
+            if _overlap(one, other):
+                return f"an element twice, in the boxes at {one[0]} of {one[1]} and at {other[0]} of {other[1]}"
+    numel = sum(math.prod(sizes) for _, sizes in boxes)
+    return "" if numel == math.prod(shape) else f"{numel} of {math.prod(shape)} elements"
+
+
+def _overlap(one: _Extent, other: _Extent) -> bool:
+    """Whether two boxes have an element in common."""
+    return all(a < b + n and b < a + m for a, m, b, n in zip(one[0], one[1], other[0], other[1]))
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

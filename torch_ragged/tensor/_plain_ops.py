@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torch_ragged._ranks.peers import peers_named
+from torch_ragged.tensor._cut_placement import chunk_of, cuts_of, of_dim
 from torch_ragged.tensor._ops import decomposition_of, dims_from_the_front, returns_alias
 from torch_ragged.tensor._ops._rules import is_written
 from torch_ragged.tensor._ops._whole_tensors import on_whole_tensors, placed_as
@@ -35,8 +36,6 @@ from torch_ragged.tensor._ownership import Owned, Whole, owned, row_major
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._read import read_item
 from torch_ragged.tensor._redistribute import is_permuted
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
-from torch_ragged.tensor.placement_types import cuts_of
 
 __all__ = ["all_ops", "on_whole_tensors", "plain_handlers"]
 
@@ -836,25 +835,22 @@ def _grouped_placements(
     whole: Placement = Replicate()
     found: list[tuple[Placement, Placement, Placement]] = []
     if _is_cut(a, free_a[0]) and (of_weight or type(a) is Shard):  # The rows of a group stand together: no segments of rows.
-        found.append((a, whole, _moved(a, free_a[1])))
+        found.append((a, whole, of_dim(a, free_a[1])))
     if _is_cut(b, free_b[0]):
-        found.append((whole, b, _moved(b, free_b[1])))
+        found.append((whole, b, of_dim(b, free_b[1])))
     if found:
         return found[0 if a_is_larger else -1]
-    for cut in (_moved(a, inner[1]) if _is_cut(a, inner[0]) else None, b if _is_cut(b, inner[1]) else None):
+    for cut in (of_dim(a, inner[1]) if _is_cut(a, inner[0]) else None, b if _is_cut(b, inner[1]) else None):
         if cut is not None and (type(cut) is Shard or not of_weight):
-            return _moved(cut, inner[0]), cut, Partial()
+            return of_dim(cut, inner[0]), cut, Partial()
     if isinstance(a, Partial) and a.reduce_op == "sum" and not isinstance(b, Partial):
         return a, whole, a
     return whole, whole, whole
 
 
 def _is_cut(placement: Placement, dim: int) -> bool:
-    return type(placement) in (Shard, InterleavedShard) and placement.is_shard(dim)
-
-
-def _moved(placement: Any, dim: int) -> Placement:
-    return placement.move_to(dim) if isinstance(placement, InterleavedShard) else Shard(dim)
+    chunk = chunk_of(placement)
+    return chunk is not None and chunk.split_factor == 1 and chunk.dim == dim
 
 
 # -- the rules of others -------------------------------------------------------------------------------------------------

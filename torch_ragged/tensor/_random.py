@@ -36,6 +36,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.tensor._counter import draw_kept
+from torch_ragged.tensor._cut_placement import cuts_of, has_own_rules
 from torch_ragged.tensor._draw import draw_owned
 from torch_ragged.tensor._exchange import paired_views
 from torch_ragged.tensor._local_tensor import coordinate_of
@@ -44,7 +45,6 @@ from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Sharding, Spec, decomposition, rule, tensor_leaves
 from torch_ragged.tensor._ownership import owned, row_major
 from torch_ragged.tensor._sampler import Sampler
-from torch_ragged.tensor.placement_types import cuts_of, has_own_rules
 
 __all__ = [
     "ROW_MAJOR",

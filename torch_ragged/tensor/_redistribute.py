@@ -44,11 +44,11 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch_ragged._ranks.groups import can_order_groups, group_of, ranks_ascend
 from torch_ragged.tensor import _carry
 from torch_ragged.tensor._carry import Pending, copy_into, covers, part_view
+from torch_ragged.tensor._cut_placement import cuts_of, has_flat
 from torch_ragged.tensor._exchange import Part, paired_views
 from torch_ragged.tensor._local_tensor import LocalTensor, as_rank, coordinate_of, coordinates_of, local_tensors, peers_of
 from torch_ragged.tensor._ownership import Whole, owned
 from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Reduce, Route, Step
-from torch_ragged.tensor.placement_types import cuts_of, has_ragged
 
 __all__ = [
     "AllReduce",
@@ -253,7 +253,7 @@ def _redistribute_as_carried(
     width, dtype = parts.shape[-1], local.dtype
     pending = redistribute_local(parts, mesh, (*shape, width), source, target, is_async)  # Steps read it as flat memory.
     numel = math.prod(pending.local_shape) // width
-    local_shape = (numel,) if has_ragged(target) else pending.local_shape[:-1]
+    local_shape = (numel,) if has_flat(target) else pending.local_shape[:-1]
 
     put_in_order = pending.unpack
 

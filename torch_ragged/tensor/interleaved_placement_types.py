@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, Union
 
-from torch.distributed.tensor.placement_types import Placement
-
+from torch_ragged.tensor._cut_placement import CutPlacement
 from torch_ragged.tensor._ownership import Chunk
 
-__all__ = ["InterleavedShard", "has_interleaved", "is_int"]
+__all__ = ["InterleavedShard", "is_int"]
 
 _MOST_SEGMENTS = 65536
 
 
-class InterleavedShard(Placement):
+class InterleavedShard(CutPlacement):
     """Cut a tensor dimension into segments, and give each rank an even chunk of every segment.
 
     A fused weight holds several matrices, one behind the other: query, key and value, or gate and up. Tensor parallelism must
@@ -53,6 +52,7 @@ class InterleavedShard(Placement):
     """
 
     __slots__ = ("_dim", "_ratios")
+    is_flat = False
 
     _dim: int
     _ratios: tuple[int, ...]
@@ -85,19 +85,15 @@ class InterleavedShard(Placement):
 
     @property
     def cut(self) -> Chunk:
-        """How the placement cuts a tensor, for :func:`torch_ragged.tensor._ownership.owned`."""
         return Chunk(self._dim, ratios=self._ratios if len(self._ratios) > 1 else ())
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether each rank holds a part only: True. With ``dim``: whether the placement cuts this dimension."""
         return dim is None or dim == self._dim
 
-    def normalize(self, ndim: int) -> InterleavedShard:
-        """This placement with a non-negative ``dim`` for a tensor of ``ndim`` dimensions."""
+    def normalize(self, ndim: int, ranks: int, mesh_dim: int) -> InterleavedShard:
         return self if self._dim >= 0 else self.move_to(self._dim + ndim)
 
     def move_to(self, dim: int) -> InterleavedShard:
-        """The same segments of another dimension."""
         return InterleavedShard(dim, self._ratios)
 
     def segments(self, size: int) -> tuple[int, ...]:
@@ -106,32 +102,15 @@ class InterleavedShard(Placement):
         Raises:
             ValueError: the sizes do not divide the dimension in their proportions.
         """
-        return tuple(stop - start for start, stop in Chunk(self._dim, ratios=self._ratios).pieces(size, 1))
+        return Chunk(self._dim, ratios=self._ratios).segments(size)
 
     def fits(self, size: int, ranks: int) -> bool:
         """Whether the placement can cut a dimension of ``size`` over ``ranks``."""
         unit, rest = divmod(size, sum(self._ratios))
         return not rest and all(unit * ratio % ranks == 0 for ratio in self._ratios)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"InterleavedShard is immutable: cannot set {name!r}; make a new placement")
-
-    def __copy__(self) -> InterleavedShard:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InterleavedShard:
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
         return InterleavedShard, (self._dim, self._ratios)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, InterleavedShard):
-            return False
-        return self is other or (self._dim, self._ratios) == (other._dim, other._ratios)
-
-    def __hash__(self) -> int:
-        return hash(("InterleavedShard", self._dim, self._ratios))
 
     def __repr__(self) -> str:
         # In lowest terms: caches may hand out an equal placement that was written otherwise, on some ranks only.
@@ -139,14 +118,6 @@ class InterleavedShard(Placement):
 
     def __str__(self) -> str:
         return f"IS({self._dim})[{','.join(map(str, self._ratios))}]"
-
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        return repr(self), {"InterleavedShard": InterleavedShard}
-
-
-def has_interleaved(placements: Sequence[Placement]) -> bool:
-    """Whether any of the placements is an InterleavedShard."""
-    return any(type(placement) is InterleavedShard for placement in placements)
 
 
 def is_int(value: Any) -> bool:

@@ -1,37 +1,26 @@
-"""RaggedShard, and the cut by which each placement describes itself to ``_ownership``."""
+"""RaggedShard, and the check of placements that stand together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged.tensor._ownership import Chunk, Cut, Run, Whole, check_cuts
+from torch_ragged.tensor._cut_placement import CutPlacement, chunk_of, cuts_of, of_dim
+from torch_ragged.tensor._ownership import Run, check_cuts
 from torch_ragged.tensor._units import Units
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
 
-__all__ = [
-    "RaggedShard",
-    "cuts_of",
-    "has_own_rules",
-    "has_ragged",
-    "normalize_placements",
-    "whole_shape",
-]
+__all__ = ["RaggedShard", "normalize_placements", "whole_shape"]
 
 _Self = TypeVar("_Self", bound="_Ragged")
 
 
-_ragged_types: set[type] = set()
-
-
-class _Ragged(Placement):
-    """The base of ragged placements: an immutable value of dims and units. Units compare as ratios: (1, 1) equals (2, 2)."""
+class _Ragged(CutPlacement):
+    """The base of ragged placements: a value of dims and units. Units compare as ratios: (1, 1) equals (2, 2)."""
 
     __slots__ = ("_dims", "_hash", "_key", "_units")
 
@@ -39,11 +28,6 @@ class _Ragged(Placement):
     _units: Units
     _key: tuple[Any, ...]
     _hash: int
-    redistribute_view: Callable[..., torch.Tensor] | None = None
-    """Moves local tensors that are not flat; None if ``_redistribute`` plans for the placement."""
-
-    def __init_subclass__(cls) -> None:
-        _ragged_types.add(cls)
 
     def __init__(self, dims: Sequence[int], local_units: Sequence[int], *more: int) -> None:
         super().__init__()
@@ -77,16 +61,7 @@ class _Ragged(Placement):
         """The units of each rank, kept as runs of ranks with equal units: their memory does not grow with the ranks."""
         return self._units
 
-    @property
-    def cut(self) -> Run:
-        """How the placement cuts a tensor, for :func:`torch_ragged.tensor._ownership.owned`."""
-        raise NotImplementedError
-
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether each rank holds a part only: True. With ``dim``: whether the placement may cut this dimension.
-
-        Programs ask this to know whether they must reduce over the mesh. It does not mean that the placement is a ``Shard``.
-        """
         return dim is None or dim in self._dims
 
     @property
@@ -105,27 +80,18 @@ class _Ragged(Placement):
         """The same placement over other ``dims``."""
         raise NotImplementedError
 
-    def normalize(self: _Self, ndim: int) -> _Self:
-        """This placement with non-negative ``dims`` for a tensor of ``ndim`` dimensions.
-
-        Raises:
-            ValueError: the dims are not a prefix of the dimensions of such a tensor.
-        """
+    def normalize(self: _Self, ndim: int, ranks: int, mesh_dim: int) -> _Self:
+        if len(self._units) != ranks:
+            raise ValueError(
+                f"{self!r} has {len(self._units)} local_units, but mesh dimension {mesh_dim} has {ranks} ranks: give one "
+                "number of units per rank"
+            )
         dims = tuple(d + ndim if d < 0 else d for d in self._dims)
         if dims != tuple(range(len(dims))) or len(dims) > ndim:
             raise ValueError(
                 f"{type(self).__name__} dims must be a prefix (0, ..., k-1) of the tensor's {ndim} dimensions, got {self._dims}"
             )
         return self if dims == self._dims else self.replace_dims(dims)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}; make a new placement")
-
-    def __copy__(self: _Self) -> _Self:
-        return self
-
-    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        return self
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -134,9 +100,6 @@ class _Ragged(Placement):
 
     def __hash__(self) -> int:
         return self._hash
-
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        return repr(self), {type(self).__name__: type(self)}
 
 
 class RaggedShard(_Ragged):
@@ -222,19 +185,6 @@ def _int_tuple(placement: str, name: str, values: Sequence[int]) -> tuple[int, .
     return tuple(values)
 
 
-def has_ragged(placements: Sequence[Placement]) -> bool:
-    """Whether any of the placements is ragged."""
-    for placement in placements:  # Every redistribution of plain DTensors runs this: isinstance takes four times as long.
-        if type(placement) in _ragged_types:
-            return True
-    return False
-
-
-def has_own_rules(placements: Sequence[Placement]) -> bool:
-    """Whether any of the placements is ragged or interleaved, so that DTensor's own rules do not know it."""
-    return has_ragged(placements) or has_interleaved(placements)
-
-
 def whole_shape(local: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> tuple[int, ...]:
     """The global shape of a local tensor of shape ``local`` if all shards are even. No placement is ragged."""
     shape = list(local)
@@ -247,7 +197,7 @@ def whole_shape(local: Sequence[int], placements: Sequence[Placement], mesh_shap
 def normalize_placements(
     placements: tuple[Placement, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
-    """Check placements, one of them ragged or interleaved, against a tensor shape and a mesh shape; normalize negative dims.
+    """Check placements, one of which says itself how it cuts, against a tensor shape and a mesh shape; normalize negative dims.
 
     It is integer arithmetic without communication: all ranks that pass the same arguments get the same result or error.
 
@@ -276,42 +226,8 @@ def _normalized(
     return result
 
 
-def _normalize(placement: Placement, mesh_dim: int, ndim: int, size: int) -> Placement:
-    if isinstance(placement, _Ragged):
-        if len(placement.units) != size:
-            raise ValueError(
-                f"{placement!r} has {len(placement.units)} local_units, but mesh dimension {mesh_dim} has "
-                f"{size} ranks: give one number of units per rank"
-            )
-        return placement.normalize(ndim)
-    if isinstance(placement, InterleavedShard):
-        return placement.normalize(ndim)
-    if isinstance(placement, _StridedShard) and placement.dim < 0:
-        return _StridedShard(placement.dim + ndim, split_factor=placement.split_factor)
-    if isinstance(placement, Shard) and placement.dim < 0:
-        return Shard(placement.dim + ndim)
-    return placement
-
-
-def cuts_of(placements: tuple[Placement, ...]) -> tuple[Cut, ...]:
-    """The cut of each placement, for :func:`torch_ragged.tensor._ownership.owned`.
-
-    Raises:
-        ValueError: the type of a placement is unknown here.
-    """
-    cuts: list[Cut] = []
-    for placement in placements:
-        if isinstance(placement, (_Ragged, InterleavedShard)):
-            cuts.append(placement.cut)
-        elif isinstance(placement, _StridedShard):
-            cuts.append(Chunk(placement.dim, int(placement.split_factor)))
-        elif isinstance(placement, Shard):
-            cuts.append(Chunk(placement.dim))
-        elif isinstance(placement, (Replicate, Partial)):
-            cuts.append(Whole())
-        else:
-            raise ValueError(
-                f"{placement} cannot be combined with a ragged placement: use Replicate, Partial, Shard, InterleavedShard or a "
-                "ragged placement"
-            )
-    return tuple(cuts)
+def _normalize(placement: Placement, mesh_dim: int, ndim: int, ranks: int) -> Placement:
+    if isinstance(placement, CutPlacement):
+        return placement.normalize(ndim, ranks, mesh_dim)
+    chunk = chunk_of(placement)
+    return of_dim(placement, chunk.dim + ndim) if chunk is not None and chunk.dim < 0 else placement

@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.tensor._ownership import Run
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
+from torch_ragged.tensor._cut_placement import chunk_of, cut_of
+from torch_ragged.tensor._ownership import Chunk, Run, Whole
 from torch_ragged.tensor.placement_types import RaggedShard, _int_tuple, _Ragged, normalize_placements
 
 __all__ = ["StridedRaggedShard", "fsdp_placement"]
@@ -115,7 +114,7 @@ def fsdp_placement(
     shape, mesh_shape = tuple(shape), tuple(mesh_shape)
     placed = normalize_placements(tuple(placements), shape, mesh_shape)
     local, factor = _even_piece(shape, placed, mesh_shape)
-    depth = min((p.dim for p in placed if isinstance(p, (Shard, InterleavedShard)) and p.dim > 0), default=len(shape))
+    depth = min((chunk.dim for p in placed if (chunk := chunk_of(p)) is not None and chunk.dim > 0), default=len(shape))
     numel = math.prod(local)
     block = math.lcm(granularity, math.prod(local[depth:]) or 1)
     if local_numels is None:
@@ -142,15 +141,16 @@ def _even_piece(
     """The local shape after the even shards of ``placements``, and the number of pieces into which they cut dimension 0."""
     local, pieces = list(shape), 1
     for placement, size in zip(placements, mesh_shape):
-        if isinstance(placement, (_Ragged, _StridedShard)):
+        cut = cut_of(placement)
+        if isinstance(cut, Whole):
+            continue
+        if not isinstance(cut, Chunk) or cut.split_factor > 1:
             raise ValueError(f"FSDP cannot shard a tensor placed as {placement}: redistribute it to Replicate or Shard first")
-        if isinstance(placement, (Shard, InterleavedShard)):
-            dim = placement.dim
-            if local[dim] % size:
-                raise ValueError(
-                    f"dimension {dim} of shape {shape} is sharded unevenly over {size} ranks: FSDP needs even pieces. Pad the "
-                    "dimension, or shard another dimension"
-                )
-            local[dim] //= size
-            pieces *= size if dim == 0 else 1
+        if local[cut.dim] % size:
+            raise ValueError(
+                f"dimension {cut.dim} of shape {shape} is sharded unevenly over {size} ranks: FSDP needs even pieces. Pad the "
+                "dimension, or shard another dimension"
+            )
+        local[cut.dim] //= size
+        pieces *= size if cut.dim == 0 else 1
     return local, pieces

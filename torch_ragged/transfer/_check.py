@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torch_ragged._register._torch import local_tensor, waited
 from torch_ragged.tensor._box_tensor import BoxTensor
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._global_layout import global_layout_of
 from torch_ragged.tensor._ownership import coordinate_at, owned
-from torch_ragged.tensor.placement_types import cuts_of
 from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
 from torch_ragged.transfer._sides import (
     BoxSpec,

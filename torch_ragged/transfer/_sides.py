@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, global_layout_of
 from torch_ragged.tensor._ownership import Box, Cut, Owned, Whole, coordinate_at, index_at, owned, owned_near
 from torch_ragged.tensor._redistribute import warn_of_order
-from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 __all__ = [
     "AnySpec",

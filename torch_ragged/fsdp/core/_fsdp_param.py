@@ -23,8 +23,8 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, Segments, elements
 from torch_ragged.tensor._api import spec_of
+from torch_ragged.tensor._cut_placement import CutPlacement, chunk_of
 from torch_ragged.tensor._redistribute import mesh_group
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
@@ -135,8 +135,9 @@ class Distribution:
         self._cuts: dict[int, list[int]] = {}
         for dim in range(self._shards_at + 1, len(self._template)):
             placement = self._template[dim]
-            if isinstance(placement, (Shard, _StridedShard, InterleavedShard)):
-                self._cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
+            assert placement is not None
+            if (chunk := chunk_of(placement)) is not None:
+                self._cuts.setdefault(chunk.dim, []).append(self.mesh.size(dim))
         self._dp_dims, self._ranks, self._counts_once = dp.spmd_dims, dp.ranks, dp.counts_once
         self._rank = dp.rank if dp.is_member else dp.ranks  # Ranks: an empty interval, outside of the mesh.
         if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
@@ -189,12 +190,12 @@ class Distribution:
         for index, placement in enumerate(self._model_placements if self.is_dtensor else ()):
             ranks = self._model_mesh.size(index)
             # Other cuts leave the segments of this rank's piece as long as they are.
-            if not placement.is_shard(dim) or ranks == 1:
+            chunk = chunk_of(placement)
+            if chunk is None or chunk.dim != dim or ranks == 1:
                 continue
             # InterleavedShard cuts each segment by itself. One cut through several would give this rank a part of some of them
             # only.
-            pieces = placement.segments(sum(sizes)) if isinstance(placement, InterleavedShard) else (sum(sizes),)
-            if not {*itertools.accumulate(sizes)} <= {*itertools.accumulate(pieces)}:
+            if not {*itertools.accumulate(sizes)} <= {*itertools.accumulate(chunk.segments(sum(sizes)))}:
                 raise InvalidArgument(
                     f"{self.fqn} has {granularity.text}, but the model cuts segments together, by {placement!r} over {ranks} "
                     f"ranks: distribute it by InterleavedShard({dim}, {granularity.sizes}), or give a granularity without "
@@ -357,20 +358,18 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
                 )
     sizes = list(param.shape)
     for dim, placement in enumerate(param.placements):
-        if type(placement) is Shard or (type(placement) is _StridedShard and placement.dim > 0):
-            # Uneven pieces would have other layouts on other ranks of the model, which make the same collectives.
-            if sizes[placement.dim] % (param.device_mesh.size(dim) * getattr(placement, "split_factor", 1)):
+        chunk = chunk_of(placement)
+        if chunk is not None and (chunk.split_factor == 1 or chunk.dim > 0):
+            # Uneven pieces would have other layouts on other ranks of the model, which make the same collectives. (Segments are
+            # even, or the DTensor would not exist.)
+            if sizes[chunk.dim] % (param.device_mesh.size(dim) * chunk.split_factor):
                 raise ValueError(
                     f"{fqn} of shape {tuple(param.shape)} is cut unevenly by {placement} over {param.device_mesh.size(dim)} "
                     "ranks of model parallelism: pad it, or choose a size that is a multiple of the number of ranks"
                 )
-            sizes[placement.dim] //= param.device_mesh.size(dim)
-        elif isinstance(placement, InterleavedShard):  # Its segments are even, or the DTensor would not exist.
-            sizes[placement.dim] //= param.device_mesh.size(dim)
+            sizes[chunk.dim] //= param.device_mesh.size(dim)
         elif not isinstance(placement, Replicate):
-            hint = (
-                "is sharded by fully_shard already" if isinstance(placement, (RaggedShard, StridedRaggedShard)) else "unknown"
-            )
+            hint = "is sharded by fully_shard already" if isinstance(placement, CutPlacement) else "unknown"
             raise ValueError(
                 f"{fqn} is a DTensor placed as {param.placements} ({hint}): fully_shard takes plain parameters, and DTensors "
                 "with Shard, InterleavedShard and Replicate of tensor or expert parallelism, or _StridedShard of a later "

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.models.utils import MoEStateDictAdapter
 
-from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged import RaggedShard
+from torch_ragged.tensor._cut_placement import has_flat
 
 __all__ = ["with_ragged_experts"]
 
@@ -90,7 +91,7 @@ def _coordinate_of_dim(weight: DTensor, dim: int) -> int:
 
 
 def _is_ragged(placement: Any) -> bool:
-    return isinstance(placement, (RaggedShard, StridedRaggedShard))
+    return has_flat((placement,))
 
 
 def _experts_of_this_rank(weight: DTensor) -> tuple[int, int]:

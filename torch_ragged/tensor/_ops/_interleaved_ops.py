@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torch_ragged.tensor._cut_placement import chunk_of, has_flat, has_own_chunks, of_dim
 from torch_ragged.tensor._ops._rules import (
     Layout,
     NoLocalWay,
@@ -30,8 +31,7 @@ from torch_ragged.tensor._ops._rules import (
     with_placement,
     written_leaves,
 )
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
-from torch_ragged.tensor.placement_types import has_ragged
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
 __all__ = ["interleaved_rule", "interleaved_view_rule"]
 
@@ -80,9 +80,9 @@ def interleaved_rule(call: OpCall) -> Sharding:
 def _own(call: OpCall) -> list[Spec]:
     """The tensor arguments, if at least one is interleaved and none is ragged."""
     specs = tensor_leaves(call)
-    if not any(has_interleaved(spec.placements) for spec in specs):
+    if not any(has_own_chunks(spec.placements) for spec in specs):
         raise NoLocalWay  # The rules of ragged tensors say why.
-    if any(has_ragged(spec.placements) for spec in specs):
+    if any(has_flat(spec.placements) for spec in specs):
         raise NoLocalWay("a tensor that is both interleaved and ragged can only run element-wise ops")
     return specs
 
@@ -170,7 +170,7 @@ def _joined_segments(call: OpCall, specs: Sequence[Spec]) -> Sharding | None:
         return None
     (mesh_dim,) = mesh_dims
     others = _without(specs[0].placements, mesh_dim)
-    if any(has_interleaved(others) or _without(spec.placements, mesh_dim) != others for spec in specs):
+    if any(has_own_chunks(others) or _without(spec.placements, mesh_dim) != others for spec in specs):
         return None
     if any(isinstance(p, Partial) or _cuts(p, dim) for p in others):
         return None
@@ -187,7 +187,8 @@ def _joined_segments(call: OpCall, specs: Sequence[Spec]) -> Sharding | None:
 
 
 def _cuts(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, (Shard, _StridedShard, InterleavedShard)) and placement.dim == dim
+    chunk = chunk_of(placement)
+    return chunk is not None and chunk.dim == dim
 
 
 def _without(placements: Sequence[Placement], mesh_dim: int) -> tuple[Placement, ...]:
@@ -263,24 +264,24 @@ def _reshaped(call: OpCall, spec: Spec, given: tuple[Placement, ...], shape: Seq
         shift = len(shape) - len(spec.shape)
         if any(_cuts(p, d) and shape[d + shift] != spec.shape[d] for p in given for d in range(len(spec.shape))):
             raise NoLocalWay("expansion of a dimension that is cut")
-        placements = [_moved_shard(p, p.dim + shift) if _is_any_shard(p) else p for p in given]  # type: ignore[attr-defined]
+        placements = [of_dim(p, p.dim + shift) if chunk_of(p) else p for p in given]  # type: ignore[attr-defined]
         make: Callable[..., Any] = torch.Tensor.expand
         sizes = _local_sizes(placements, shape, spec)
     else:
         left = list(spec.shape)  # Sizes on a rank, after the mesh dimensions so far: each one cuts what those before it leave.
         for placement, ranks in zip(given, tuple(spec.mesh.shape)):
             placements.append(_follow(placement, left, sizes, ranks))
-            if _is_any_shard(placement):
+            if chunk_of(placement):
                 left[placement.dim] //= ranks  # type: ignore[attr-defined]
                 sizes[placements[-1].dim] //= ranks  # type: ignore[attr-defined]
         make = torch.Tensor.view
         # Beside another cut of its dimension, a shard that became segments is torch's strided one.
-        dims = [p.dim for p in placements if _is_any_shard(p)]  # type: ignore[attr-defined]
+        dims = [p.dim for p in placements if chunk_of(p)]  # type: ignore[attr-defined]
         for i, (old, new) in enumerate(zip(given, placements)):
             if isinstance(new, InterleavedShard) and not isinstance(old, InterleavedShard) and dims.count(new.dim) > 1:
                 placements[i] = _StridedShard(new.dim, split_factor=len(new.ratios))
     for each in (given, placements):
-        dims = [p.dim for p in each if _is_any_shard(p)]  # type: ignore[attr-defined]
+        dims = [p.dim for p in each if chunk_of(p)]  # type: ignore[attr-defined]
         is_same = each is given and tuple(shape) == tuple(spec.shape)
         if any(dims.count(p.dim) > 1 for p in each if isinstance(p, InterleavedShard)) and not is_same:
             raise NoLocalWay(f"a view as {tuple(shape)} would put the cuts of two mesh dimensions into one dimension")
@@ -291,10 +292,6 @@ def _reshaped(call: OpCall, spec: Spec, given: tuple[Placement, ...], shape: Seq
     return Sharding([(spec.placements, None)], tuple(placements), run)
 
 
-def _is_any_shard(placement: Placement) -> bool:
-    return isinstance(placement, _StridedShard) or placement.is_shard()
-
-
 def _local_sizes(placements: Sequence[Placement], shape: Sequence[int], spec: Spec) -> list[int]:
     """The sizes on each rank.
 
@@ -303,17 +300,11 @@ def _local_sizes(placements: Sequence[Placement], shape: Sequence[int], spec: Sp
     """
     sizes = list(shape)
     for placement, ranks in zip(placements, tuple(spec.mesh.shape)):
-        if _is_any_shard(placement):
+        if chunk_of(placement):
             if sizes[placement.dim] % ranks:  # type: ignore[attr-defined]
                 raise NoLocalWay(f"{placement} does not cut {tuple(shape)} evenly")
             sizes[placement.dim] //= ranks  # type: ignore[attr-defined]
     return sizes
-
-
-def _moved_shard(placement: Any, dim: int) -> Placement:
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim, split_factor=placement.split_factor)
-    return placement.move_to(dim) if isinstance(placement, InterleavedShard) else Shard(dim)
 
 
 def _follow(placement: Any, before: Sequence[int], after: Sequence[int], ranks: int) -> Placement:
@@ -324,7 +315,7 @@ def _follow(placement: Any, before: Sequence[int], after: Sequence[int], ranks: 
     Raises:
         NoLocalWay: no dimension of the new shape has these segments.
     """
-    if not _is_any_shard(placement):
+    if not chunk_of(placement):
         return placement
     is_strided = isinstance(placement, _StridedShard)
     ratios: _Segments = placement.ratios if isinstance(placement, InterleavedShard) else (1,)
@@ -381,7 +372,7 @@ def _interleaved_zeros_around(call: OpCall) -> Sharding:
             raise NoLocalWay("a strided shard beside an interleaved one")
         if placement.is_shard():
             at = placement.dim + (is_select and placement.dim >= dim)  # type: ignore[attr-defined]
-            placement = _moved_shard(placement, at)
+            placement = of_dim(placement, at)
             if at == dim:
                 start, stop, step = rest
                 edges = [0, start, start + spec.shape[dim], sizes[dim]]

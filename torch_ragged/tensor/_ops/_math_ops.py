@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from torch_ragged.tensor._cut_placement import has_own_rules
 from torch_ragged.tensor._local_tensor import on_each_rank
 from torch_ragged.tensor._ops._rows import rows_of
 from torch_ragged.tensor._ops._rules import NoLocalWay, NormPartial, OpCall, Sharding, decomposition, rule, tensor_leaves, wide
-from torch_ragged.tensor.placement_types import has_own_rules
 
 aten = torch.ops.aten
 

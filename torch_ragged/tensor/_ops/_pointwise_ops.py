@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.tensor._cut_placement import has_flat, has_own_rules
 from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, OpRule, Sharding, Spec, averages, tensor_leaves
-from torch_ragged.tensor.placement_types import has_own_rules, has_ragged
 
 __all__ = ["family_rule", "pointwise_rule"]
 
@@ -110,7 +110,7 @@ def _follow_leader(call: OpCall, spec: Spec, leader: Spec, specs: Any) -> Wanted
         return leader.placements, None
     if not spec.shape:
         return _replicated(spec)
-    if not _is_replicated_spec(spec) or not has_ragged(leader.placements):
+    if not _is_replicated_spec(spec) or not has_flat(leader.placements):
         raise NoLocalWay(f"only a replicated tensor can be broadcast to a ragged {tuple(leader.shape)}")
     return leader.placements, leader.shape
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from torch_ragged.tensor._cut_placement import has_flat, has_own_chunks
 from torch_ragged.tensor._ops._rows import RaggedRows, Rows, rows_of
 from torch_ragged.tensor._ops._rules import (
     Layout,
@@ -38,8 +39,7 @@ from torch_ragged.tensor._ops._rules import (
     with_placement,
     written_leaves,
 )
-from torch_ragged.tensor.interleaved_placement_types import has_interleaved
-from torch_ragged.tensor.placement_types import RaggedShard, has_ragged
+from torch_ragged.tensor.placement_types import RaggedShard
 
 __all__ = ["row_rule"]
 
@@ -90,10 +90,10 @@ def _in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 def row_rule(call: OpCall) -> Sharding:
     """Run an op on whole rows if it treats the cut dimensions as batch dimensions."""
     specs = tensor_leaves(call)
-    ragged = [spec for spec in specs if has_ragged(spec.placements)]
-    if not ragged or any(has_ragged(getattr(v, "placements", ())) for v in pytree.tree_leaves(call.kwargs)):
+    ragged = [spec for spec in specs if has_flat(spec.placements)]
+    if not ragged or any(has_flat(getattr(v, "placements", ())) for v in pytree.tree_leaves(call.kwargs)):
         raise NoLocalWay("a ragged tensor given by keyword must have the placements of the others")
-    if any(has_interleaved(spec.placements) for spec in specs):
+    if any(has_own_chunks(spec.placements) for spec in specs):
         raise NoLocalWay("a tensor that is both interleaved and ragged can only run element-wise ops")
     if is_random(call.op):
         raise NoLocalWay("its random numbers would depend on the placement")
@@ -143,7 +143,7 @@ def _choices(spec: Spec, leader: Spec, rows: Rows) -> list[_Input]:
         return _Input(spec, with_placement(clean, rows.mesh_dim, placement), Rows(rows.mesh_dim, dims, rows.counts, flat))
 
     left, right = cut(rows.dims), cut(tuple(dim + len(spec.shape) - len(leader.shape) for dim in rows.dims))
-    if has_ragged(spec.placements):
+    if has_flat(spec.placements):
         own = rows_of(spec)
         if own is None or own.mesh_dim != rows.mesh_dim:
             return []

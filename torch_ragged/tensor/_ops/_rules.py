@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from torch_ragged.tensor.placement_types import has_ragged
+from torch_ragged.tensor._cut_placement import CutPlacement
 
 __all__ = [
     "Layout",
@@ -291,7 +291,8 @@ def is_row_major(meta: Meta) -> bool:
 
 def unsupported(op: torch._ops.OpOverload, specs: Sequence[Spec], why: str = "") -> NotImplementedError:
     """The error of an op that cannot run on such DTensors; it says what to redistribute to."""
-    kind = "RaggedShard" if any(has_ragged(spec.placements) for spec in specs) else "InterleavedShard"
+    own = [p for spec in specs for p in spec.placements if isinstance(p, CutPlacement) and p.redistribute_view is None]
+    kind = type(own[0]).__name__ if own else "RaggedShard"  # A strided view of one.
     given = ", ".join(f"{tuple(s.shape)} {''.join(map(str, s.placements))}" for s in specs)
     return NotImplementedError(
         f"{op} is not supported on a DTensor with {kind} placements{why and ': ' + why} (got {given}). Redistribute "

@@ -47,7 +47,7 @@ def view_rule(call: OpCall) -> Sharding:
     if rows is None:
         if cut is None:
             raise NoLocalWay(
-                "several mesh dimensions cut its argument: no placement describes a part that only some ranks hold"
+                "ranks hold more than one run of rows of its argument: no placement describes a part that only some ranks hold"
             )
         raise NoLocalWay("its output would not be row-major, and ranks do not hold whole rows")
     packet = call.op.overloadpacket
