@@ -3,7 +3,8 @@
     python -m benchmarks.parts.walk [--json PATH] [--upward]
 
 One process of a fake process group of 4 ranks traces its Python calls: ``fully_shard`` of a Linear; forward and backward of a
-root of two Linears, each a group; forward and backward of a group of one small parameter.
+root of two Linears, each a group; forward and backward of a group of one small parameter. Of this package alone: a step of Muon,
+``parallelize``, and a redistribution that ran before.
 
     files, functions, calls   of the package's own code (FSDP2: torch/distributed/fsdp)
     upward                    calls from a file to one that imports it, directly or not: the callee stands on a higher floor
@@ -32,12 +33,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import torch_ragged
+import torch_ragged.fsdp
 from benchmarks.common.fake_world import PACKAGES, fake_world, make_mesh
 from benchmarks.common.measure import print_table, write_json
+from torch_ragged import RaggedShard
+from torch_ragged.optim import Muon, matrix_groups
+from torch_ragged.spmd import Plan, parallelize
 
 ROOTS = {
     "torch_ragged": Path(torch_ragged.__file__).parent,
@@ -191,6 +197,35 @@ def walks(package: str) -> dict[str, Walk]:
             for _ in range(2):
                 of_loss(model(torch.ones(2, 8))).backward()
             found[name] = traced(package, lambda: of_loss(model(torch.ones(2, 8))).backward())
+        if package == "torch_ragged":
+            found |= _other_wings(mesh)
+    return found
+
+
+def _other_wings(mesh: DeviceMesh) -> dict[str, Walk]:
+    """Walks outside of ``fsdp``, for which FSDP2 has nothing."""
+    found = {}
+
+    def linears() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    model = torch_ragged.fsdp.fully_shard(linears(), mesh=mesh)
+    optimizer = Muon(matrix_groups(model, lr=0.01), lr=0.01)
+    for _ in range(3):  # The first steps plan and allocate.
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    found["a step of Muon"] = traced("torch_ragged", optimizer.step)
+    plan, mesh = Plan(), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    plan.shard(r"0\.(weight|bias)", Shard(0), "tp")
+    plan.shard(r"2\.weight", Shard(1), "tp")
+    plan.default(Replicate())
+    parallelize(linears(), plan, mesh)
+    model = linears()
+    found["parallelize(two Linears)"] = traced("torch_ragged", lambda: parallelize(model, plan, mesh))
+    tensor = distribute_tensor(torch.ones(8, 8), mesh, [RaggedShard((0,), (1, 3, 2, 2))])
+    for _ in range(3):
+        tensor.redistribute(placements=[Shard(0)])
+    found["a warm redistribute"] = traced("torch_ragged", lambda: tensor.redistribute(placements=[Shard(0)]))
     return found
 
 
