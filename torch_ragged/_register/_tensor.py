@@ -194,7 +194,7 @@ def _install_stable_hash() -> None:
 )
 def _install_redistribute() -> None:
     def redistribute(self, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
-        return _extension(placements, self.placements).redistribute(self, device_mesh, placements, **options)
+        return _extension(self.placements, placements).redistribute(self, device_mesh, placements, **options)
 
     guard = "placements is not None and (extension_of(placements) or extension_of(self._spec.placements)) is not None"
     extend_in_place(DTensor.redistribute, guard, lambda original: redistribute)

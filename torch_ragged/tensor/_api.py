@@ -109,7 +109,14 @@ class RaggedExtension(PlacementExtension):
         return ((0, *shape[1:]), (shape[0], *(0 for _ in shape[1:]))) if box is None else (box.sizes, box.offsets)
 
     def redistribute(
-        self, tensor: DTensor, mesh: Optional[DeviceMesh], placements: Sequence[Placement], **options: Any
+        self,
+        tensor: DTensor,
+        mesh: Optional[DeviceMesh],
+        placements: Sequence[Placement],
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """Check the placements before any communication, then issue the collectives of ``_redistribute``.
 
@@ -123,7 +130,7 @@ class RaggedExtension(PlacementExtension):
                 f"cannot redistribute a DTensor on a mesh of {given[0]} to a mesh of {given[1]}: use the tensor's own mesh"
             )
         normalized = normalize_placements(tuple(placements), tensor.shape, own.shape)
-        return _RaggedRedistribute.apply(tensor, normalized, *_redistribute_options(**options))
+        return _RaggedRedistribute.apply(tensor, normalized, async_op, forward_dtype, backward_dtype)
 
     def redistribute_local_tensor(
         self, local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, *, async_op: bool, is_explicit: bool
@@ -224,13 +231,6 @@ def _on_every_rank(mesh: DeviceMesh, shape: torch.Size, check: Callable[[], tupl
     return found
 
 
-def _redistribute_options(
-    *, async_op: bool = False, forward_dtype: torch.dtype | None = None, backward_dtype: torch.dtype | None = None
-) -> tuple[Any, ...]:
-    """The keyword arguments of ``DTensor.redistribute``."""
-    return async_op, forward_dtype, backward_dtype
-
-
 class _RaggedRedistribute(torch.autograd.Function):
     """Redistribute to other placements. The gradient gets the old placements, with Replicate instead of Partial.
 
@@ -248,7 +248,7 @@ class _RaggedRedistribute(torch.autograd.Function):
         if placements == spec.placements and local is tensor._local_tensor:
             return DTensor(local, spec, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
         target = spec_of(spec.mesh, placements, spec.shape, local.dtype)
-        moved = dtensor_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op, is_explicit=is_explicit)
+        moved = ragged_extension.redistribute_local_tensor(local, spec, target, async_op=async_op, is_explicit=is_explicit)
         return DTensor(moved, target, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
 
     @staticmethod

@@ -159,7 +159,14 @@ class PlacementExtension:
         raise self._lacks("compute_local_shape_and_global_offset")
 
     def redistribute(
-        self, tensor: DTensor, mesh: Optional[DeviceMesh], placements: Sequence[Placement], **options: Any
+        self,
+        tensor: DTensor,
+        mesh: Optional[DeviceMesh],
+        placements: Sequence[Placement],
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """``DTensor.redistribute`` from or to such placements, with its keyword arguments. Differentiable."""
         raise self._lacks("DTensor.redistribute")

@@ -226,7 +226,7 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 
 def _reductions(source: tuple[Placement, ...], target: tuple[Placement, ...]) -> set[str]:
     """How the Partials that come or go reduce."""
-    return {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)}
+    return {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if isinstance(p, Partial) and p != q}
 
 
 def _check_reductions(dtype: torch.dtype, source: tuple[Placement, ...], target: tuple[Placement, ...]) -> None:
