@@ -20,6 +20,7 @@ import fuzz_dtensor
 import fuzz_fsdp
 import fuzz_pairs
 import fuzz_pairs_training
+import fuzz_placements
 import fuzz_plan
 import fuzz_plan_training
 import fuzz_plans
@@ -49,6 +50,7 @@ KINDS = {
     "pairs": fuzz_pairs,
     "states": fuzz_states,
     "plans": fuzz_plans,
+    "placements": fuzz_placements,
     "dtensor": fuzz_dtensor,
     "transfer": fuzz_transfer,
     "plan": fuzz_plan,
@@ -95,6 +97,8 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
             digest, details = fuzz_pairs_training.PairTraining(case).run(), ""
         elif kind == "plans":
             digest, details = fuzz_plans.PlanTraining(case).run(), ""
+        elif kind == "placements":
+            digest, details = fuzz_placements.PlacementRun(case).run()
         elif kind == "states":
             digest, details = fuzz_states.StateMove(case).run(), ""
         elif kind == "transfer":
@@ -107,7 +111,13 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
             digest, details = (fuzz_random if kind == "random" else fuzz_dtensor).run_program(case)
     except Exception as error:
         text = "".join(traceback.format_exception(error))[-6000:]
-        known = (_known or sentences()) if kind == "program" else () if kind in ("pairs", "states", "plans") else REFUSALS
+        known = (
+            (_known or sentences())
+            if kind == "program"
+            else ()
+            if kind in ("pairs", "states", "plans", "placements")
+            else REFUSALS
+        )
         clear = not isinstance(error, AssertionError) and any(re.search(each, " ".join(str(error).split())) for each in known)
         return ("refused" if clear else "failed"), text
     fuzz_shapes.check_shapes()

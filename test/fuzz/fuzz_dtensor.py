@@ -30,7 +30,7 @@ MESHES = {1: ((1,), (1, 1)), 2: ((2,), (1, 2), (2, 1)), 3: ((3,),), 4: ((4,), (4
 MESHES |= {6: ((6,), (2, 3), (3, 2)), 8: ((8,), (2, 4), (4, 2), (2, 2, 2))}
 RANKS = (1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 4, 4, 4, 4, 6, 8)
 SIZES = (1, 2, 2, 3, 4, 4, 5, 6, 8)
-DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "int64": torch.int64}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "bfloat16", "int64", "complex128", "bool")}
 CLEAR = (  # Refusals that name the operation and the way out, as in test/tensor/op_conformance.py.
     "is not supported on a DTensor with",
     "in-place operations that require placement changes are not supported",
@@ -231,7 +231,10 @@ class Program:
         operands = [placed, other_placed][:count]
         self.note(f"{name}({', '.join(self.text(each) for each in operands)})")
         before = plain.clone()
-        operation(*[plain, other.clone()][:count])
+        try:
+            operation(*[plain, other.clone()][:count])
+        except NotImplementedError:
+            return  # The operation does not take such a dtype.
         found = self.guarded(lambda: operation(*operands), operands, lambda twins: operation(*twins))
         shared = plain.untyped_storage().data_ptr()
         self.pool = [pair for pair in self.pool if pair[0].untyped_storage().data_ptr() != shared]
@@ -343,6 +346,8 @@ class Program:
             self.rounded.append((plain, placed))
             return
         if plain.dtype != torch.bool and plain.numel() and float(plain.detach().abs().max()) > LIMIT:
+            if plain.is_complex():
+                return  # It has no remainder; later steps would make larger numbers.
             self.note(f"remainder({self.text(placed)}, 11)")
             plain, placed = plain.remainder(11), placed.remainder(11)
             self.check(plain, placed, False)

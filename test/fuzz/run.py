@@ -19,7 +19,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "common"), str(HERE.parent.parent)]
 KINDS = ("fsdp", "dtensor", "transfer", "plan", "program", "random")
-TABLES = ("pairs", "states", "plans")
+TABLES = ("pairs", "states", "plans", "placements")
 BATCH = 100  # Seeds in a row, of which those of one size share a process group. Each mesh adds groups, whose threads poll.
 
 
@@ -56,7 +56,7 @@ def run(kinds: list[str], cases: int, seed: int, limit: float, report: dict[str,
                 mine["cases"] += 1
                 mine["done"].append(number)
                 mine["counts"][status] += 1
-                counted = details if kind in ("dtensor", "random") else ""
+                counted = details if kind in ("dtensor", "random", "placements") else ""
                 for name, value in re.findall(r"(operations|refused|torch) (\d+)", counted):
                     mine["operations"][name] += int(value)
                 if status not in ("ok", "refused"):

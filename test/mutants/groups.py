@@ -1,4 +1,4 @@
-"""What is mutated, and the test files that must catch it. Tests marked slow are left out."""
+"""What is mutated, and the test files that must catch it: each wing by its folder's tests. Tests marked slow are left out."""
 
 from __future__ import annotations
 
@@ -61,6 +61,28 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
             "test_train_checkpoint.py::CommandLineTest",
         ],
     ),
+    "transfer": (["torch_ragged/transfer/*.py"], ["transfer/test_*.py"]),
+    "optim": (["torch_ragged/optim/*.py"], ["optim/test_*.py"]),
+    "random": (
+        ["torch_ragged/random/*.py", *(f"torch_ragged/tensor/_{name}.py" for name in ("random", "draw", "sampler", "counter"))],
+        ["random/test_*.py", "tensor/test_random.py", "tensor/test_draw.py"],
+    ),
+    "spmd": (["torch_ragged/spmd/*.py"], ["spmd/test_*.py"]),
+    "elastic": (["torch_ragged/fsdp/elastic/*.py"], ["elastic/test_*.py", "test_fsdp_reshard*.py"]),
+    "offload": (["torch_ragged/fsdp/offload/*.py", "torch_ragged/fsdp/files/*.py"], ["offload/test_*.py", "files/test_*.py"]),
+    "comm": (["torch_ragged/fsdp/comm/*.py"], ["comm/test_*.py", "test_fsdp_collectives*.py"]),
+    "codes": (["torch_ragged/fsdp/codes/*.py"], ["test_fsdp_float*.py"]),
+    "gates": (
+        ["torch_ragged/fsdp/gates/*.py", "torch_ragged/_ranks/*.py"],
+        ["ranks/test_*.py", "test_fsdp_optional*.py", "test_fsdp_options_of_ranks.py", "test_fsdp_untrained*.py"],
+    ),
+    "ops": (
+        ["torch_ragged/tensor/_ops/*.py", "torch_ragged/tensor/_dispatch.py", "torch_ragged/tensor/_plain_ops.py"],
+        ["tensor/test_*.py"],
+    ),
+    "register": (["torch_ragged/_register/*.py"], ["tensor/test_*.py", "spmd/test_*.py"]),
+    "tools": (["torch_ragged/fsdp/tools/*.py"], ["tools/test_*.py"]),
+    "offline": (["torch_ragged/offline/*.py"], ["offline/test_*.py"]),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -55,6 +56,7 @@ class Session:
         if session.testsfailed:
             raise session.Failed("the tests cannot be collected")
         items = {item.nodeid: item for item in session.items}
+        gc.unfreeze()  # The suite freezes what it has imported, and a frozen function is not found: see Source.apply.
         reached = self._reached(items)
         waiting, running = list(reversed(self.mutants)), {}
         began = time.monotonic()
@@ -160,6 +162,8 @@ class Session:
     def _note(self, mutant: Mutant, pipe: int, status: int, seconds: float, count: int) -> None:
         ran = _read(pipe).split("\n")[:-1]
         code = os.waitstatus_to_exitcode(status)
+        if count and not ran:  # Otherwise each mutant would count as caught.
+            raise RuntimeError(f"{mutant.file}:{mutant.line} {mutant.change}: no test ran, the mutant was not made (exit {code})")
         outcome = {0: "survived", 3: "survived"}.get(code, "caught")
         if not count:
             outcome = "not reached"
