@@ -365,8 +365,8 @@ class Facts:
                     except NoFacts:
                         if not self._alone:
                             raise
-            # A name may be that of a class attribute or method of any object that was found. What is found here is new code, with
-            # new names: therefore the loop.
+            # A name may be that of a class attribute or method of any object that was found. What is found here is new code,
+            # with new names: therefore the loop.
             for kind, path in list(self._classes.items()):
                 if _is_others(kind.__module__):
                     continue
