@@ -102,7 +102,6 @@ class PendingGradients:
         self._order: dict[torch.nn.Parameter, int] = {}
         self._params: list[torch.nn.Parameter] = []
         self._mesh = mesh
-        # By the number of the backward: a reentrant checkpoint runs one inside of another.
         self._passes: dict[int, _Pass] = {}
         self._without: torch.nn.Parameter | None = None
         self.backwards = 0
@@ -327,8 +326,8 @@ class PendingGradients:
         return results
 
     def _all_reduced(self, dims: tuple[int, ...], locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # Several gradients are copied into one buffer of at most _BUCKET bytes, or of one larger gradient: it lives as long as
-        # the reduced gradients, which are views of it. A single one is reduced in its own memory.
+        # Several gradients are copied into one buffer of at most _BUCKET bytes: it lives as long as the reduced gradients,
+        # which are views of it. A single one is reduced in its own memory. Assumed: nothing else has this memory.
         flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
         group = mesh_group(self._mesh, dims)
         with peers_named("all-reduce", "gradients", functools.partial(dist.get_process_group_ranks, group)):

@@ -126,7 +126,7 @@ class _MoveLocal(torch.autograd.Function):
 def _only_reduction(mesh: DeviceMesh, src: PerDim, dst: PerDim) -> AllReduce | None:
     """What carries out a move from ``src`` to ``dst`` that is one all-reduce."""
     changes = [(dim, given, wanted) for dim, (given, wanted) in enumerate(zip(src, dst)) if given != wanted]
-    # Most boundaries of tensor parallelism are this one. It needs no plan: it is the same for all shapes.
+    # Most boundaries of tensor parallelism are one all-reduce. It needs no plan: it is the same for all shapes.
     if len(changes) != 1:
         return None
     dim, given, wanted = changes[0]
@@ -197,7 +197,6 @@ def move_dtensor(tensor: DTensor, dst: PerDim, before: PerDim | None = None, aft
     It is DTensor's own ``redistribute``, by the package's plans, which are cached.
     """
     src = tensor.placements
-    # Nothing to do in forward or backward, so there is no node either.
     if dst == src and before is None and after is None:
         return tensor
     return _MoveDTensor.apply(tensor, dst, before, clean(src) if after is None else after)

@@ -179,8 +179,9 @@ def try_module(
 def as_drawn(states: dict[str, torch.Tensor]) -> Iterator[None]:
     """Code in it draws from ``states``, by device. Ranks do not compare these draws, and later ones are as without it."""
     before = {device: read_state(device) for device in states}
-    # A draw may compare the states of ranks, by an all-reduce (check_states). Not on trial: another rank may have no trial now.
-    # Assumed: the watched call before the trial has drawn, as the first draw on a mesh compares in any case.
+    # A draw may compare the states of ranks, by an all-reduce (check_states). Not on trial: another rank may have no trial now,
+    # and the ledger would refuse what sends. Assumed: the watched call before the trial has drawn, as the first draw on a mesh
+    # compares in any case.
     is_compared, scope.is_compared = scope.is_compared, True
     try:
         for device, state in states.items():
