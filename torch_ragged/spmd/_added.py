@@ -23,6 +23,8 @@ from torch_ragged.tensor._read import meet
 
 __all__ = ["add_later"]
 
+# torch calls its registration hooks for each module of the process. By this table, they know the modules of a plan. Weak on
+# both sides (_Model has a weak reference): a dropped model is freed.
 _models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
 """Of each module in a parallelized model."""
 
@@ -113,11 +115,14 @@ class _Model:
             ]
             names = ", ".join([name for name, _, _ in added.values()][:3])
             call = f"the addition of {names} to a parallelized model"
+            # All ranks of the mesh wait here. It has a group of its own, so a rank that adds nothing is found, and its next
+            # collective is not taken for this one.
             meet(self._mesh, call, "\n".join(lines), "add the same parameters on all ranks")
         for _, module, key, param in owners:
             # A DTensor already, as in the copy of a layer: its gradients are reduced as this model's.
             if isinstance(param, DTensor) and (module, key) not in in_units and self._pending.placements_of(param) is None:
                 self._pending.add(param, tuple(param.placements))
+        # In the order of registration, on which ranks have agreed: each is a broadcast from rank 0.
         for param, (name, module, key) in added.items():
             self._known[param] = self._distributed(param, name)
             note_replaced(param, name, module, key, "parallelize")
@@ -130,8 +135,10 @@ class _Model:
             placements = of_gradient = everywhere
         placed = nn.Parameter(distribute_tensor(param.detach(), self._mesh, placements), requires_grad=param.requires_grad)
         if param.grad is not None:
+            # A layer that the script has trained by itself.
             placed.grad = distribute_tensor(param.grad, self._mesh, placements)
         vars(placed).update(vars(param))
+        # Others cannot have a gradient: torch would refuse the hook.
         if placed.is_floating_point() or placed.is_complex():
             self._pending.add(placed, of_gradient)
         return placed

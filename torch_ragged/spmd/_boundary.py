@@ -55,6 +55,7 @@ def add_boundaries(model: nn.Module, boundaries: Sequence[Boundary], mesh: Devic
         changes = [(boundary.key, _change(boundary, mesh)) for boundary in each]
         made += [change for _, change in changes]
         if side == "in":
+            # Registered before those of units and of static modules: these get what a boundary returns.
             module.register_forward_pre_hook(_InputHook(module, changes), with_kwargs=True)
         else:
             module.register_forward_hook(_OutputHook(changes))
@@ -82,6 +83,8 @@ def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Optional[Spok
     if isinstance(tensor, DTensor):
         return tensor
     placed = [placement or Replicate() for placement in placements or (None,) * mesh.ndim]
+    # torch's check would broadcast the tensor in each call. Ranks compare the inputs of the model instead (_inputs), without a
+    # copy.
     return DTensor.from_local(tensor, mesh, placed, run_check=False)
 
 
@@ -227,15 +230,19 @@ class _Annotate:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         placements = self._of_ndim[tensor.ndim].placements
         if not isinstance(tensor, DTensor):
+            # Inputs of a loader have no graph: in the usual case this costs nothing.
             if tensor.grad_fn is not None and any(isinstance(each, Shard) for each in placements):
                 _check_own_rows(tensor, self.boundary.path)
             made = as_dtensor(tensor, self._mesh, placements)
+            # Without a graph, each rank's part of the gradient is that of the rows it has passed. With one, ops on this part
+            # would be taken for ops on the whole.
             if made.requires_grad and not all(each.is_replicate() for each in made.placements):
                 made.register_hook(functools.partial(_refuse_graph, self.boundary.path, made.placements))
             return made
         wanted = [new or old for new, old in zip(placements, tensor.placements)]
         if wanted == list(tensor.placements):
             return tensor
+        # Through autograd: the gradient goes back the same way, to the placements of the tensor.
         return DTensor.from_local(tensor.to_local(), self._mesh, wanted, run_check=False)
 
 
@@ -293,10 +300,12 @@ class Redistribution:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if local_moves.of is not None and not isinstance(tensor, DTensor):
+            # The second argument is asked in backward: it looks up the move of the call to which the gradient belongs.
             return local_moves.of(self)(tensor, functools.partial(local_moves.of, self))
         boundary = self._of_ndim[tensor.ndim]
         source = as_dtensor(tensor, self._mesh, boundary.src)
         given = source.placements
+        # Placements are equal on all ranks, so all of them raise, before anything is sent.
         if boundary.src is not None and any(told not in (None, own) for told, own in zip(boundary.src, given)):
             raise ValueError(
                 f"{boundary.path} arrives as {given}, and the plan says that it is {boundary.src} (rules {boundary.rules}): "
@@ -308,6 +317,7 @@ class Redistribution:
         if after is None and source is not tensor and source.requires_grad:
             after = clean(given)  # What from_local does in backward has no graph, so a second backward would miss it.
         result = move_dtensor(source, wanted, before, after)
+        # On trial, on which move_dtensor() has sent nothing.
         if self.observe is not None:
             self.observe(given, wanted, result)
         return result

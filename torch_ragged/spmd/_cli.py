@@ -120,6 +120,7 @@ def _model(source: str) -> nn.Module:
         ValueError: transformers is not installed, there is no such file, or transformers cannot build it.
     """
     try:
+        # Here, so that --help and wrong options need neither transformers nor its seconds of imports.
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ValueError("--model needs transformers: pip install transformers") from None
@@ -127,6 +128,7 @@ def _model(source: str) -> nn.Module:
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
         kind = fields.pop("model_type")
+        # Libraries print notes: the standard output has the tables alone. A training step has no cache of keys.
         with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**fields, "use_cache": False}))
     except Exception as error:  # Any error of a configuration, of which transformers has many kinds.

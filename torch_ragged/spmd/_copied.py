@@ -33,6 +33,7 @@ class DeepCopy:
     """
 
     def __init__(self, model: nn.Module, install: Callable[[nn.Module, nn.Module], None]) -> None:
+        # Weak: this object is an attribute of the model.
         self._model, self._install = weakref.ref(model), install
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
@@ -46,6 +47,7 @@ class DeepCopy:
             )
         # No rank waits for another one here: each copies its parts, and hooks ask other ranks in the next forward.
         with _without_the_plan(model):
+            # This attribute is out of the way now, or it would be called again.
             result: nn.Module = copy.deepcopy(model, memo)
         self._install(model, result)
         return result
@@ -54,6 +56,8 @@ class DeepCopy:
 @contextlib.contextmanager
 def _without_the_plan(model: nn.Module) -> Iterator[None]:
     """While a model is copied, it has the hooks and attributes of its user alone."""
+    # Shallow copies: the dicts of hooks themselves are replaced below, and never written to, so that an error leaves the model
+    # as it was.
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         for attributes, _ in before:
@@ -62,6 +66,7 @@ def _without_the_plan(model: nn.Module) -> Iterator[None]:
                 users = {key: hook for key, hook in attributes[name].items() if not is_own_hook(hook)}
                 left |= set(attributes[name]) - set(users)
                 attributes[name] = type(attributes[name])(users)
+            # torch keeps options of hooks by the hook's number, in other dicts.
             for name in _OPTIONS_OF_HOOKS:
                 kept = {key: value for key, value in attributes[name].items() if key not in left}
                 attributes[name] = type(attributes[name])(kept)

@@ -91,6 +91,8 @@ def explain(plan: Plan, model: nn.Module, mesh: Union[DeviceMesh, MeshShape], *i
         )
     resolved, shape = check(plan, model, mesh), MeshShape.of(mesh)
     with contextlib.ExitStack() as stack:
+        # Each undoes at its end, also after an error, what it or parallelize() changes in this process: the process group, the
+        # handlers of DTensor, the generators and the warnings.
         stack.enter_context(_fake_world(math.prod(shape.sizes)))
         stack.enter_context(compute_as_before())
         stack.enter_context(single_device())
@@ -108,6 +110,8 @@ Plan.check, Plan.explain = check, explain  # type: ignore[attr-defined]
 @contextlib.contextmanager
 def _fake_world(ranks: int) -> Iterator[None]:
     """This process is rank 0 of a process group whose collectives return at once."""
+    # DTensor's cache of ops has meshes as keys, and a mesh of this group may be equal to an earlier one. So it is dropped on
+    # both sides of this group's life.
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     forget_shardings()
     try:
@@ -132,6 +136,7 @@ class _Step:
             parallelize(model, self._plan, self._mesh)
             self._watch()
             given = tree_map(functools.partial(_fake_input, recorder=recorder), (inputs, kwargs))
+            # Those of parallelize() are no part of a step.
             recorder.collectives.clear()
             with torch.enable_grad():
                 loss = _loss_of(model(*given[0], **given[1]))
@@ -166,6 +171,7 @@ class _Step:
         wrap_changes(self._model, watched)
         for name, group in named_groups(self._model).items():
             name = name.partition("[")[0]
+            # By the group, not by the module that runs: a unit is unsharded ahead, in the hook of another one.
             group.collectives = UnitCollectives(group.collectives, recorder, "" if name == "root" else name)
         recorder.watch(self._model)
 
@@ -222,8 +228,10 @@ def _tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _fake_copy(model: nn.Module, recorder: CollectiveRecorder) -> nn.Module:
     """A copy of ``model`` with fake parameters and buffers on the CPU. Integer buffers keep their values."""
+    # deepcopy takes from the memo what it would copy: parameters cost no memory, and tied ones stay tied.
     memo: dict[int, Any] = {}
     for value in _tensors_by_name(model).values():
+        # The code of a model may read them, as positions and masks.
         if not value.is_floating_point() and not value.is_complex() and not value.is_meta:
             memo[id(value)] = value.detach().to("cpu", copy=True)
             continue

@@ -42,6 +42,7 @@ def add_factories(model: nn.Module, records: Sequence[FactoryRecord], mesh: Devi
     for name, table in of_module.items():
         module, modes = model.get_submodule(name), _Modes(table, mesh)
         module.register_forward_pre_hook(modes.enter)
+        # Also after an error: a mode that stays entered would make DTensors in the rest of the program.
         module.register_forward_hook(modes.leave, always_call=True)
 
 
@@ -92,6 +93,8 @@ class _FactoryMode(TorchFunctionMode):
             placements = _placed(func, placements, len(size))
             options = {key: value for key, value in kwargs.items() if key not in ("size", "device", "fill_value")}
             return _LOCAL[func](size, *rest, device_mesh=self._mesh, placements=placements, **options)
+        # Equal on all ranks, also random ones, as ranks have one seed: nothing is sent, and each rank keeps its part. Until
+        # then it has the whole tensor.
         made = as_dtensor(func(*args, **kwargs), self._mesh)
         return made.redistribute(placements=_placed(func, placements, made.ndim))
 

@@ -113,6 +113,7 @@ class PendingGradients:
 
     def add(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> None:
         """From now on, bring the gradients of ``param`` to ``placements``, too."""
+        # The order of addition is that of the model, or of additions on which ranks have agreed: it is equal on all ranks.
         self._wanted[param], self._order[param] = placements, len(self._params)
         self._params.append(param)
         trains = param.requires_grad
@@ -134,6 +135,7 @@ class PendingGradients:
         # Modules that share a parameter share its leaf: autograd adds their gradients, as in eager mode, before the reduction.
         leaves = self._leaves.setdefault(param, {})
         known = leaves.get(placements)
+        # A parameter whose memory is another one gets another leaf. Graphs on the old leaf keep it.
         if known is None or known.local.data_ptr() != local.data_ptr():
             spec = spec_of(self._mesh, placements, param.shape, param.dtype)
             goal = _goal(placements, self._wanted[param])
@@ -172,6 +174,8 @@ class PendingGradients:
                     f"a parameter of shape {tuple(each.param.shape)} in a static module got a hook between forward and "
                     "backward: register hooks on parameters before forward"
                 )
+        # A parameter that this backward was asked for has its gradient on a leaf, which autograd does not return. It would look
+        # as if it had none.
         if _is_partial():
             self.backwards += 1
             for each in call.leaves:
@@ -181,6 +185,8 @@ class PendingGradients:
                         f"{tuple(each.param.shape)} in a static module: call backward(), or parallelize with mode='eager'"
                     )
         events = self._begin().events
+        # By identity: a module that is called twice has two calls, which may share a leaf. The gradient on the leaf is taken
+        # with the first of them.
         if not any(call is each for each in events):
             events.append(call)
 
@@ -201,13 +207,17 @@ class PendingGradients:
         # Users' hooks see this gradient, and the whole sum. torch.autograd.grad returns this gradient.
         if has_hooks(param) or _is_partial() and _use_of(param) is not GradientUse.ACCUMULATED:
             return None
+        # Until this backward ends: beside .grad, which is reduced, there is a second gradient, as large as the parameter.
         self._begin().diverted[param] = gradient
         local = earlier._local_tensor
+        # One element, expanded: it takes no memory of the size of a gradient.
         zeros = local.new_full((), -0.0).expand(local.shape)
         return DTensor(zeros, earlier._spec, requires_grad=False)  # type: ignore[call-arg,no-any-return]
 
     def begin_forward(self, *_: Any) -> None:
         """Forget what a backward that raised has left. Recomputation in a backward forgets nothing."""
+        # A pass that has ended is not there any more: what is left has raised. .grad of parameters that it has reached keeps
+        # what autograd has added to it.
         if backward_id() < 0 and self._passes:
             self._passes.clear()
             for leaves in self._leaves.values():
@@ -219,6 +229,7 @@ class PendingGradients:
         task = backward_id()
         if task not in self._passes:
             self._passes[task] = _Pass()
+            # Autograd calls it when this backward ends. Any hook may be the first one of a backward: all call this.
             Variable._execution_engine.queue_callback(functools.partial(self._reduce, task))  # type: ignore[attr-defined]
         return self._passes[task]
 
@@ -227,6 +238,7 @@ class PendingGradients:
             self._begin().events.append(param)
 
     def _reduce(self, task: int) -> None:
+        # Before the pass is dropped: if this raises, begin_forward() still finds it, and clears the gradients on leaves.
         self._check_specs(self._passes.get(task, _Pass()))
         this = self._passes.pop(task, _Pass())
         self.backwards += 1
@@ -235,6 +247,7 @@ class PendingGradients:
             if isinstance(event, torch.nn.Parameter):
                 grad: Any = this.diverted.get(event, event.grad)
                 if isinstance(grad, DTensor):
+                    # Put back when it is reduced. A diverted one is added to .grad then, which stays.
                     if event not in this.diverted:
                         event.grad = None
                     parts.setdefault(self._order[event], []).append((grad._local_tensor, grad._spec, None))
@@ -250,6 +263,8 @@ class PendingGradients:
                     parts.setdefault(each.order, []).append((local_grad, spec, each if spec is each.spec else None))
                     each.local.grad = None
         arrived: list[_Arrived] = []
+        # Assumed: all ranks have gradients of the same parameters, as DTensor runs the same ops on all of them. A rank that
+        # lacks one would all-reduce a shorter buffer, and the others would wait or raise.
         for order in sorted(parts):
             given = parts[order]
             local, spec, leaf = given[0]
@@ -267,6 +282,8 @@ class PendingGradients:
             if param.grad is None:
                 param.grad = grad
             else:
+                # A sum of reduced gradients: one backward after the other is reduced by itself, as .grad may be read between
+                # them.
                 param.grad += grad
 
     @staticmethod
@@ -309,9 +326,13 @@ class PendingGradients:
         return results
 
     def _all_reduced(self, dims: tuple[int, ...], locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # Several gradients are copied into one buffer of at most _BUCKET bytes: it lives as long as the reduced gradients,
+        # which are views of it. A single one is reduced in its own memory. Assumed: nothing else has this memory.
         flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
         group = mesh_group(self._mesh, dims)
         with peers_named("all-reduce", "gradients", functools.partial(dist.get_process_group_ranks, group)):
+            # One group of all these mesh dimensions: its ranks hold summands of the same elements, in the same order.
+            # Synchronous: there is no backward left to run beside it.
             dist.all_reduce(flat, group=group)
         return [part.view(local.shape) for part, local in zip(flat.split([local.numel() for local in locals_]), locals_)]
 
@@ -323,11 +344,13 @@ _witness_node = get_gradient_edge(witness).node
 
 def has_hooks(param: Any) -> bool:
     """Whether a parameter of :class:`PendingGradients` has hooks of the user, which autograd calls with its gradient."""
+    # One of each kind is that of add().
     return len(param._backward_hooks) > 1 or len(param._post_accumulate_grad_hooks) > 1
 
 
 def _is_partial() -> bool:
     """Whether this backward is one of some tensors only: it was given them."""
+    # Autograd accumulates in each leaf of the graph, unless it was given inputs: then it passes over the witness.
     return gradient_use(_witness_node) is not GradientUse.ACCUMULATED
 
 
@@ -366,6 +389,7 @@ def _buckets_of(arrived: Sequence[_Arrived]) -> list[list[_Arrived]]:
     size = 0
     for each in arrived:
         nbytes = each[1].nbytes
+        # By sizes alone, which are equal on all ranks that add these gradients: their buckets are the same ones.
         if buckets[-1] and size + nbytes > _BUCKET:
             buckets.append([])
             size = 0

@@ -65,7 +65,10 @@ class _InputComparison(Comparison):
         leaves = [leaf for name, value in given for leaf in _leaves(value, (name,))]
         if makes_fakes() or any(_is_simulated(value) for _, value in leaves):
             return
+        # Draws in this call need no comparison of their own, which would be an all-reduce each: the generators are compared
+        # here.
         scope.is_compared, self._uneven = True, ""
+        # By the number of calls alone, so that all ranks compare in the same calls.
         is_due = self.begin_call()
         with no_dispatch():  # Modes that count or record a step see what the plan does in it.
             self.note_generator()
@@ -77,6 +80,8 @@ class _InputComparison(Comparison):
                 is_tensor = isinstance(value, torch.Tensor)
                 told = [each for each in dims_of if is_tensor and key[: len(each)] == each]
                 self._note_argument(key, value, sum(dims_of.pop(each) for each in told))
+            # The host waits here, before anything of the model runs: rows that do not fit would make collectives of other
+            # sizes.
             if is_due or self._dims:
                 self.compare()
 
@@ -92,6 +97,7 @@ class _InputComparison(Comparison):
             text += f", placed as {value.placements}"
             local = local_tensor(value) if value.device_mesh == self._mesh else None
             dims = sum(1 << dim for dim, placement in enumerate(value.placements) if not placement.is_replicate())
+        # Their bytes are not in one storage, so only their description is compared.
         elif is_wrapper(value) or value.layout != torch.strided:
             local = None
         self.note(name, text, advice, local, dims)
@@ -100,6 +106,7 @@ class _InputComparison(Comparison):
                 ranks = self._mesh.size(dim)
                 is_dim = isinstance(placement, Shard) and -value.ndim <= placement.dim < value.ndim
                 rows = value.shape[placement.dim] if is_dim and not dims >> dim & 1 else 0  # type: ignore[union-attr]
+                # Not an error by itself: most ops take uneven parts. If one raises, the error names the input (leave).
                 if rows % ranks:
                     self._uneven += f"{name} has {rows} rows, {self._dim_names[dim]} has {ranks} ranks. "
 
@@ -124,6 +131,7 @@ class _InputComparison(Comparison):
     @dynamo_disabled
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After forward. If it has raised because the parts of an input are uneven, its error begins with the input."""
+        # Also after an error (always_call): draws outside of the model are compared by themselves.
         scope.is_compared = False
         error = sys.exc_info()[1]
         if output is None and error is not None and self._uneven and "uneven" in str(error):

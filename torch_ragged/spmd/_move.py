@@ -67,6 +67,7 @@ class Carry:
             with self._named[is_gradient]:
                 reduce = self._reductions[is_gradient]
                 moved = reduce(local) if reduce is not None and local.dtype in _FLOATS else self._run(local, is_gradient)
+        # As in eager mode (_moved_to): the order in memory decides the order of sums and draws behind the boundary.
         return moved if local.is_contiguous() else in_order_of(moved, local.stride())
 
     def _run(self, local: torch.Tensor, is_gradient: bool) -> torch.Tensor:
@@ -75,6 +76,7 @@ class Carry:
         steps = self._plans.get(key)
         if steps is None:  # Once per shape: hashing placements takes longer than a small collective.
             shape = whole_shape(local.shape, src, self._sizes)
+            # Other dtypes are carried as another one: redistribute_local() plans what it sends then.
             if local.dtype in CARRIED:
                 self._plans[key] = plan_of(shape, self._sizes, src, dst, tuple(self.mesh.get_coordinate() or ()))
             return redistribute_local(local, self.mesh, shape, src, dst).wait()
@@ -116,12 +118,15 @@ class _MoveLocal(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        # The move of the gradient is asked for now: a trial may have found another one for the placements that have arrived.
+        # Without a gradient, nothing is sent. Then no rank has one, as all of them run one program.
         return None if gradient is None else ctx.in_backward().run(gradient, is_gradient=True), None, None
 
 
 def _only_reduction(mesh: DeviceMesh, src: PerDim, dst: PerDim) -> AllReduce | None:
     """What carries out a move from ``src`` to ``dst`` that is one all-reduce."""
     changes = [(dim, given, wanted) for dim, (given, wanted) in enumerate(zip(src, dst)) if given != wanted]
+    # Most boundaries of tensor parallelism are one all-reduce. It needs no plan: it is the same for all shapes.
     if len(changes) != 1:
         return None
     dim, given, wanted = changes[0]
@@ -135,6 +140,7 @@ def _waiting_as(mesh: DeviceMesh, src: PerDim, dst: PerDim) -> peers_named:
 
     def ranks() -> list[int]:
         here = mesh.get_coordinate() or [0] * mesh.ndim
+        # A redistribution goes along the mesh dimensions whose placement changes: these ranks wait for each other.
         where = tuple([index if old == new else slice(None) for old, new, index in zip(src, dst, here)])
         return mesh.mesh[where].flatten().tolist()  # type: ignore[no-any-return]
 
@@ -175,6 +181,7 @@ def make_dtensor(
     known, spec = _known_specs.get(key, (None, None))
     if known is not mesh:
         spec = spec_of(mesh, placements, torch.Size(shape), local.dtype, stride)
+        # A limit, because entries keep their mesh, and shapes may never come again.
         if len(_known_specs) >= 4096:
             _known_specs.clear()
         _known_specs[key] = mesh, spec
@@ -217,6 +224,7 @@ def _moved_to(tensor: Any, dst: PerDim) -> DTensor:
     src = tensor.placements
     if src == dst:
         return tensor.view_as(tensor)
+    # Other ranks see this wait, also if the redistribution is torch's own.
     with _waiting_as(tensor.device_mesh, src, dst):
         if not can_move((*src, *dst)):
             return tensor.redistribute(placements=dst)

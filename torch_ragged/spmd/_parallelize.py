@@ -133,6 +133,7 @@ def parallelize(
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
     is_mesh, world = isinstance(mesh, DeviceMesh), dist.group.WORLD
+    # Alone: this rank has no group of the mesh, so no rank waits for it.
     if is_mesh and mesh.get_coordinate() is None:
         raise ValueError(f"parallelize: rank {dist.get_rank()} is not in {mesh}: call it on the ranks of the mesh only")
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] if is_mesh else [world] if world is not None else []
@@ -149,6 +150,8 @@ def parallelize(
             raise TypeError(f"parallelize: promote must be True or False, got {promote!r}")
         if type(compare_every) is not int or not 1 <= compare_every <= 1024:
             raise ValueError(f"parallelize: compare_every must be an integer from 1 to 1024, got {compare_every!r}")
+        # Inside of the block: from here to its end, an error of one rank is an error of all. Nothing has been changed or sent
+        # so far.
         forget_equal_meshes(mesh)
         resolved = resolve(plan, model, mesh)
         placed = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
@@ -164,12 +167,16 @@ def parallelize(
             f"promote={promote}",
             f"compare_every={compare_every}",
             *[rule.text(compared_text) for rule in plan.rules],
+            # Ranks with other shapes or names would meet in broadcasts of other sizes.
             *_lines_of(model),
         ]
         # Blanks of a table depend on its other lines, and the first line that differs is in the error.
         claim += [" ".join(line.split()) for line in resolved.text(compared_text).splitlines()]
+    # References to the old parameters: until this call returns, a model with values has them beside its shards.
     before = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     try:
+        # From here on collectives are issued, in the order of the records. They are equal on all ranks, as ranks have agreed on
+        # plan and model.
         changes, gradients = _carry_out(model, resolved, mesh)
         _install(model, resolved, mesh, mode, compare_every, changes, gradients)
     except BaseException:  # A unit's options that fully_shard refuses, on all ranks.
@@ -183,6 +190,7 @@ def parallelize(
         for name, param in attributes["_parameters"].items():
             if param is not None:
                 note_replaced(param, name, module, name, "parallelize")
+    # These hold for the whole process. They come last, so that a call that raises switches nothing on.
     single_device()
     compute_as_one_device(promote)
     compare_reads(mesh)
@@ -215,14 +223,17 @@ _Gradients = list[tuple[nn.Parameter, tuple[Placement, ...]]]
 def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> tuple[list[Any], _Gradients]:
     """Place the parameters and buffers. Hooks of boundaries come before those of units, which see what a boundary returns."""
     deferred = is_deferred(model)
+    # Before anything is replaced: a shard of a deferred tensor is drawn later as a part of this whole.
     keep_origins(model)
     _distribute(model, resolved, mesh)
     changes = _add_rules(model, resolved, mesh)
     others = [record for record in resolved.tensors if record.is_parameter and record.unit is None]
     for unit in resolved.units:
         _shard_unit(model, unit, resolved, mesh, {model.get_parameter(record.name) for record in others})
+    # After the units, so that each rank draws the elements that it keeps, and never has a whole parameter.
     if deferred:
         materialize(model)
+    # After materialize(), which replaces parameters: hooks on an old one would never be called.
     gradients = [(model.get_parameter(record.name), _gradient_placements(record)) for record in others]
     return changes, [each for each in gradients if each[0].is_floating_point() or each[0].is_complex()]
 
@@ -257,6 +268,7 @@ def _install(
         if record.is_parameter
         for name in (record.name, *record.aliases)
     }
+    # Last: from here on, a registered parameter is taken for one that the script adds.
     add_later(model, mesh, planned, pending)
 
     def install_on_copy(original: nn.Module, copied: nn.Module) -> None:
@@ -274,9 +286,11 @@ def _distribute(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
         placements = run_placements(record)
         owner, name = _owner_module(model, record.name)
         value = getattr(owner, name)
+        # A broadcast or scatter from rank 0, per mesh dimension: replicas are equal then, also if ranks had other values.
         placed: Any = distribute_tensor(value.detach(), mesh, placements)
         if record.is_parameter:
             placed = nn.Parameter(placed, requires_grad=value.requires_grad)
+            # Marks of the model's code, such as ``no_weight_decay``.
             vars(placed).update(vars(value))
         for alias in (record.name, *record.aliases):
             owner, name = _owner_module(model, alias)
@@ -319,4 +333,5 @@ def _shard_unit(model: nn.Module, unit: UnitRecord, resolved: Resolved, mesh: De
     ignored = {param for param in module.parameters() if param in others}
     dims = UnitDims(unit.shard, unit.replicate)
     fully_shard(module, mesh=mesh, dp_mesh_dims=dims, ignored_params=ignored, **options)
+    # FSDP averages gradients of ranks. Here they are summands of one gradient.
     module.set_gradient_divide_factor(1.0)  # type: ignore[operator]

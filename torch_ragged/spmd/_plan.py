@@ -286,6 +286,7 @@ class UnitRule(Rule):
             raise ValueError("unit: granularity and orig_param_policy say the same thing: give one of them")
         placements, policy = options.get("placements"), options.get("mp_policy")
         try:
+            # fully_shard asks this again. Here, the error comes where the plan is written, without a mesh or a model.
             check_pairs(parts_of({**options, "dp_mesh_dims": _WHOLE_MESH}))
         except ValueError as error:
             raise ValueError(f"unit: {error}") from error
@@ -352,6 +353,7 @@ class Plan:
     def __init__(self, rules: Sequence[Rule] = ()) -> None:
         if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, Rule) for rule in rules):
             raise TypeError(f"a Plan is made of rules, got {rules!r}: begin with Plan() and call its methods")
+        # A list of its own: plans are values, and one that is made of another one's rules must not grow with it.
         self._rules = list(rules)
 
     @property
@@ -514,6 +516,7 @@ class Plan:
         """
         if isinstance(options.get("weights"), list):
             options["weights"] = tuple(options["weights"])
+        # Sorted: calls that name options in another order are equal rules.
         return self._add(UnitRule(path, _as_names(dims), tuple(sorted(options.items()))))
 
     def default(self, placement: Placement, *, under: str = "") -> Plan:

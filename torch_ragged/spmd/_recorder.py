@@ -79,6 +79,7 @@ class CollectiveRecorder(TorchDispatchMode):
         """Note when the modules of ``model`` begin and end. Call it when all other hooks are registered."""
         self._model = model
         for name, module in model.named_modules():
+            # First in, last out: collectives of boundaries and units at the entry and exit of a module belong to it.
             module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True)
             # Also after an error, with which activation checkpointing ends a call that it runs again.
             module.register_forward_hook(lambda *_: self._leave(), always_call=True)
@@ -134,6 +135,8 @@ class CollectiveRecorder(TorchDispatchMode):
         before, self._op, self._enters_op = self._op, func._schema.name.replace("::", "."), True
         try:
             with self:
+                # torch leaves a mode while its handler runs. Entered again, it sees the local ops and collectives of DTensor's
+                # dispatch.
                 return func(*args, **kwargs)
         finally:
             self._op, self._enters_op = before, False
@@ -160,6 +163,7 @@ class CollectiveRecorder(TorchDispatchMode):
         dims = self._dims(func, args, kwargs)
         if kind is None or not dims:  # No collective, or one of a single rank.
             return
+        # The larger of input and output: an all-gather is counted by what it makes, a reduce-scatter by what it takes.
         nbytes = max(each.nbytes for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor))
         node = current_autograd_node()
         is_forward = bool(self._modules)  # Also where activation checkpointing runs a module in backward.
@@ -196,8 +200,10 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def _place_of(self, node: Any) -> tuple[str, str]:
         """The module and the boundary that made a node of the graph."""
+        # Autograd gives an accumulator of gradients the highest number: it tells nothing of a module.
         if node is None or "AccumulateGrad" in node.name():
             return "", ""
+        # The last change of place before the node was made. Numbers ascend, as forward runs in one thread.
         index = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._places[index] if index >= 0 else ("", "")
 
@@ -206,6 +212,8 @@ class CollectiveRecorder(TorchDispatchMode):
         if node is None or self._model is None:
             return ""
         if id(node.variable) not in self._parameters:
+            # Units register other parameters while they are unsharded: therefore asked again. They are kept, so that no other
+            # object gets their id.
             self._parameters.update({id(param): (param, name) for name, param in self._model.named_parameters()})
         return self._parameters.get(id(node.variable), (None, ""))[1]
 
@@ -218,6 +226,7 @@ def _dims_of_ranks(mesh: DeviceMesh) -> dict[frozenset[int], tuple[str, ...]]:
     found: dict[frozenset[int], tuple[str, ...]] = {}
     for count in range(1, len(several) + 1):
         for dims in itertools.combinations(several, count):
+            # This rank's group only: explain runs as rank 0, and all groups of one set of mesh dimensions do the same.
             index = tuple([slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim)])
             found[frozenset(mesh.mesh[index].flatten().tolist())] = tuple([names[dim] for dim in dims])
     return found

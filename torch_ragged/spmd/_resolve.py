@@ -156,6 +156,7 @@ class _Names:
         firsts = {id(module): name for name, module in self.modules.items()}
         self.first_of = {name: firsts[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
         self.order = {name: index for index, name in enumerate(self.modules)}
+        # By identity: names of a tied tensor lead to one record.
         found: dict[int, _Tensor] = {}
         self.tensors: dict[str, _Tensor] = {}
         for is_parameter, named in (
@@ -232,6 +233,7 @@ class _Claims:
         """``rule`` says ``placements`` of ``subject``, which it calls ``names``. None says nothing."""
         said = self._said.setdefault(subject, {})
         for dim, placement in zip(dims, placements):
+            # A dimension that the mesh does not have is a problem already (_check_dims).
             if placement is None or dim not in self._mesh.names:
                 continue
             other, first, others = said.setdefault((slot, dim), (placement, rule, names))
@@ -378,6 +380,7 @@ def _apply_defaults(
             defaults.append((index, rule, set(_matched_modules(index, rule.path, names, problems))))
     for tensor in unnamed:
         around = set(names.modules_around(tensor.name))
+        # The unit shards it. That is a rule for it, and the default is for what no rule names.
         if around & set(explicit):
             continue
         holding = [(index, rule) for index, rule, modules in defaults if around & modules]
@@ -386,6 +389,7 @@ def _apply_defaults(
             tensor.rules.add(index)
             for phase in Phase:
                 _claim(claims, tensor, phase, mesh.names, everywhere, index, [tensor.name], problems)
+        # With units, what is left belongs to that of the root.
         if not holding and not explicit:
             problems.add_unnamed(tensor.name)
 
@@ -582,6 +586,7 @@ def _lower_phases(
         else:
             tensor.unit = _module_block_of(tensor, names)
             unit = found.get(tensor.unit) or UnitRecord(tensor.unit, moved, (), (), (), ())
+            # fully_shard is called once per module.
             if unit.shard != moved:
                 text = f"make a second unit of {_module_text(tensor.unit)}, on other mesh dimensions: "
                 problems.add((*unit.rules, *involved), text, tensor.name, ". Use plan.unit for an inner module")
@@ -622,6 +627,8 @@ def _add_root_unit(
             if tensor.is_parameter and tensor.unit is None and not tensor.rules:
                 problems.add_unnamed(tensor.name)
         return
+    # The root's unit takes the options of the others. If these differ, no choice is obvious, and a guess would train with
+    # another dtype or sharding in silence.
     kinds: list[tuple[Any, int]] = []
     for indices in explicit.values():
         dims, options = _unit_of_rule(rules[indices[0]])
@@ -661,6 +668,7 @@ def _check_in_unit(
         return
     ranks = math.prod([size for name, size in zip(mesh.names, mesh.sizes) if name in unit.shard])
     try:
+        # What fully_shard would refuse is found here: before anything is changed, with the rule, and beside all other problems.
         fsdp_placement(tensor.shape, tensor.run, mesh.sizes, ranks=ranks)
     except ValueError as error:
         problems.add(involved, "put ", tensor.name, f" into a unit: {error}")
@@ -677,6 +685,7 @@ def _check_in_unit(
 
 
 def _boundaries(rules: Sequence[Rule], names: _Names, mesh: MeshShape, problems: _Problems) -> tuple[Boundary, ...]:
+    # The second one keeps each call's own words. Its problems are dropped: the first one has found them.
     together, claims = _Claims(mesh, problems), _Claims(mesh, _Problems(()))
     found: dict[tuple[str, str, Key, str], list[int]] = {}
     for index, rule in enumerate(rules):
@@ -766,6 +775,7 @@ def _factories(rules: Sequence[Rule], names: _Names, mesh: MeshShape, problems: 
     records = []
     for module in sorted(own, key=names.order.__getitem__):
         alike: dict[tuple[Spoken, tuple[int, ...]], list[str]] = {}
+        # A record has the rules of outer modules, too: at run time, the innermost mode decides alone.
         around = [module, *names.modules_around(module)]
         for function in sorted(set(itertools.chain(*[own.get(each, ()) for each in around]))):
             spoken: list[Optional[Placement]] = []

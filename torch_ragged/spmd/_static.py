@@ -44,6 +44,7 @@ from torch_ragged.spmd._static_trial import (
 
 __all__ = ["StaticModules", "StaticReport"]
 
+# A limit, because a script whose shapes never come again would add a kind in each call.
 _KINDS = 64
 """Kinds of calls of one module that are remembered: a call of a further kind runs in eager mode."""
 _OUTSIDE = -1
@@ -106,6 +107,7 @@ class StaticModules:
         self._around = Surroundings()
         self.is_checking = False
         """Whether :meth:`check` runs a step in eager mode."""
+        # Before the hooks of regions, which ask for the program.
         model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._end_forward)
         for region in self._regions.values():
@@ -121,9 +123,11 @@ class StaticModules:
         if self._is_changed:
             self._leave_out_compiled()
         _now.begin_forward()
+        # A forward that raised has left them, because _end_forward() does not run after an error. Its nodes hold its graph.
         self._watched.clear()
         # Only of forwards with a backward of their own: without gradients, it does not count how often a tensor is used.
         self.program = _OUTSIDE
+        # A checkpoint around the whole model runs this in backward: that is no forward of its own, either.
         if torch.is_grad_enabled() and backward_id() < 0:
             if self._is_changed and not self._around:
                 self._look_around()
@@ -150,6 +154,8 @@ class StaticModules:
         """When this forward ends, note how often the inputs of a call in eager mode were used."""
         inputs = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor) and leaf.requires_grad]
         if torch.is_grad_enabled() and inputs:
+            # Nodes of autograd, not tensors: the code around the module may drop an input. They are kept until this forward
+            # ends.
             self._watched += [(kind, index, edge_of(leaf), self.program) for index, leaf in inputs]
         else:
             kind.watched.add(self.program)
@@ -176,10 +182,15 @@ class StaticModules:
             for name, value in vars(each).items()
             if name not in _OF_MODULES and isinstance(value, _KEPT)
         ]
+        # Otherwise a loss that the script takes of a stored tensor would be a use that nothing has counted.
         kept += [value for each in module.modules() for value in _kept_by_hooks(each)]
         ends = [leaf for leaf in _tensors_in((output, kept)) if leaf.requires_grad]
+        # An output is a use by the script, whose backward may begin there. A view that nothing uses was perhaps written to: a
+        # write puts another node in place of its own.
         used = [*map(edge_of, ends)]
         edges: dict[Any, Any] = {position: edge for position, (_, _, edge, _) in enumerate(watched)}
+        # Of a parameter, uses by eager code and by leaves count together. With two of them, autograd adds gradients as they
+        # come, and the sum on a leaf would be added to another sum: in another order.
         params = self.gradients.edges()
         uses = count_uses(ends, {**edges, **{edge: edge for each in params.values() for edge in each}})
         for position, (kind, index, edge, program) in enumerate(watched):
@@ -250,6 +261,8 @@ class StaticModules:
         for name, region in self._regions.items():
             if region is not static and _is_in(name, static.name):
                 region.sleep()
+        # Modules around static ones are others now. They are looked at once, when this forward ends: more modules may become
+        # static in it.
         self._is_changed = True
 
 
@@ -281,6 +294,8 @@ class _Now:
             self.leave()
 
 
+# One for all threads: backward on an accelerator runs in threads of autograd, while the script's thread waits for it. Assumed:
+# no two threads run static modules at once.
 _now = _Now()
 
 
@@ -341,6 +356,7 @@ class _Kind:
 
     def waits(self) -> bool:
         """Whether a call on local tensors waits for its backward, in which a checkpoint may run it again."""
+        # A weak reference: the call lives as long as its graph. A graph that was dropped without a backward waits for nothing.
         call = self.latest()
         return call is not None and call.waits()
 
@@ -397,6 +413,7 @@ class _StaticCall(LeavesOfCall):
         Returns:
             the placements to which it must be brought; None: eager mode has used it.
         """
+        # The first gradient of a backward. A retained graph may have several backwards, with gradients under other placements.
         if self._backward != backward_id():
             self._backward, self._arrived, self.found, self.specs = backward_id(), {}, self.first, {}
             self.repeated = self.by_eager = None
@@ -412,6 +429,8 @@ class _StaticCall(LeavesOfCall):
             self.kind.reason = (
                 f"with a gradient under {told}, its backward redistributes, and static modules cannot: add a rule with grad="
             )
+            # Eager mode can take over from one output only: gradients that came before, or that are still to come, pass through
+            # the local graph. It issues the collectives that a rank issues on which this call was eager.
             self.repeated = None if others or self._arrived else repeat()
             if self.repeated is not None:
                 self.by_eager = self.region.by_parameter(self.repeated)
@@ -420,6 +439,7 @@ class _StaticCall(LeavesOfCall):
             found = self.region.found_under(self, {**others, **self._arrived, index: placements})
         assert found is not None  # It was so for another output, or is the first one.
         self._arrived[index], self.found = placements, found
+        # Gradients on leaves are local: their placements are told to what reduces them when this backward ends.
         self.specs = {} if found is self.first else self.region.by_parameter(found.param_grads)
         return placements
 
@@ -513,6 +533,7 @@ class _Region(SharedHook):
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         kind = None if self._owner.is_checking else self._kind_of(leaves, tree)
+        # Before what may raise: _leave() is called after errors, too, and takes it off.
         self._running.append(("eager", None))
         found = None if kind is None else self._found_for(kind, leaves, tree)
         # Before one backward, parameters may be used several times. Only the first use is by leaves. Its gradient arrives last,
@@ -531,9 +552,11 @@ class _Region(SharedHook):
             return None
         assert kind is not None
         call = _StaticCall(self, kind, found)
+        # The nodes of autograd hold the call, and nothing else does when forward has ended.
         kind.latest = weakref.ref(call)
         self._running[-1] = ("static", call)
         if found.can_repeat and torch.is_grad_enabled():
+            # Before the module draws: if eager mode runs it again in backward, it must draw the same numbers.
             devices = {"cpu", self._owner.mesh.device_type} if found.islands else ()
             call.given = leaves[:], tree, {device: read_state(device) for device in devices}
         _now.enter(self, call)
@@ -570,6 +593,7 @@ class _Region(SharedHook):
                 self._owner.watch_uses(kind, leaves)
             return None
         if not is_tried:
+            # No gradient of an eager call is on its way now (pending is empty), so what arrives is known.
             self._try(kind, leaves, tree)
         if not in_backward:
             kind.is_static = kind.found is not None
@@ -590,6 +614,8 @@ class _Region(SharedHook):
             watched, of.needing = _Call(), 0
             for index, leaf in enumerate(leaves):
                 if isinstance(leaf, DTensor) and leaf.requires_grad and not leaf.is_leaf:
+                    # The hook is what keeps ``watched`` alive. A graph that is dropped without a backward takes it along, and
+                    # nothing is pending.
                     leaf.register_hook(functools.partial(_note_arrival, of, watched, index))
                     of.needing += 1
                     if leaf._is_view() and backward_id() < 0:
@@ -626,15 +652,18 @@ class _Region(SharedHook):
             else:  # An object may keep tensors, such as a cache of keys: they are DTensors.
                 return None
         tensors = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Which arguments are one tensor: code such as self-attention takes another branch then.
         if len(set(tensors)) < len(tensors):
             key += map(tensors.index, tensors)
         whole = tuple(key)
+        # The latest state first: most calls have the facts of the call before.
         state = next((each for each in self._states if each.facts.hold()), None)
         if state is None:
             state = self._new_state()
             if state is None:
                 return None
         if self._home is not None and state is not self._home and backward_id() < 0:
+            # Not in backward: what a checkpoint runs again belongs to a forward that is over.
             self._owner.deviate(self.name, state.number)
         if state.reason is not None:
             return None
@@ -661,11 +690,14 @@ class _Region(SharedHook):
         owner, state = self._owner, kind.state
         kind.found, self.is_on_trial = None, True
         refused: Optional[tuple[str, str]] = None  # Not the error: its frames would keep all tensors of this forward.
+        # Layouts, not tensors: a trial in a later backward makes arguments of zeros by them.
         kind.given, kind.modes = functools.partial(_alike, [*map(_meta_of, leaves)], [*map(id, leaves)], tree), modes()
         _now.enter(self, None)  # Modules in it are called on trial, and must not watch or try themselves.
         try:
             kind.check_uses(self.name, Found([]))  # What needs no trial.
             kind.found = self._run_trial(kind, leaves, tree, kind.arrivals)
+            # On trial the module has run twice. What it has changed, it would change in static calls, too, perhaps to local
+            # tensors.
             changed = state.facts.changed()
             if changed is not None:
                 raise Refused(self.name, f"its forward changes {changed}")
@@ -701,6 +733,7 @@ class _Region(SharedHook):
             return call.first
         kind, key = call.kind, frozenset(arrived.items())
         if key not in kind.others:
+            # First of all, so that a trial that cannot run or raises is not repeated in each backward.
             kind.others[key] = None
             with torch.enable_grad():
                 # Module and modes must be those of forward. A graph of a call that is interrupted has nothing to try.
@@ -708,6 +741,7 @@ class _Region(SharedHook):
                     self.is_on_trial = True
                     _now.enter(self, None)
                     try:
+                        # It sends nothing: other ranks may be in the collectives of their backward.
                         found = self._run_trial(kind, *kind.given(), arrived, only=True)
                         if kind.state.facts.changed() is None and found.has_the_forward_of(call.first):
                             kind.others[key] = found
@@ -731,6 +765,7 @@ class _Region(SharedHook):
         Returns:
             the gradients of inputs and parameters, as ``grad_spec`` names them. None: module or modes are not those of forward.
         """
+        # No mode around it sees its ops: a selective checkpoint is a mode that counts them.
         with torch.enable_grad(), _disable_current_modes():
             if _now.region is not None or modes() != call.kind.modes or not call.kind.state.facts.hold():
                 return None
@@ -745,9 +780,12 @@ class _Region(SharedHook):
             _now.enter(self, None)
             try:
                 with standing_in(self.module, params), as_drawn(states):
+                    # forward(), not a call: hooks at its boundaries have run for the static call. It issues no collective
+                    # (can_repeat).
                     output = pytree.tree_leaves(self.module.forward(*args, **kwargs))[index]
                 leaves: dict[Any, Any] = {**inputs, **{name: param for name, param in params.items() if param.requires_grad}}
                 distinct = list({id(leaf): leaf for leaf in leaves.values()}.values())
+                # Not backward(): that would add to .grad, and this backward of the script is to bring the gradients on.
                 grads = torch.autograd.grad(output, distinct, gradient, allow_unused=True)
             finally:
                 self.is_on_trial = False
@@ -768,11 +806,13 @@ class _Region(SharedHook):
                 local = params[each.name]
                 each.attributes[each.key] = _pending_if(local, found.shares.get(each.name))
             for module in found.islands:
+                # Of modules that earlier trials have not found. If this trial is refused, none of its hooks stays.
                 if module not in self._island_hooks:
                     hooks.append(module.register_forward_pre_hook(self._to_island, with_kwargs=True))
                     hooks.append(module.register_forward_hook(self._from_island, prepend=True))
             args, kwargs = pytree.tree_unflatten(list(leaves), tree)
             try:
+                # forward(), not a call: boundaries at its entry and exit are not a part of the static module.
                 return self.module.forward(*args, **kwargs)
             finally:
                 for hook in hooks:
@@ -792,6 +832,7 @@ class _Region(SharedHook):
             if not by_leaves and spec is not None and param.requires_grad:
                 each.attributes[each.key] = _pending_if(_ToLocal.apply(param, call, each.name), shares.get(each.name))
                 continue
+            # By the address, too: the same parameter may have other memory, as after ``param.data = ...``.
             is_known = param is each.of and spec is each.spec and param._local_tensor.data_ptr() == each.address
             is_known = is_known and param.requires_grad == each.requires_grad and not (each.leaf and has_hooks(param))
             local = each.local if is_known else self._local_of(each, param, call, spec)
@@ -800,6 +841,8 @@ class _Region(SharedHook):
         call.leaves = self._leaves if by_leaves else []
         for owner, key in self._buffers:
             buffer = owner._buffers.get(key)
+            # Anew in each call: code may have replaced the buffer. A local tensor on the same memory takes what the module
+            # writes.
             if isinstance(buffer, DTensor):
                 vars(owner)[key] = buffer._local_tensor
 
@@ -934,6 +977,7 @@ def _fact_of(leaf: Any) -> Any:
 
 
 def _note_arrival(kind: _Kind, call: _Call, index: int, gradient: Any) -> None:
+    # One gradient is enough: a checkpoint around the call runs it again in this backward, if at all.
     kind.pending.discard(call)
     if isinstance(gradient, DTensor):
         kind.arrivals[index] = gradient.placements
@@ -970,6 +1014,7 @@ def _meta_of(leaf: Any) -> Any:
     """What a trial needs of an argument, without its memory. Values that are no tensors are facts: they stay."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    # Nothing here refers to the tensor: a kind is remembered for the whole training.
     local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
     spec = leaf._spec if isinstance(leaf, DTensor) else None
     layout = (tuple(local.shape), local.stride())
@@ -1040,6 +1085,8 @@ class _ToLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.call, ctx.key = tensor._spec, call, key
         local = tensor._local_tensor
+        # A tensor of its own, as in DTensor.to_local: autograd writes its node into what is returned, and the DTensor's own
+        # local tensor must have none.
         return local.view_as(local)
 
     @staticmethod
@@ -1067,11 +1114,13 @@ class _FromLocal(torch.autograd.Function):
     def forward(ctx, local, call, index, spec, given, *witnesses):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         ctx.call, ctx.index, ctx.mesh, ctx.witnesses = call, index, spec.mesh, len(witnesses)
+        # Weak, as the node holds the call.
         call.nodes[index] = weakref.ref(ctx)
         ctx.given = None
         if given is not None:
             leaves, *others = given
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            # By autograd, which frees them with the graph and raises if one is written to before backward.
             ctx.save_for_backward(*[leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in tensors])
             ctx.given = [_Saved.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], *others
         return DTensor(local, spec, requires_grad=local.requires_grad)
@@ -1082,6 +1131,7 @@ class _FromLocal(torch.autograd.Function):
         if gradient is None:  # Eager mode has none in the module, and sends nothing for it.
             return None, None, None, None, None, *(None,) * ctx.witnesses
         call = ctx.call
+        # Before anything is computed: it raises if this backward cannot be served, and asks autograd for a call at the end.
         call.region.gradients.collect(call)
         gradient = as_dtensor(gradient, ctx.mesh)  # Behind a backward hook, that of an unused output is plain zeros.
 

@@ -33,9 +33,12 @@ def check_step(model: nn.Module, mesh: DeviceMesh, step: Callable[[], Any], in_e
         problem = TypeError(f"{_CALL} takes a function that runs a step, got a {type(step).__name__}")
     # Before the first run: a rank that runs nothing would leave the others waiting in the collectives of their step.
     agree(groups, device_of_messages(groups[0]), _CALL, "", problem)
+    # References, not copies: run() sets .grad to None, so that the step makes new ones. These come back at the end.
     grads = {name: param.grad for name, param in model.named_parameters()}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     states = {device: read_state(device) for device in {"cpu", mesh.device_type}}
+    # An optimizer's step in it would make each run another one. The version of a DTensor counts, as optimizers write to the
+    # DTensor.
     versions = {name: param._version for name, param in model.named_parameters()}
 
     def restore(of: dict[str, Any]) -> None:
@@ -59,9 +62,12 @@ def check_step(model: nn.Module, mesh: DeviceMesh, step: Callable[[], Any], in_e
         shown |= {f"the gradient of {name}": param.grad for name, param in model.named_parameters()}
         shown |= {f"the buffer {name}": buffer for name, buffer in model.named_buffers()}
         shown |= {f"the random state of {device!r}": read_state(device) for device in states}
+        # Of this rank's parts only: no collective. The answer of all ranks comes at the end.
         return {name: _bits(value) for name, value in shown.items() if isinstance(value, torch.Tensor)}
 
     try:
+        # Twice in eager mode: what differs there is no fault of static mode. The first of these runs is the reference of all
+        # others.
         first = run(is_eager=True)
         written = [name for name, param in model.named_parameters() if param._version != versions[name]]
         if written:

@@ -42,6 +42,7 @@ _SITE = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib",
 _UNSEEN = {"datetime", "os", "random", "secrets", "socket", "subprocess", "time", "uuid"}
 _CONSTANT_TYPES = {"torch", "torch_ragged", "builtins", "re", "typing", "types", "operator", "functools", "weakref", "abc"}
 _EFFECTS = {"breakpoint", "exec", "eval", "input", "open", "print"}
+# Hooks for all modules of the process. torch keeps their dicts for ever, so they are looked at in each call.
 _GLOBAL_HOOKS = [hooks for name, hooks in vars(nn_module).items() if name.startswith("_global_") and isinstance(hooks, dict)]
 
 
@@ -56,6 +57,7 @@ def modes() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch._C._is_any_autocast_enabled() and tuple(map(_autocast, ("cpu", "cuda"))),
         torch.get_default_dtype(),
+        # A mode of torch functions may make other ops of the code, such as torch.set_default_device.
         torch._C._len_torch_function_stack(),
         any(_GLOBAL_HOOKS),
     )
@@ -128,6 +130,7 @@ class Facts:
             and [*chain.from_iterable(self._by_name)] == self._texts
             and all(map(is_, chain.from_iterable(self._others), self._keys))
             and all(map(is_, chain.from_iterable(map(_values_of, self._dicts)), self._values))
+            # A tensor is known by its identity, as an entry of what has it. These are what code may change in place.
             and [*map(_changes_in_place, self._tensors)] == self._metas
             and all(cell.cell_contents is value for cell, value, _ in self._cells)
         )
@@ -215,6 +218,7 @@ class Facts:
         """Undo what code that was called on trial has changed."""
         for place, keys, values, _ in self._whole:
             if len(place) != len(keys) or not all(map(is_, place, keys)) or not all(map(is_, place.values(), values)):
+                # In place: the code, and other modules, have this very dict.
                 place.clear()
                 place.update(zip(keys, values))
         for sequence, values, _ in self._listed:
@@ -223,6 +227,7 @@ class Facts:
                 (sequence.update if isinstance(sequence, set) else sequence.extend)(values)
         for place, _, names, values, _ in self._named:
             if isinstance(place, dict) and not all(map(is_, map(place.get, names), values)):
+                # The attributes of a class are a proxy, to which nobody can write: what a trial has changed there stays.
                 place.update(zip(names, values))
         for cell, value, _ in self._cells:
             cell.cell_contents = value
@@ -241,6 +246,7 @@ class Facts:
                 raise
 
     def _visit_new(self, value: Any, path: str) -> None:
+        # Before what it refers to: cycles end here.
         self._seen[id(value)] = value
         if len(self._seen) > _LIMIT:
             raise NoFacts(f"it refers to more than {_LIMIT} values, such as {path}")
@@ -250,6 +256,7 @@ class Facts:
             if not self._alone or isinstance(value, nn.Parameter):
                 self._tensors.append(value)
                 self._tensor_paths.append(path)
+        # Loggers refer to much of the process. The state of a generator counts in draws only, which are not on local tensors.
         elif isinstance(value, logging.Logger | torch.device | torch.Generator):
             pass
         elif isinstance(value, dict):
@@ -280,6 +287,7 @@ class Facts:
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, Iterator):
+            # To ask it for its state would take its next value.
             raise NoFacts(f"{path} is an iterator, whose state no guard sees")
         elif not hasattr(value, "__dict__") and not hasattr(type(value), "__slots__") and not _is_constant(value):
             raise NoFacts(f"{path} is a {type(value).__name__}, whose state no guard sees")
@@ -298,6 +306,7 @@ class Facts:
         self._whole.append((attributes, list(attributes), list(attributes.values()), path))
         self._seen[id(attributes)] = attributes
         for name, value in attributes.items():
+            # Most hook dicts are empty. They need no walk, only a look whether one has been registered since.
             if not name.endswith("_hooks") or value:
                 self._visit(value, f"{path}.{name}")
             elif isinstance(value, dict):
@@ -309,6 +318,7 @@ class Facts:
         for each in kind.__mro__:
             if each not in self._classes and each.__module__ != "builtins":
                 self._classes[each] = f"{each.__module__}.{each.__qualname__}"
+                # Called by torch, so no code names them.
                 for name in ("forward", "__call__"):
                     if name in vars(each) and each is not nn.Module:
                         self._watch_name(vars(each), self._classes[each], name)
@@ -342,6 +352,8 @@ class Facts:
                         self._cells.append((cell, content, path))
                         self._visit(content, path)
                 self._visit(function.__defaults__, path)
+                # torch's own code reads the attributes and modes that are watched anyway. To follow it would find much of
+                # torch.
                 if function.__code__ in done or _is_others(function.__module__, function.__code__.co_filename):
                     continue
                 done.add(function.__code__)
@@ -353,7 +365,8 @@ class Facts:
                     except NoFacts:
                         if not self._alone:
                             raise
-            # A name may be that of a class attribute or method of any object that was found.
+            # A name may be that of a class attribute or method of any object that was found. What is found here is new code,
+            # with new names: therefore the loop.
             for kind, path in list(self._classes.items()):
                 if _is_others(kind.__module__):
                     continue
@@ -401,6 +414,7 @@ class Surroundings:
         for module in modules:
             states = self._of[module] = before.get(module, [])
             number = self._now[module] = min(self._now.get(module, 0), len(states))
+            # In place of the state that holds now, so that later forwards of this state count as the same program.
             states[number : number + 1] = [self._facts(module)]
 
     def number(self) -> int:
@@ -423,6 +437,8 @@ class Surroundings:
             number = self._now[module]
             if number < len(states) and not states[number].hold():
                 changed = states[number].differing()
+                # For good, and in all states: a counter is another one in each forward, and would make each forward a program
+                # of its own.
                 self._changing |= changed
                 for state in states:
                     state.drop(changed)
@@ -430,6 +446,7 @@ class Surroundings:
     def _facts(self, module: nn.Module) -> Facts:
         # A tensor of a forward is another one in the next. Kept here, it would keep its graph.
         attributes = vars(module)
+        # By the id of the dict: it lives as long as its module, which the facts keep.
         self._changing.update((id(attributes), name) for name, value in attributes.items() if getattr(value, "grad_fn", None))
         facts = Facts(module, alone=True)
         facts.drop(self._changing)
@@ -446,6 +463,7 @@ def _check_seen(module: Optional[str], path: str) -> None:
 
 def _is_constant(value: Any) -> bool:
     """Whether an object that is not Python's has no state that its code may read."""
+    # A placement, a mesh or a compiled pattern does not change. A bytearray does.
     home = type(value).__module__.split(".")[0]
     return home in _CONSTANT_TYPES and not isinstance(value, (bytearray, memoryview))
 
@@ -466,6 +484,7 @@ def _names_of(code: types.CodeType) -> set[str]:
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
+            # Of inner functions, comprehensions and lambdas.
             names |= _names_of(constant)
     return names
 
@@ -475,6 +494,8 @@ def _is_others(module: Optional[str], file: str = "") -> bool:
     """Whether code is that of torch, of this package or of Python: it reads the attributes that are watched, and modes."""
     if module is not None and module.split(".")[0] in ("torch", "torch_ragged", "builtins"):
         return True
+    # Code without a file, as of dataclasses and named tuples, is made by Python. Packages lie in folders of the standard
+    # library: their code is a user's.
     return bool(file) and (file.startswith("<") or (file.startswith(_OF_OTHERS) and not file.startswith(_SITE)))
 
 
@@ -490,11 +511,13 @@ def _same(now: Any, values: list[Any], index: int) -> bool:
     else:
         same = isinstance(now, _FIXED) and now == before
     if same:
+        # So that the next comparison is one by identity again, and the old object can go.
         values[index] = now
     return same
 
 
 def _tensor_facts(tensor: torch.Tensor) -> Any:
+    # Not the values: code that reads one is refused on trial.
     placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, placements
 

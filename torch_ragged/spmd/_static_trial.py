@@ -34,9 +34,12 @@ __all__ = ["Found", "Island", "Refused", "as_drawn", "count_uses", "edge_of", "i
 _UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
 _AGAIN = "activation checkpointing in it runs code again in backward"
 _NOT_ITS_OWN = "a tensor that is neither its argument nor its parameter has a gradient"
+# Namespaces of ops that send. They are refused by name, before they are issued.
 _COMMUNICATES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+# They write running statistics, and their schemas do not say so.
 _WRITES_UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats")
 _COMMUTE = ("aten.add.Tensor", "aten.add_.Tensor", "aten.mul.Tensor", "aten.mul_.Tensor")
+# Larger ones are compared by their storage: to read them takes time in each trial.
 _CONSTANT = 65536
 """Bytes of a tensor that the module made without an op, at most, for its values to be compared."""
 
@@ -137,12 +140,14 @@ def try_module(
     devices = {"cpu", mesh.device_type}
     # Both runs draw the same, and the call that follows must draw what it would have drawn without them.
     states = {device: read_state(device) for device in devices}
+    # This rank may be on trial alone: nothing from here on sends anything, or waits for another rank.
     reference = _Reference(name, module, changes, mesh)
     try:
         # Of an activation checkpoint around the module: it must not count what is saved here.
         saved: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
+            # By storage: a view that is saved keeps the memory of the whole argument.
             if not isinstance(tensor, DTensor):
                 saved.add(_address(tensor))
             return tensor
@@ -161,6 +166,8 @@ def try_module(
     for key in {**eager, **static}:
         if key not in eager or key not in static or eager[key] != static[key]:
             raise Refused(name, f"on local tensors, {_what(key)} is computed in another way")
+    # If eager mode must take over in backward, the forward is run a second time. It must send nothing then, as other ranks are
+    # elsewhere, and write nothing twice.
     is_silent = not any(move.is_needed for move in found.moves.values())
     is_silent = is_silent and not any(kind == "written" for kind, _ in static)
     is_silent = is_silent and all(isinstance(param, DTensor) for param in params.values())
@@ -172,6 +179,9 @@ def try_module(
 def as_drawn(states: dict[str, torch.Tensor]) -> Iterator[None]:
     """Code in it draws from ``states``, by device. Ranks do not compare these draws, and later ones are as without it."""
     before = {device: read_state(device) for device in states}
+    # A draw may compare the states of ranks, by an all-reduce (check_states). Not on trial: another rank may have no trial now,
+    # and the ledger would refuse what sends. Assumed: the watched call before the trial has drawn, as the first draw on a mesh
+    # compares in any case.
     is_compared, scope.is_compared = scope.is_compared, True
     try:
         for device, state in states.items():
@@ -244,11 +254,13 @@ class Ledger:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise Refused(self.name, _NOT_ITS_OWN)
         # The module's own: an attribute, or made of Python numbers.
+        # On the CPU only: to read a value of an accelerator, the host would wait for it.
         if tensor.is_cpu and tensor.numel() * tensor.element_size() <= _CONSTANT:
             # Of a copy: torch lets nobody free the memory that numpy has seen, and this may be a buffer of fully_shard.
             copied = tensor.detach().clone(memory_format=torch.contiguous_format)
             values = copied.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
             return ("constant", values, *geometry[1:])
+        # The same storage in both runs is the same tensor, such as an attribute: both read the same values.
         return ("storage", storage, *geometry)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -265,6 +277,7 @@ class Ledger:
             {key: value for key, value in filled.items() if not _is_default(named.get(key), value)}
         )
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # By such ops DTensor finds the shape of a result. They compute no values.
         if any(isinstance(each, FakeTensor) or each.is_meta for each in tensors):
             return func(*args, **kwargs)
         # Refused before it is issued: other ranks may not be on trial now, and would wait for nobody.
@@ -293,12 +306,14 @@ class Ledger:
             for index, made in enumerate(pytree.tree_leaves(result)):
                 if isinstance(made, torch.Tensor) and not isinstance(made, DTensor):
                     storage = self._storage(made)
+                    # Otherwise it is a view, or a tensor that was written to: its geometry says what it shows of the storage.
                     if storage not in known:
                         self._of[storage] = hash((expression, index))
                         self._own.add(storage)
         return result
 
     def _storage(self, tensor: torch.Tensor) -> int:
+        # The Python object is kept: while it is alive, no other storage gets this address.
         storage = tensor.untyped_storage()
         self._kept.append(storage)
         return storage._cdata  # type: ignore[no-any-return]
@@ -352,6 +367,8 @@ class _Given:
                 copies[id(value)] = self._copy(value, is_written, *expression)
             return copies[id(value)]  # Tied parameters stay tied.
 
+        # Inputs and buffers are copied, so that the module may write to them: for the time of a trial, they take their memory
+        # again. Parameters are not. An op that writes to one is refused before it runs.
         self._inputs = [given(leaf, True, "in", index) for index, leaf in enumerate(args)]
         with torch.enable_grad():
             views = {
@@ -376,6 +393,7 @@ class _Given:
         needs_grad = value.requires_grad
         if self._found is not None:
             is_param = expression[0] == "param"
+            # As in a static call: _ToLocal passes gradients only if they are enabled, and parameters without one are detached.
             needs_grad = needs_grad and (expression[1] in self._found.param_grads if is_param else torch.is_grad_enabled())
         if isinstance(value, DTensor) and self._found is None:
             plain = DTensor(plain, value._spec, requires_grad=False)  # type: ignore[call-arg, assignment]
@@ -429,6 +447,8 @@ def standing_in(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator
     for key, tensor in tensors.items():
         owner, _, name = key.rpartition(".")
         attributes = vars(module.get_submodule(owner))
+        # The instance's dict comes before nn.Module.__getattr__, which finds registered parameters. So these stay as optimizers
+        # and state dicts know them, also if the module raises.
         attributes[name] = tensor
         places.append((attributes, name))
     try:
@@ -476,6 +496,7 @@ def _run_reference(
     reference.leaves = {id(tensor) for _, tensor in given.leaves()}
     with reference.watching(), standing_in(module, {**given.params, **given.buffers}), _carrying(ledger):
         try:
+            # forward(), not a call: the module's own hooks belong to the call that follows the trial.
             output = module.forward(*args, **kwargs)
             outputs = pytree.tree_leaves(output)
             found = Found([leaf._spec if isinstance(leaf, DTensor) else None for leaf in outputs])
@@ -484,6 +505,8 @@ def _run_reference(
             for index, leaf in enumerate(outputs):
                 ledger.note(("out", index), leaf)
             needing = {i: leaf for i, leaf in enumerate(outputs) if _needs_grad(leaf) and (i in arrivals or not only)}
+            # A gradient that has not arrived yet is taken to be placed as its output is, whole where that is pending a sum. If
+            # another one arrives, backward looks for what holds then (_Region.found_under).
             found.output_grads = {i: arrivals.get(i, clean(leaf.placements)) for i, leaf in needing.items()}
             for index, leaf in needing.items():
                 _check_gradient(reference.name, leaf.placements, found.output_grads[index])
@@ -514,6 +537,8 @@ def _run_reference(
         except Exception as error:
             if reference.refused is not None:  # DTensor's dispatch may have raised another error over it.
                 raise reference.refused from None
+            # DebugMode has torch write the path of a redistribution as text, which torch cannot do for all strided shards.
+            # Eager mode does not write it: the model is right.
             if any(f.f_code.co_name == "stringify_transform_infos" for f, _ in traceback.walk_tb(error.__traceback__)):
                 raise Refused(reference.name, f"watching it raises {_type_and_line(error)}") from error
             raise Refused(reference.name, f"on trial, it raises {_type_and_line(error)}") from error
@@ -531,6 +556,7 @@ def edge_of(tensor: torch.Tensor) -> tuple[Any, int]:
 def count_uses(outputs: Iterable[torch.Tensor], edges: dict[Any, tuple[Any, int]]) -> dict[Any, int]:
     """For each of ``edges``, by its key: how many gradients come together there, if backward begins at ``outputs``."""
     ends: dict[tuple[Any, int], int] = dict.fromkeys(edges.values(), 0)
+    # A walk over the whole graph. It takes as long as the graph has nodes, so it is only done where calls are watched or tried.
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -552,6 +578,7 @@ def _of(given: _Given, key: Any) -> Any:
 
 def _gradients(outputs: Sequence[Any], leaves: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     distinct = {id(tensor): tensor for _, tensor in leaves}
+    # grad(), not backward(): nothing accumulates in the .grad of any tensor.
     found = torch.autograd.grad(outputs, list(distinct.values()), gradients, allow_unused=True)
     of = dict(zip(distinct, found))
     return [of[id(tensor)] for _, tensor in leaves]
@@ -617,6 +644,8 @@ class _Reference(DebugMode):
         handles = []
         for each in self._names:
             if each is not self._module:
+                # The innermost hooks of each module: _enter runs after the boundaries of its entry, and _leave before those of
+                # its exit. An island's DTensors are those that the module itself sees.
                 handles.append(each.register_forward_pre_hook(self._enter, with_kwargs=True))
                 handles.append(each.register_forward_hook(self._leave, prepend=True, always_call=True))
         for change in self._changes:
@@ -638,12 +667,15 @@ class _Reference(DebugMode):
         Raises:
             Refused: it draws random numbers, but not in a module of its own.
         """
+        # DTensors flow through a module that draws. With parameters or modules of its own, it would be an eager part in the
+        # middle of a static one.
         for name, reason in self._draws.items():
             module = next(each for each, known in self._names.items() if known == name)
             if module is self._module or next(_of_module(module), None) is not None:
                 raise Refused(name, reason)
             found.islands[module] = self._islands[module]
         for change, records in self._moves.items():
+            # A boundary that is passed several times in one forward has one move in a static call.
             if any(record != records[0] for record in records):
                 raise Refused(self._names[self._module], f"{change.boundary.path} has other placements from call to call")
             given, wanted, grad = records[0]
@@ -690,6 +722,7 @@ class _Reference(DebugMode):
 
     def _observer(self, change: Redistribution) -> Callable[..., None]:
         def note(given: PerDim, wanted: PerDim, result: DTensor) -> None:
+            # The third is the placement of the gradient, which backward puts in. Until then, it is that of the result.
             record: list[Any] = [given, wanted, wanted]
             self._moves.setdefault(change, []).append(record)
             if not is_even_dtensor(result):
@@ -725,6 +758,7 @@ class _Reference(DebugMode):
                 and any(_needs_grad(t) and t.is_leaf and id(t) not in self.leaves for t in leaves)
             ):
                 self._refuse(self._stack[-1], _NOT_ITS_OWN)
+            # For the redistribution that DTensor may announce next: by them, its cause has a name.
             self._op, self._args = func, args
             return NotImplemented  # DTensor runs it, and its local ops are seen here.
         try:
@@ -736,6 +770,7 @@ class _Reference(DebugMode):
         """Nobody reads a log of it."""
 
     def record_redistribute_calls(self, arg: Any, src_placement: Any, dst_placement: Any, *rest: Any, **options: Any) -> Any:
+        # DTensor calls this before it redistributes. A refusal here leaves nothing in flight.
         param = self._args[arg] if isinstance(arg, int) and arg < len(self._args) else None
         src, dst = (getattr(each, "placements", each) for each in (src_placement, dst_placement))
         if _becomes_pending(src, dst):
@@ -817,6 +852,7 @@ def _run_locally(
 ) -> None:
     where = "forward"
     try:
+        # Parameters come by run_local, which binds them as a static call does.
         with _Local(ledger), standing_in(module, given.buffers), _carrying(ledger):
             outputs = pytree.tree_leaves(run_local(found, given.args, given.params))
             if len(outputs) != len(found.outputs) or any(isinstance(leaf, DTensor) for leaf in outputs):
@@ -832,6 +868,8 @@ def _run_locally(
                 gradients = []
                 for index, leaf in needing.items():
                     with _disable_current_modes():
+                        # Without the mode that keeps the ledger: these zeros stand for what arrives, and get an expression of
+                        # their own.
                         gradients.append(torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device))
                     ledger.begin(gradients[-1], "grad out", index)
                 for (key, _), grad in zip(leaves, _gradients(list(needing.values()), leaves, gradients)):

@@ -233,6 +233,8 @@ def _placements_of(layout: Any, dims: Mapping[str, Optional[str]]) -> _TitanLayo
                 found[axis] = placement
         elif placement != Replicate():
             raise ValueError(f"the axis {axis} cuts or adds, and a plan is for the axes {', '.join(dims)} only")
+    # If several axes cut one dimension, partition_spec says which one cuts first. The rule keeps this order, so that resolve()
+    # can compare it with the mesh's.
     in_spec = [axis for axis in dim_of if axis in found]
     in_order = sorted(found, key=list(dims).index)
     if in_spec != sorted(in_spec, key=list(dims).index):

@@ -92,6 +92,7 @@ def gpt_oss(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bo
     """
     plan = _decoder(sequence_parallel)
     plan.shard(rf"{_LAYER}\.self_attn\.((q|k|v)_proj\.bias|sinks)", Shard(0), "tp")
+    # Matrices of experts are (in, out) here. Gate and up features come by turns, so an even cut has as many of both.
     plan.shard(rf"{_LAYER}\.mlp\.experts\.gate_up_proj", Shard(2), "tp")
     plan.shard(rf"{_LAYER}\.mlp\.experts\.(gate_up_proj_bias|down_proj)", Shard(1), "tp")
     return _on(plan, dp, tp, _LAYER if unit else None)
@@ -128,6 +129,7 @@ def t5(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = 
     plan.shard(rf"{part}\.(o|wo|relative_attention_bias)\.weight", Shard(1), "tp")
     if sequence_parallel:
         plan.shard(rf"({part}|lm_head)\.<in>", Replicate(), "tp")
+        # Cross attention takes it in each block of the decoder, as another argument than <in>: it is all-gathered once.
         plan.shard(r"encoder\.<out:0>", Replicate(), "tp")
     plan.shard(rf"{part}\.<out:0>", Shard(1) if sequence_parallel else Replicate(), "tp")
     plan.shard(r"(shared|lm_head)\.weight", Shard(0), "tp")
@@ -214,9 +216,13 @@ def _decoder(sequence_parallel: bool, projections: str = "q|k|v") -> Plan:
     plan.shard(rf"{_LAYER}\.self_attn\.({projections})_proj\.weight", Shard(0), "tp")
     plan.shard(rf"{_LAYER}\.self_attn\.o_proj\.weight", Shard(1), "tp")
     if sequence_parallel:
+        # An all-gather of the sequence before the matrices that are cut, and a reduce-scatter behind them.
         plan.shard(rf"({_LAYER}\.(self_attn|mlp)|lm_head)\.<in>", Replicate(), "tp")
+    # Of attention, which returns a tuple, and of the feed-forward part: of a tensor alone, a key means the tensor.
     plan.shard(rf"{_LAYER}\.(self_attn|mlp)\.<out:0>", Shard(1) if sequence_parallel else Replicate(), "tp")
     plan.shard(r"(model\.embed_tokens|lm_head)\.weight", Shard(0), "tp")
+    # Each rank has rows of the vocabulary. What the embedding looks up is added up over ranks. Logits are all-gathered, because
+    # the model's own loss takes whole rows.
     plan.shard(r"(model\.embed_tokens|lm_head)\.<out>", Replicate(), "tp")
     plan.shard("<in:input_ids>", Shard(0), "dp")
     plan.shard("<in:labels>", Shard(0), "dp")
@@ -235,6 +241,7 @@ def _on(plan: Plan, dp: _Data, tp: Optional[str], unit: Optional[str], cp: Optio
         if dims:
             placement = rule.placement * len(dims)  # type: ignore[attr-defined]
             rules.append(dataclasses.replace(rule, dims=dims, placement=placement))  # type: ignore[call-arg]
+    # Ranks along ``cp`` have equal parameters and other rows, as those along ``dp``: units shard over both.
     plan, data = Plan(rules), (*names["dp"], *names["cp"])
     return plan.default(Replicate()) if unit is None or not data else plan.unit(unit, data)
 

@@ -71,6 +71,7 @@ class _SharedRegion:
 
     @functools.cached_property
     def receivers(self) -> tuple[int, ...]:
+        # A rank with these elements on both sides copies them, and receives nothing.
         have = set(self.source.ranks)
         return tuple(rank for rank in self.target.ranks if rank not in have)
 
@@ -81,11 +82,13 @@ class _SharedRegion:
         both, keys = [parts_on(self.shared, side) for side in (0, 1)], (self.source.key, self.target.key)
         for i, receiver in enumerate(receivers):
             sender = senders[(turn + i) % len(senders)]
+            # If there are as many senders as receivers, each receiver has one of its own: passing on would only add messages.
             if not spreads or len(receivers) <= len(senders):
                 yield Atom(sender, (receiver,), numel, *keys, *both)
                 continue
             start, stop = (numel * j // len(receivers) for j in (i, i + 1))
             if start < stop:
+                # Both sides cut the region at the same elements, as their parts have them in one order.
                 pieces = [merged_parts(parts_within(parts, start, stop)) for parts in both]
                 yield Atom(sender, (receiver, *receivers[:i], *receivers[i + 1 :]), stop - start, *keys, *pieces)
 
@@ -101,6 +104,8 @@ def atoms_of(
         window: a box of the tensor; None: the whole tensor.
         spreads: whether a region with more receivers than senders is passed on between its receivers.
     """
+    # First the regions that this rank may send, then those that it lacks. Regions of which it is only one of several possible
+    # senders are here, too: atoms() chooses the sender by the ranks of both sides, equally everywhere.
     regions: list[_SharedRegion] = []
     copies = []
     for holder in source.held_by(name, rank):
@@ -113,6 +118,7 @@ def atoms_of(
     for holder in target.held_by(name, rank):
         piece = within(holder.owned, window)
         for other in source.near(name, piece):
+            # If this rank is among the holders, it was found above.
             if rank not in other.ranks and (shared := common(other.owned, piece)):
                 regions.append(_SharedRegion(other, holder, shared))
     regions.sort(key=lambda region: region.order)

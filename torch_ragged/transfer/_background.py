@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 __all__ = ["Handle", "in_background", "in_turn"]
 
+# One thread per group, so that two runs never have messages in flight on one group at a time. Weak: the thread ends when the
+# group is gone.
 _workers: weakref.WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
 
 
@@ -40,6 +42,7 @@ class Handle:
 def in_turn(group: dist.ProcessGroup, work: Callable[[], None]) -> None:
     """Do ``work`` after the earlier works of ``group`` in the background, on this thread."""
     if group in _workers:
+        # An empty work ends when all works before it have ended. If one of them fails, its handle raises, not this wait.
         _workers[group].submit(lambda: None).result()
     work()
 
@@ -50,6 +53,8 @@ def in_background(group: dist.ProcessGroup, device: torch.device, work: Callable
         _workers[group] = ThreadPoolExecutor(1, thread_name_prefix="transfer")
     stream = None
     if device.type != "cpu":
+        # A stream of its own: on the caller's stream, training would queue behind the copies of the run. It waits for what the
+        # caller's stream has been given so far. This is asked here, as each thread has a current stream of its own.
         stream = torch.Stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))
 

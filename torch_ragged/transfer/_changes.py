@@ -21,6 +21,7 @@ __all__ = ["Delta", "checksum"]
 Delta = Literal["checksum"]
 """What ``run(delta=)`` takes."""
 
+# Digits of pi. They are fixed, because both ends of an atom need equal weights, in different processes.
 _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344), (0x082EFA98EC4E6C89, 0x452821E638D01377)
 
 
@@ -64,6 +65,7 @@ def _word_chunks(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) 
 def _sums(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     weights = weights[:, : len(words)]
     if words.device.type == "cpu":  # A dot product needs no memory for the products, and accelerators have none of integers.
+        # int64 wraps around, which is the arithmetic modulo 2**64.
         wide = words.to(torch.int64)
         return torch.stack([torch.dot(wide, row) for row in weights])
     return (words * weights).sum(1)
@@ -78,5 +80,6 @@ def _weights(device: torch.device, count: int, seeds: tuple[int, int]) -> torch.
         x = index * -7046029254386353131 + seed
         x = (x ^ (x >> 30)) * -4658895280553007687
         x = (x ^ (x >> 27)) * -7723592293110705685
+        # Odd: then no change of a word is lost by the product, which an even weight could shift out.
         rows.append((x ^ (x >> 31)) | 1)
     return torch.stack(rows)

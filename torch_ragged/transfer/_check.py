@@ -67,6 +67,8 @@ def completed(
         ValueError: no rank knows a side, or the descriptions contradict each other. On all ranks.
     """
     ranks = dist.get_process_group_ranks(group)
+    # Digests of one length, so that ranks need not know how long the descriptions are, or which ranks have one. What is
+    # broadcast below follows from this table, which all ranks have: the same descriptions from the same ranks, in one order.
     own = torch.tensor([*map(_digest, known), *numbers], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(everyone, own, group=group)
@@ -80,6 +82,7 @@ def completed(
         if not owners:
             raise ValueError(f"transfer.plan: no rank gave a {name}: at least one rank must")
         given: dict[int, Side] = {}
+        # In the usual case each rank has the same description, and nothing is sent.
         for owner in owners.values() if len(owners) > 1 or not is_known else ():
             message = [side]
             dist.broadcast_object_list(message, src=owner, group=group, device=device)
@@ -96,6 +99,7 @@ def _digest(side: Side | None) -> int:
     """A number of a side that differs between sides; 0 for None."""
     if side is None:
         return 0
+    # Seven bytes and 1: it fits into int64, and is never 0, the digest of None.
     return 1 + int.from_bytes(hashlib.sha256("\n".join(side.lines()).encode()).digest()[:7], "big")
 
 
@@ -125,6 +129,7 @@ def checked_shapes(source: Side, target: Side, ranks: Sequence[int], strict: boo
             problem = spec.problem() if isinstance(spec, BoxSpec) else None
             if problem is not None:
                 raise ValueError(f"plan({which}=): {name} of shape {spec.shape}: {problem}")
+    # Each target must have a source: its memory would keep old values in silence.
     missing = [name for name in target.names if name not in source.specs]
     if missing:
         raise ValueError(f"plan(): the target has {_some(missing)}, which the source does not have")
@@ -180,6 +185,7 @@ def held_tensors(given: object, side: Side, which: str) -> dict[str, Readable]:
         return {key: _flat(value, f"run({which}=): {key}", is_written=False) for key, value in pairs.items()}
     rank, found = dist.get_rank(), {}
     for name, spec in side.specs.items():
+        # A rank may give more than it holds, such as a whole state dict on a rank outside of the mesh.
         if rank not in spec.ranks:
             continue
         if name not in pairs:
@@ -194,6 +200,7 @@ def held_tensors(given: object, side: Side, which: str) -> dict[str, Readable]:
         if isinstance(value, DTensor):
             now = Spec.of(value)
         else:
+            # A plain tensor says nothing of ranks: it is taken for what was planned, if shape and dtype are.
             now = Spec(tuple(value.shape), value.dtype, spec.mesh, [Replicate()] * len(spec.mesh.shape))
         if not spec.describes(now):
             raise ValueError(f"{what} has {now}, and was planned with {spec}: make a new plan")
@@ -249,10 +256,12 @@ def _flat_of(value: torch.Tensor, spec: Spec, what: str, is_written: bool) -> Re
 
 
 def _flat(local: torch.Tensor, what: str, is_written: bool) -> Readable:
+    # Exact types: a subclass may keep its elements in other tensors, and a view of its own memory would not be them.
     if type(local) not in (torch.Tensor, nn.Parameter, BoxTensor):
         raise TypeError(f"{what} has a local tensor of type {type(local).__name__}: expected plain tensors")
     if local.is_meta:
         raise ValueError(f"{what} is on the meta device: it has no memory")
+    # A source can be staged. A target cannot: messages of straight atoms arrive in its memory.
     if is_written and not local.is_contiguous():
         raise ValueError(f"{what} has a local tensor that is not contiguous: make it contiguous")
     if is_written and (local.is_conj() or local.is_neg()):
@@ -277,8 +286,12 @@ def check_memory(source: Mapping[str, Readable], target: Mapping[str, Readable],
             if tensor.numel():
                 reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
                 start = tensor.data_ptr()
+                # The stretch from the first to the last element: rows of a padded matrix share a stretch with what lies between
+                # them. This refuses a few legal pairs, and misses none that overlaps.
                 intervals.append((str(tensor.device), start, start + reach * tensor.itemsize, which, name))
     furthest: list[tuple[str, int, str]] = [("", 0, ""), ("", 0, "")]
+    # By device and start. An interval overlaps an earlier one of the other side if one of those ends behind its start, and of
+    # these the one that reaches furthest is enough.
     for where, start, stop, which, name in sorted(intervals):
         other_where, other_stop, other = furthest[1 - which]
         if other_where == where and start < other_stop:

@@ -177,6 +177,7 @@ def _check_parts(name: str, tensor: _EngineTensor) -> None:
                 raise ValueError(f"EngineLayout.add: {name}: {source} and {other} overlap")
         boxes.append((source, *part))
     covered = sum(math.prod(sizes) for *_, sizes in boxes)
+    # Parts do not overlap, so that equal sizes mean that each element has a source.
     if covered != math.prod(tensor.shape):
         raise ValueError(f"EngineLayout.add: the parts of {name} cover {covered} of its {math.prod(tensor.shape)} elements")
 
@@ -194,6 +195,7 @@ class EngineSide:
         self._holders: dict[str, list[Holder]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for key, tensor in self.tensors.items():
+            # Ranks with equal boxes are replicas: one holder, whose ranks may pass elements on to each other.
             by_boxes: dict[tuple[Box, ...], list[int]] = {}
             for rank, boxes in tensor.held:
                 by_boxes.setdefault(boxes, []).append(rank)
@@ -230,6 +232,7 @@ class EngineSide:
         return (holder for holder in self._holders[name] if rank in holder.ranks)
 
     def near(self, name: str, piece: Owned) -> Iterable[Holder]:
+        # All of them: a superset is enough, as atoms_of() intersects each with the piece.
         return self._holders[name]
 
     def lines(self) -> Iterator[str]:

@@ -30,6 +30,8 @@ from torch_ragged.transfer._watch import Lost, Watch
 
 __all__ = ["Execution"]
 
+# By itemsize. Elements of a round have one size (rounds_of), so one buffer serves tensors of several dtypes, and offsets in it
+# count elements.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -109,10 +111,14 @@ class Execution:
         """
         before: tuple[range, _Mail] | None = None
         for round_ in self.rounds:
+            # Before the wait for the round before it, so that the network has work while this rank unpacks. All ranks have the
+            # same rounds: plan() has agreed on them.
             mail = self._send(round_)
             if before is not None:
                 self._receive(*before)
             before = (round_, mail)
+            # What stays on this rank is copied while messages are in flight. It must be before the wait for this round: that
+            # frees the staged windows, from which a copy may read.
             for i in round_:
                 for copy in self.slices[i].copies:
                     self._copy(self.slices[i], copy)
@@ -126,10 +132,13 @@ class Execution:
     def _send(self, round_: range) -> _Mail:
         """Stage and pack what this rank sends in a round, and issue its messages."""
         self.on_their_way = tuple(dict.fromkeys(self.slices[i].name for i in round_))
+        # A window of a Partial is reduced here, by an all-reduce. All ranks of its group take part: they hold the same piece,
+        # so they have the same windows in the same order. Also with ``only_changed``, whose checksums read the windows.
         staged = [place for i in round_ for place in self._stage(self.slices[i])]
         atoms = [(self.slices[i], atom) for i in round_ for atom in self.slices[i].atoms]
         if self.only_changed:
             atoms = self._changed(atoms)
+        # To the first receiver only: it passes the elements on when it has received the round.
         outbox = [_Letter(each, atom, atom.receivers[0]) for each, atom in atoms if atom.sender == self._rank]
         inbox = [_Letter(each, atom, atom.sender) for each, atom in atoms if atom.receivers[0] == self._rank]
 
@@ -158,9 +167,11 @@ class Execution:
         def pass_on(letter: _Letter, place: torch.Tensor) -> None:
             place.copy_(mail.received.buffer[own[_key(letter[:2])]].view(place.dtype))
 
+        # An atom that goes straight has no buffer: its elements lie in this rank's target now.
         def straight(letter: _Letter) -> torch.Tensor:
             return part_view(self._target_of(letter), letter.atom.target[0])
 
+        # First the messages, then the unpacking: the other receivers wait for them.
         passed = self._post(atoms, outbox, inbox, pass_on, straight)
         self._unpack(mail)
         self._wait(passed)
@@ -185,6 +196,7 @@ class Execution:
         for each, atom in outbox:  # Receivers of equal elements have atoms of their own.
             if (key := (each.name, atom.source_key, atom.source)) not in known:
                 known[key] = checksum(*self._source_of(each, atom), each.target_dtype)
+        # All ranks of the group issue both all-to-alls, also those without atoms in this round.
         ours = self._rows([known[each.name, atom.source_key, atom.source] for each, atom in outbox])
         theirs, held = (
             torch.empty_like(ours),
@@ -194,6 +206,8 @@ class Execution:
         )
         self._all_to_all(theirs, held, splits[0], splits[1])
         differs = (ours != theirs).any(1)
+        # If one receiver of an atom lacks it, the atom travels to all of them: the first receiver passes on what it gets. The
+        # host reads these answers, because they decide which messages are issued.
         changed = {_key(letter) for letter, yes in zip(outbox, differs.tolist()) if yes or self.sends_all}
         answers = torch.tensor([_key(letter) in changed for letter in outbox], dtype=torch.uint8, device=self.device)
         told = answers.new_empty(len(inbox))
@@ -205,6 +219,8 @@ class Execution:
         return torch.stack(sums) if sums else torch.empty((0, 2), dtype=torch.int64, device=self.device)
 
     def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, receives: list[int], sends: list[int]) -> None:
+        # Issued asynchronously, because a synchronous call waits in the backend. There, this rank could not look whether others
+        # have failed.
         self.watch.wait([dist.all_to_all_single(received, sent, receives, sends, group=self.group, async_op=True)])
 
     def _post(
@@ -221,9 +237,12 @@ class Execution:
             pack(letter, sent.buffer[where].view(letter.slice_.dtype))
         messages: list[dist.P2POp] = []
 
+        # As bytes: backends do not know all dtypes.
         def add(operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
             messages.append(dist.P2POp(operation, tensor.view(torch.uint8), peer, self.group))
 
+        # Messages of a pair of ranks match by their order. Both ends have the packed ones first, and then the straight ones in
+        # the order of atoms.
         for peer, buffer in _by_peer(sent):
             add(dist.isend, buffer, peer)
         for peer, buffer in _by_peer(received):
@@ -234,13 +253,18 @@ class Execution:
             add(dist.irecv, part_view(self._target_of(letter), letter.atom.target[0]), letter.peer)
         self.sent_bytes += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
         try:
+            # In one batch: NCCL runs it as one group. One after another, the sends of two ranks to each other could wait for
+            # each other. A rank with nothing to send or receive issues nothing, as messages need their two ends only.
             works = dist.batch_isend_irecv(messages) if messages else []
         except RuntimeError as error:
+            # A connection that a peer has closed can raise here. Then that peer has failed, and this rank reports no cause of
+            # its own.
             raise Lost(str(error)) from error
         return _Mail(atoms, [], sent, received, works)
 
     def _packed(self, letters: list[_Letter]) -> _Packed:
         """A buffer for the letters that are packed, and where each lies in it: peer by peer, each in the letters' order."""
+        # The sort is stable: both ends of a pair pack its letters in the plan's order.
         small = sorted((each for each in letters if not each.slice_.goes_straight(each.atom)), key=lambda letter: letter.peer)
         places, start = [], 0
         for letter in small:
@@ -272,6 +296,8 @@ class Execution:
     def _unpack(self, mail: _Mail) -> None:
         for letter, where in mail.received.places:
             piece = mail.received.buffer[where].view(letter.slice_.dtype)
+            # An accelerator may run this copy after the buffer is freed below. Its allocator gives the memory only to later
+            # work of the same stream.
             copy_into(self._target_of(letter), piece, letter.atom.target)
         self._release(mail.received.buffer)
         mail.received = _Packed(mail.received.buffer, [])
@@ -279,6 +305,7 @@ class Execution:
     def _copy(self, slice_: Slice, copy: Copy) -> None:
         flat, first = self._readable(slice_, copy.source_key)
         flats, firsts = (flat, self.target[copy.target_key or slice_.name]), (first, 0)
+        # Offsets of a plan count from the beginning of the local tensor, and a window begins at its element ``first``.
         for box in copy.boxes:
             source, target = (
                 flat.as_strided(box.sizes, strides, flat.storage_offset() + offset - first)
@@ -298,6 +325,7 @@ class Execution:
 
     def _readable(self, slice_: Slice, key: str | None) -> tuple[torch.Tensor, int]:
         """A flat tensor with the elements that a slice needs of a local tensor, and the offset of its first element there."""
+        # By the identity of the slice: windows of one tensor have the same name and key.
         window = self._windows.get((id(slice_), key))
         if window is not None:
             return window

@@ -90,12 +90,15 @@ def plan(
         known = [side_of(source, "source"), side_of(target, "target")]
     except Exception as error:  # Any: other ranks would wait for this one.
         problem = error
+    # Before the all-gather in completed(): a rank that raised without it would leave the others waiting there. Ranks with other
+    # limits would cut other windows, and send messages that match no receive.
     agree([group], device, "transfer.plan", f"{max_bytes=}, {strict=}, {timeout=}", problem)
     # The largest of all ranks: ranks may have made other plans before, or seen other failures.
     sides, counts = completed(known, [_plan_counts["plans"] + 1, _plan_counts["failures"]], group, device)
     _plan_counts.update(plans=counts[0], failures=counts[1])
     problem = None
     try:
+        # All ranks check both whole sides, not only their parts, so all of them find the same problem.
         shapes = checked_shapes(sides[0], sides[1], ranks, strict)
     except Exception as error:
         problem = error
@@ -143,6 +146,7 @@ class Plan:
         # Its own communicator: a run may be in the background.
         self._group = group_of(self.ranks, f"transfer {_plan_counts['failures']}", group)
         self._has_failed = False
+        # Equal on all ranks, as completed() has taken the largest: it is in the keys of runs in the store.
         self._number = _plan_counts["plans"]
         self._runs = 0
         assert isinstance(source, TensorSide)
@@ -193,13 +197,18 @@ class Plan:
                 slices = self._slices_of(self._rank, finer, staged)
             except Exception as error:
                 problem = error
+            # Before the all-gather below, in which the others would wait for a rank that cannot make its slices.
             agree([self._group], self._device, "transfer.plan", "", problem)
+            # No tensors. All ranks return here, as slices are of tensors and windows, and a rank has them also if it holds
+            # nothing.
             if not slices:
                 return _Schedule([], [], finer)
             mine = torch.tensor([each.staging for each in slices], dtype=torch.int64, device=self._device)
             everyone = [torch.empty_like(mine) for _ in self.ranks]
             dist.all_gather(everyone, mine, group=self._group)
             staging = torch.stack(everyone, dim=1).cpu()
+            # The maximum is over all ranks, so all of them return here, or all cut finer. Windows of one element end the loop:
+            # slices_of() raises if one element is too much.
             if int(staging.max()) <= budget:
                 return _Schedule(slices, rounds_of([each.dtype.itemsize for each in slices], staging, budget), finer)
             finer *= 2
@@ -248,12 +257,17 @@ class Plan:
         try:
             if delta not in (None, "checksum"):
                 raise ValueError(f'run(delta=) takes None or "checksum", got {delta!r}')
+            # In the call, also of a run in the background: its tensors are those that the caller has now.
             given = [held_tensors(source, self.source, "source"), held_tensors(target, self.target, "target")]
             check_memory(given[0], given[1], self._device)
+            # Its all-reduces are on the groups of the mesh, on which training has collectives at the same time. With two
+            # threads, their order could differ between ranks.
             if async_op and any(isinstance(each, Staged) and each.reductions for each in given[0].values()):
                 raise ValueError("run(async_op=True) cannot reduce a Partial in the background: redistribute the source first")
         except Exception as error:
             problem = error
+        # A call that is refused counts, too: the number is part of the key, which must be equal on all ranks. The problem is
+        # not raised here, as the other ranks wait for this one in the first all-reduce of the run.
         self._runs += 1
         self.is_complete = False
         written = {
@@ -296,6 +310,8 @@ class Plan:
                 answers = [problem is None, delta is None, delta is not None, in_place]
                 fine = torch.tensor(answers, dtype=torch.int64, device=self._device)
                 watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
+                # These numbers are equal on all ranks, so all take the same branches. If a rank has a problem, nothing travels,
+                # and agree() below raises on all ranks.
                 if fine[0] and fine[1:3].any() and not fine[3]:
                     problem = self._schedule_staged()
                 if fine[0] and fine[1:3].any() and problem is None:
@@ -305,9 +321,11 @@ class Plan:
                     # host waits here for the copies, too, as the collective is behind them on the stream.
                     watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
         except Exception as error:
+            # Unmatched messages may stay on the group. A plan that is made later has a group of another name.
             self._has_failed = True
             _plan_counts["failures"] += 1
             failure = watch.failed(error, "Plan.run()", execution.on_their_way)
+            # What is in flight would keep its buffers, and destroy_process_group() would wait for it until the timeout.
             end_messages(self._group, self._device)
             raise failure from error
         self.last_sent_bytes, self.last_peak_bytes = execution.sent_bytes, execution.peak_bytes
@@ -320,6 +338,8 @@ class Plan:
         """Make the schedule for sources that are not contiguous; the problem on all ranks, if ``max_bytes`` is too small."""
         if True not in self._schedules:
             try:
+                # It agrees and gathers on the plan's group: all ranks make it in the same run. What it raises depends on shapes
+                # and ``max_bytes`` only, so all ranks raise it.
                 self._schedules[True] = self._scheduled(self.shapes)
             except ValueError as error:
                 return error

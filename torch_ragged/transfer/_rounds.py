@@ -72,6 +72,8 @@ def slices_of(
         ValueError: the budget is too small for one element.
     """
     spreads = len(target.ranks) > len(source.ranks)
+    # By itemsize, because a round has one: its buffers have one dtype. Not known: whether an order of large to small gains
+    # anything.
     names = sorted(shapes, key=lambda name: -wire_dtype(source.dtype(name), target.dtype(name)).itemsize)
     known: dict[object, tuple[tuple[Atom, ...], tuple[Copy, ...]]] = {}
     slices = []
@@ -89,6 +91,8 @@ def slices_of(
         # A stretch may be longer than its window, so that one tensor needs finer windows than this bound. Those of others stay
         # at one element at least.
         for window in windows_of(shape, max(budget // (finer * needed), 1)):
+            # A model has many tensors that lie alike: they share their atoms. Windows follow from shapes and the budget, so
+            # that the n-th slice is the same one on all ranks.
             key: object = (source.geometry(name), target.geometry(name), window)
             if key not in known:
                 known[key] = atoms_of(source, target, name, rank, window, spreads)
@@ -128,6 +132,7 @@ def rounds_of(itemsizes: Sequence[int], staging: torch.Tensor, budget: int) -> l
     held = torch.zeros_like(staging[0]) if itemsizes else staging
     for i, (itemsize, needed) in enumerate(zip(itemsizes, staging)):
         total = held + needed
+        # A round has one slice at least. Plan._scheduled() has cut windows until each fits alone.
         if i > start and (itemsize != itemsizes[start] or int(total.max()) > budget):
             rounds.append(range(start, i))
             start, total = i, needed

@@ -93,6 +93,7 @@ class Ranks:
     @functools.cached_property
     def _text(self) -> str:
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        # Ranks compare this text (Side.lines): two long lists that begin alike must not have one text.
         code = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]
         return f"a mesh of shape {self.shape} of ranks {shown}" + (f" (#{code})" if len(self.ranks) > 8 else "")
 
@@ -140,6 +141,7 @@ class Spec:
         placements: Sequence[Placement],
     ) -> None:
         shape, ranks = tuple(shape), Ranks.of(mesh)
+        # Ranks compare specs, and one may write Shard(-1) where another one has Shard(1) of a DTensor.
         normalized = normalize_placements(tuple(placements), shape, ranks.shape)
         for name, value in (("shape", shape), ("dtype", dtype), ("mesh", ranks), ("placements", normalized)):
             object.__setattr__(self, name, value)
@@ -164,6 +166,7 @@ class Spec:
         """Whether ``other`` is this spec, or one of the copies that this spec has on submeshes of its mesh."""
         if other == self:
             return True
+        # merged_specs() has put the meshes of several ranks one above the other. A rank still gives a DTensor on its own mesh.
         copies, size = self.mesh.shape[:1], len(other.mesh.ranks)
         return (
             copies + other.mesh.shape == self.mesh.shape
@@ -251,6 +254,8 @@ class BoxSpec:
 
     def as_source(self) -> BoxSpec:
         """Without ranks whose elements another rank holds in a local tensor that is laid out differently: it is read once."""
+        # Ranks with equal boxes are one holder, and share the load. Two layouts of the same elements would be two holders, and
+        # a receiver would get each element from both.
         first: dict[object, tuple[Box, ...]] = {}
         kept = tuple(each for each in self.held if first.setdefault(each.regions, each.boxes) == each.boxes)
         return self if len(kept) == len(self.held) else BoxSpec(self.shape, self.dtype, kept)
@@ -329,6 +334,7 @@ def specs_of(given: object, side: str) -> dict[str, AnySpec]:
                 whole = GlobalLayout.of(tuple(value.shape), (1,), [Replicate()], (0,))
                 specs[name] = BoxSpec.of_local(value, whole, dist.get_rank())
             return {name: specs[name] for name in pairs}
+        # Pipeline stages have meshes without common ranks. Then nothing says which of them holds a plain tensor.
         ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
         if not any(len(mesh.ranks) == len(ranks) for mesh in meshes):
             raise ValueError(
@@ -372,6 +378,7 @@ def merged_specs(given: Mapping[int, Mapping[str, AnySpec]], side: str) -> dict[
     merged: dict[str, AnySpec] = {}
     for name in given[first]:
         owners: dict[AnySpec, int] = {}
+        # By ascending ranks, so that all ranks put the meshes into one order.
         for rank in sorted(given):
             owners.setdefault(given[rank][name], rank)
         if len(owners) == 1:
@@ -384,6 +391,7 @@ def merged_specs(given: Mapping[int, Mapping[str, AnySpec]], side: str) -> dict[
         copies = [spec for spec in owners if isinstance(spec, Spec)]
         ranks = tuple(rank for spec in copies for rank in spec.mesh.ranks)
         alike = {(spec.shape, spec.dtype, spec.placements, spec.mesh.shape) for spec in copies}
+        # Meshes with a rank in common are no copies: this rank holds one of the two tensors.
         if boxes or len(alike) > 1 or len(set(ranks)) < len(ranks):
             (one, here), (other, there) = list(owners.items())[:2]
             raise ValueError(
@@ -429,6 +437,7 @@ class _Layout:
         table = torch.tensor(self.mesh.ranks, device="cpu").view(self.mesh.shape)
         whole = [i for i in range(len(self.cuts)) if i not in self._cut_dims]
         pieces = math.prod(self.mesh.shape[i] for i in self._cut_dims)
+        # Mesh dimensions that cut come first: each row has the ranks of one piece.
         return tuple(tuple(sorted(row)) for row in table.permute(*self._cut_dims, *whole).reshape(pieces, -1).tolist())
 
     @functools.cached_property
@@ -491,6 +500,7 @@ class TensorSide:
 
     def __init__(self, specs: Mapping[str, AnySpec]) -> None:
         self.specs = dict(specs)
+        # Tensors that lie alike share one layout. It is their geometry, by which slices_of() computes their atoms once.
         self._layouts: dict[str, _Layout | _BoxLayout] = {
             name: _layout_of(s.shape, s.mesh, s.placements) if isinstance(s, Spec) else _box_layout_of(s.shape, s.held)
             for name, s in self.specs.items()
@@ -552,6 +562,7 @@ class RelocatedSide(TensorSide):
         for owner, holder in self.holders.items():
             for piece in super().held_by(name, owner) if holder == rank else ():
                 moved = self._moved(name, piece)
+                # A rank may keep copies of several replicas of one piece. All readers take that of the first one (_moved).
                 if moved.key == self.key(name, owner):
                     yield moved
 

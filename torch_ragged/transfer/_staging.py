@@ -45,6 +45,7 @@ class Staged:
 
         If there are reductions, all ranks of their groups call it with equal arguments.
         """
+        # A copy also if the local tensor is contiguous: the all-reduce below is in place, and the source is never written.
         flat = torch.empty(stop - start, dtype=self.local.dtype, device=self.local.device)
         filled = 0
         for offsets, sizes in boxes_of_interval(self.local.shape, start, stop):
@@ -53,6 +54,7 @@ class Staged:
             flat[filled : filled + numel].view(sizes).copy_(box)
             filled += numel
         for operation, group in self.reductions:
+            # Backends reduce no complex numbers, and gloo has no average.
             numbers = torch.view_as_real(flat) if flat.is_complex() else flat
             kernel = dist.ReduceOp.SUM if operation == "avg" else getattr(dist.ReduceOp, operation.upper())
             # All ranks get all elements, so the order of the ranks in the group does not matter, and each can send.

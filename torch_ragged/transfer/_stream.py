@@ -124,6 +124,7 @@ def _stream(
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     in_flight: deque[tuple[str, _Issued, _NeededBytes]] = deque()
     if at_once:
+        # The names of a mapping are known before anything is gathered: one comparison serves all of them.
         known = list(tensors)
         gather.compare(known)
         tensors = iter(known)
@@ -132,6 +133,9 @@ def _stream(
     def fits(need: _NeededBytes) -> bool:
         # One tensor at a time is issued or unpacked.
         beside = max([need.beside, *(each.beside for _, _, each in in_flight)])
+        # From numbers that are equal on all ranks: when they yield a tensor, all ranks have issued the same all-gathers. If one
+        # rank had issued more, it could wait inside of an all-gather of several steps for ranks that are in a collective of the
+        # consumer, and those would wait for it.
         return not in_flight or held + need.whole + beside <= max_bytes
 
     try:
@@ -151,12 +155,15 @@ def _stream(
             yield name, whole.pop()
             held -= need.whole
     except GeneratorExit:
+        # The consumer of this rank has ended its loop. Other ranks need this rank's shards of all further tensors, and its part
+        # in the comparisons. An error of a collective does not come here: other ranks raise, too.
         for _, issued, _ in in_flight:
             gather.wait(issued)
         in_flight.clear()
         for pair in () if upcoming is None else itertools.chain([upcoming], tensors):
             if not at_once:
                 gather.compare([pair])
+            # One at a time, and dropped at once: this rank needs none of them.
             gather.wait(gather.issue(*pair))
         raise
 
@@ -207,6 +214,7 @@ class _Gather:
             ValueError: they are not.
             Exception: ``problem``. Other ranks raise a RuntimeError.
         """
+        # By mesh: ranks of a pipeline stream other tensors than those of another stage, and share no mesh with them.
         claims: dict[DeviceMesh, list[str]] = {}
         for name, tensor in tensors:
             if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
@@ -229,11 +237,13 @@ class _Gather:
             if gathers is None:
                 placed: Any = tensor.to(dtype).to(mesh.device_type)
                 return _complete(placed.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True).to_local())
+            # A parameter may be the result of a redistribution that is in flight.
             local = waited(local_tensor(tensor))
             if not gathers:
                 return _complete(local.to(dtype).to(mesh.device_type))
             device = local.device if local.device.type == mesh.device_type else torch.device(mesh.device_type)  # Offloaded.
             memory = memory_of(gathers, local.new_empty(0, dtype=dtype, device=device))
+            # All but the last step end here: each one sends what the step before has received.
             for step, whole in zip(gathers[:-1], memory):
                 local = self._completed(_gather(name, local, whole, step, mesh))
             return _gather(name, local, memory[-1], gathers[-1], mesh)
@@ -242,6 +252,7 @@ class _Gather:
         with self._issuing or contextlib.nullcontext():
             tensor = self._completed(issued)
         if self._issuing is not None:
+            # The consumer may use the tensor on any stream, which knows nothing of the issuing one.
             self._issuing.synchronize()
         return tensor
 

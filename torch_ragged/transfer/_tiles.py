@@ -181,6 +181,7 @@ def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Block
         for box, ranks, key in shared:
             part = clipped(piece.box, box.offsets, box.sizes)
             assert part is not None
+            # A rank with the box on both sides copies it: as a receiver, it would be on both sides of a call.
             for rank in (rank for rank in ranks if rank in piece.ranks):
                 yield Tile(name, box.offsets, box.sizes, _single(part, (rank,), piece.key), _single(box, (rank,), key))
             for run in _consecutive([rank for rank in ranks if rank not in piece.ranks]):
@@ -242,6 +243,7 @@ def _mesh_side(box: Box, pieces: Sequence[_Block]) -> TileSide | None:
     if count * size != box.sizes[dim]:
         return None
     start = min(rank for each in pieces for rank in each.ranks)
+    # Consecutive ranks hold either the parts of one copy, or the copies of one part.
     for mesh_shape, placements, rank_of in (
         ((copies, count), (Replicate(), Shard(dim)), lambda copy, part: start + copy * count + part),
         ((count, copies), (Shard(dim), Replicate()), lambda copy, part: start + part * copies + copy),

@@ -21,6 +21,7 @@ def traffic_of(plan: Plan) -> tuple[Counter[tuple[int, int]], Counter[int]]:
     for rank in plan.ranks:
         for each in plan.slices_of(rank):
             for atom in each.atoms:
+                # An atom is in the slices of all of its ranks. Each message counts at the rank that sends it.
                 first, *others = atom.receivers
                 if atom.sender == rank:
                     sent[rank, first] += atom.numel * each.dtype.itemsize

@@ -50,7 +50,10 @@ class _Waiter:
             while not all(work.is_completed() for work in self._works):
                 if time.monotonic() > deadline:
                     return False
+                # Short, because each wait takes up to so much longer. Without it, this loop would keep the interpreter busy,
+                # which other threads need.
                 time.sleep(0.0002)
+            # It returns at once, makes the current stream wait, and raises what went wrong.
             self._wait()
         elif not self._ended.wait(patience):
             return False
@@ -81,7 +84,9 @@ class Watch:
     def __init__(self, ranks: Sequence[int], key: str, timeout: timedelta, device: torch.device) -> None:
         self._polls = device.type != "cpu"
         self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
+        # A key of each run: the report of a run that failed before is not taken for one of this run.
         self._store = SharedStore(f"transfer/{key}")
+        # A plan may be the first call of this package. From here on, other ranks can ask where this process is.
         announce()
 
     def wait(self, works: Sequence[dist.Work]) -> None:
@@ -110,8 +115,10 @@ class Watch:
         start = f"{doing} failed while {shown or 'no tensor'} was on its way: "
         end = ". The source is unchanged. The target is not complete"
         try:
+            # The report first. A rank that finds "failed" reports too, and then reads the reports.
             self._store.set(f"rank {self._rank}", own)
             self._store.set("failed", "")
+            # A rank that waits looks once in a second, so it has reported by then.
             self._store.wait([f"rank {rank}" for rank in self._ranks], _TRANSFER_PATIENCE)
             reports = {rank: self._store.get(f"rank {rank}") for rank in self._ranks if self._store.has(f"rank {rank}")}
             silent = fates_of([rank for rank in self._ranks if rank not in reports])
