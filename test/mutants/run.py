@@ -163,7 +163,8 @@ class Session:
         ran = _read(pipe).split("\n")[:-1]
         code = os.waitstatus_to_exitcode(status)
         if count and not ran:  # Otherwise each mutant would count as caught.
-            raise RuntimeError(f"{mutant.file}:{mutant.line} {mutant.change}: no test ran, the mutant was not made (exit {code})")
+            where = f"{mutant.file}:{mutant.line} {mutant.change}"
+            raise RuntimeError(f"{where}: no test ran, so the mutant was not made (exit {code})")
         outcome = {0: "survived", 3: "survived"}.get(code, "caught")
         if not count:
             outcome = "not reached"

@@ -257,7 +257,8 @@ class PendingGradients:
                 if event.by_eager is not None:
                     grad, each.local.grad = event.by_eager.get(each.param), None
                     if grad is not None:
-                        parts.setdefault(each.order, []).append((grad._local_tensor, grad._spec, None))
+                        # torch.autograd.grad may return one tensor for two parameters, and .grad must be its own memory.
+                        parts.setdefault(each.order, []).append((grad._local_tensor.clone(), grad._spec, None))
                 elif local_grad is not None:
                     spec = event.spec_of(each) if event.specs else each.spec
                     parts.setdefault(each.order, []).append((local_grad, spec, each if spec is each.spec else None))
@@ -266,7 +267,7 @@ class PendingGradients:
         # Assumed: all ranks have gradients of the same parameters, as DTensor runs the same ops on all of them. A rank that
         # lacks one would all-reduce a shorter buffer, and the others would wait or raise.
         for order in sorted(parts):
-            given = parts[order]
+            given = parts.pop(order)
             local, spec, leaf = given[0]
             if len(given) == 1 and leaf is not None:
                 arrived.append((leaf.param, local, spec, leaf.goal, leaf.pending))
@@ -307,28 +308,33 @@ class PendingGradients:
                         "backward() for each forward, or parallelize with mode='eager'"
                     )
 
-    def _reduced(self, arrived: Sequence[_Arrived]) -> list[tuple[torch.nn.Parameter, DTensor]]:
-        """The gradients with the placements that the plan says."""
+    def _reduced(self, arrived: list[_Arrived]) -> list[tuple[torch.nn.Parameter, DTensor]]:
+        """The gradients with the placements that the plan says. It empties ``arrived``: buckets are freed one by one."""
         results: list[tuple[torch.nn.Parameter, DTensor]] = []
         buckets: dict[tuple[tuple[int, ...], torch.dtype], list[_Arrived]] = {}
-        for each in arrived:
-            param, local, spec, goal, pending = each
+        arrived.reverse()
+        while arrived:
+            param, local, spec, goal, pending = each = arrived.pop()
             if pending:
                 buckets.setdefault((pending, local.dtype), []).append(each)
                 continue
             grad = dtensor_of(local, spec, requires_grad=local.requires_grad)
             results.append((param, grad if pending == () else grad.redistribute(placements=goal)))
         for (dims, _), alike in buckets.items():
-            for bucket in _buckets_of(alike):
+            waiting = _buckets_of(alike)[::-1]
+            alike.clear()
+            while waiting:
+                bucket = waiting.pop()
                 reduced = self._all_reduced(dims, [each[1] for each in bucket])
                 for (param, _, spec, goal, _), local in zip(bucket, reduced):
                     results.append((param, make_dtensor(local, self._mesh, goal, spec.shape)))
         return results
 
     def _all_reduced(self, dims: tuple[int, ...], locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # Several gradients are copied into one buffer of at most _BUCKET bytes: it lives as long as the reduced gradients,
-        # which are views of it. A single one is reduced in its own memory. Assumed: nothing else has this memory.
-        flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
+        # A buffer of at most _BUCKET bytes, or of one gradient: it lives as long as the reduced gradients, which are views of
+        # it. Never in the gradient's own memory: another parameter's gradient, or a tensor that a hook of the user has kept,
+        # may be a view of it. (Autograd gives p and q one memory for p.view(-1) + q.view(-1).)
+        flat = torch.cat([local.reshape(-1) for local in locals_])
         group = mesh_group(self._mesh, dims)
         with peers_named("all-reduce", "gradients", functools.partial(dist.get_process_group_ranks, group)):
             # One group of all these mesh dimensions: its ranks hold summands of the same elements, in the same order.
