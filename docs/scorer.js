@@ -4,7 +4,7 @@ var Scorer = {
   score: ([page, title, anchor, description, score]) => {
     if (page === "recipes") return score + (anchor ? 60 : 10); // A public name has 16: it is found before the text of a page.
     const isForMaintainers =
-      /^(design|code_map|upstream|mutants|op_coverage|op_cost|fsdp2_tests|compatibility|changelog|reliability|simulation|hopper)/;
+      /^(design|code_map|upstream|mutants|op_coverage|fsdp2_tests|compatibility|changelog|reliability|simulation|hopper)/;
     return isForMaintainers.test(page) ? score - 20 : score;
   },
   objNameMatch: 11,

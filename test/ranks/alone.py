@@ -1,6 +1,6 @@
 """What one rank does alone, and what the others do meanwhile: programs whose ranks wait for each other for ever.
 
-``python test/ranks/alone.py`` measures them and prints the rows of the table in docs/running.md.
+``python test/ranks/alone.py`` measures them and prints a table. docs/one_rank_alone.md says what its rows have in common.
 """
 
 from __future__ import annotations

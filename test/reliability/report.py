@@ -6,6 +6,7 @@ python test/reliability/report.py
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ Each fault was injected into a small model that trains on {machine}, with torch 
 table.
 "Seconds" are from the fault to the error on a rank: the median over ranks and injections, and the longest. The timeout of
 collectives was 6 s. Six scripts with other kinds of faults of processes ran side by side, so these times are of a busy machine.
-"Lost" counts injections after which the last complete checkpoint did not load.
+"Lost" counts injections after which the last complete checkpoint did not load.{equal}
 
-| fault | times | what the user saw | seconds | hangs | other outcomes | lost |
-|---|---|---|---|---|---|---|
 """
+
+COUNTS = {"times": "times", "hangs": "hangs", "not_as_expected": "other outcomes", "data_lost": "lost"}
 
 TAIL = """
 ```
@@ -43,18 +44,17 @@ def read(name: str) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def row(found: dict[str, Any]) -> str:
-    seconds = "" if found.get("seconds_median") is None else f"{found['seconds_median']:.1f}, {found['seconds_max']:.1f}"
-    cells = [
-        found["fault"],
-        found["times"],
-        found["saw"],
-        seconds,
-        found["hangs"],
-        found["not_as_expected"],
-        found["data_lost"],
-    ]
-    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
+def faults(rows: Sequence[dict[str, Any]], head: str, **values: str) -> str:
+    """The table of faults. A count that is the same in all rows is said once, above the table."""
+    equal = [name for name in COUNTS if len({found[name] for found in rows}) == 1]
+    said = ", ".join(f"{rows[0][name]} {COUNTS[name]}" for name in equal)
+    columns = ["fault", "what the user saw", "seconds", *(COUNTS[name] for name in COUNTS if name not in equal)]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for found in rows:
+        seconds = "" if found.get("seconds_median") is None else f"{found['seconds_median']:.1f}, {found['seconds_max']:.1f}"
+        cells = [found["fault"], found["saw"], seconds, *(found[name] for name in COUNTS if name not in equal)]
+        lines.append(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |")
+    return head.format(equal=f" Each fault: {said}." if equal else "", **values) + "\n".join(lines) + "\n"
 
 
 def long_run(report: dict[str, Any]) -> str:
@@ -84,10 +84,10 @@ def fuzzing(reports: Sequence[dict[str, Any]]) -> str:
     lines = [
         "## Random programs",
         "",
-        "`make fuzz` makes random models, `fully_shard` calls and training sequences (fsdp), and random programs of ragged",
-        "DTensors (dtensor). Each is compared with the same program in one process. A refused case raised a clear error on all",
-        "ranks. `--replay SEED` runs one again. What DTensor itself gets wrong without a ragged placement is not compared:",
-        "`test/fuzz/fuzz_dtensor.py` says what. These runs have new seeds: defects that earlier runs found were mended before.",
+        "`make fuzz` makes random models, `fully_shard` calls and training sequences (fsdp), random programs of",
+        "ragged DTensors (dtensor), and random transfers (transfer). Each is compared with the same program in one process. A",
+        "refused case raised a clear error on all ranks. `--replay SEED` runs one again. What DTensor itself gets wrong",
+        "without a ragged placement is not compared: `test/fuzz/fuzz_dtensor.py` says what. The seeds are new ones.",
         "",
         "| torch | kind | cases | equal | refused | hangs | wrong or failed | seeds |",
         "|---|---|---|---|---|---|---|---|",
@@ -104,13 +104,15 @@ def main() -> None:
     files = [read("reliability_processes.json"), read("reliability_checkpoint.json")]
     rows = [each for found in files if found for each in found["rows"]]
     first = next(found for found in files if found)
-    parts = [HEAD.format(machine=first.get("machine", "2 cores of one machine"), torch=first["torch"])]
-    parts[0] += "\n".join(map(row, rows)) + "\n" + TAIL
+    page = ROOT / "docs/reliability.md"
+    parts = [faults(rows, HEAD, machine=first.get("machine", "2 cores of one machine"), torch=first["torch"]) + TAIL]
     if report := read("long_run.json"):
         parts.append(long_run(report))
+    if pairs := re.search(r"^## Pairs of features\n.*?(?=^## )", page.read_text(), re.MULTILINE | re.DOTALL):
+        parts.append(pairs[0].rstrip() + "\n")  # Written by hand.
     if reports := [json.loads(path.read_text()) for path in sorted(DATA.glob("fuzz_*.json"))]:
         parts.append(fuzzing(reports))
-    (ROOT / "docs/reliability.md").write_text("\n".join(parts))
+    page.write_text("\n".join(parts))
 
 
 if __name__ == "__main__":
