@@ -1,5 +1,6 @@
-"""Calls point down: in construction and in a step, no file of fsdp calls one that imports it."""
+"""Calls point down: in construction, in a step and in parallelize, no file calls one that imports it."""
 
+import inspect
 import sys
 import unittest
 from pathlib import Path
@@ -10,6 +11,20 @@ from torch import nn
 
 from benchmarks.parts.walk import imports_of, traced, walks
 from torch_ragged.fsdp.core import _fsdp_state
+from torch_ragged.optim import Muon
+
+
+def is_of_a_subclass(caller, callee):
+    """The base class issues all collectives of a step and calls its subclass, which computes and never communicates.
+
+    Likewise a collective that has ended calls what unpacks it, and a decorator what it decorates.
+    """
+    file, _, function = callee.partition(":")
+    return (file == "_muon.py" and f"def {function}(self" in inspect.getsource(Muon)) or (caller, callee) in {
+        ("_carry.py:wait", "_gather.py:unpack"),
+        ("_base.py:named", "_matrix.py:step"),
+        ("_gather.py:_fly", "_matrix.py:<lambda>"),
+    }
 
 
 class WalkTest(unittest.TestCase):
@@ -18,10 +33,11 @@ class WalkTest(unittest.TestCase):
         self.assertGreater(len(found), 9)
         for name, walk in found.items():
             if name != "the argument module":
-                self.assertGreater(walk.functions.total(), 50, name)  # It has been traced.
+                self.assertGreater(walk.functions.total(), 40, name)  # It has been traced.
             # Backward of an opaque output has no pre-backward: the first gradient starts it, which autograd gives to a group.
             starts = {("_fsdp_param_group.py:before_gradient", "_fsdp_state.py:start_backward")} if "opaque" in name else set()
-            self.assertEqual(set(walk.upward), starts, name)
+            found_above = {pair for pair in walk.upward if name != "a step of Muon" or not is_of_a_subclass(*pair)}
+            self.assertEqual(found_above, starts, name)
 
     def test_a_call_to_a_file_above_is_seen(self):
         core = Path(_fsdp_state.__file__).parent

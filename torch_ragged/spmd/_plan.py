@@ -27,7 +27,7 @@ from torch_ragged.spmd._paths import activation_path, check_regex, grad_path, un
 from torch_ragged.spmd._text import nearest, path_text, quoted, read_value, value_text, write_value
 from torch_ragged.spmd._torchtitan import layers_of, layouts_of
 from torch_ragged.spmd._transformers import batch_of, shards_of, units_of
-from torch_ragged.tensor._placement_text import placement_text, placement_types, read_placement
+from torch_ragged.tensor._placement_text import listed, placement_text, placement_types, read_placement
 from torch_ragged.tensor.interleaved_placement_types import is_int
 
 __all__ = [
@@ -132,7 +132,7 @@ class Rule:
         kinds = placement_types()
         for each in placements:
             if kinds.get(type(each).__name__) is not type(each):
-                raise TypeError(f"{self.call}: {name} must be of {', '.join(kinds)}, got {each!r}")
+                raise TypeError(f"{self.call}: {name} must be of {listed(kinds)}, got {each!r}")
         if len(placements) != count:
             raise ValueError(
                 f"{self.call}: {name} has {len(placements)} placements for {count} mesh dimensions: give one placement, or one "

@@ -93,18 +93,15 @@ def resolve(plan: Plan, model: nn.Module, mesh: Union[DeviceMesh, MeshShape]) ->
         raise TypeError(f"expected a Plan, got a value of type {type(plan).__name__}: {hint}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"a plan needs an nn.Module, got a value of type {type(model).__name__}: pass the model itself")
-    shape = MeshShape.of(mesh)
-    names, problems = _Names(model), _Problems(plan.rules)
-    for index, rule in enumerate(plan.rules):
-        _check_dims(index, rule, shape, problems)
-    explicit = _explicit_units(plan.rules, names, problems)
-    tensors = _tensors(plan.rules, names, shape, problems, explicit)
-    units = _units(plan.rules, names, shape, problems, explicit, tensors)
-    boundaries = _boundaries(plan.rules, names, shape, problems)
-    factories = _factories(plan.rules, names, shape, problems)
-    if text := str(problems):
-        raise PlanError(f"the plan does not fit {type(model).__name__} on the mesh {shape}: {text}")
-    return Resolved(shape, tuple([tensor.record() for tensor in tensors]), boundaries, factories, units)
+    reading = _Reading(plan.rules, model, MeshShape.of(mesh))
+    reading.check_dims()
+    explicit = reading.explicit_units()
+    tensors = reading.tensors(explicit)
+    units = reading.units(explicit, tensors)
+    boundaries, factories = reading.boundaries(), reading.factories()
+    if text := str(reading.problems):
+        raise PlanError(f"the plan does not fit {type(model).__name__} on the mesh {reading.mesh}: {text}")
+    return Resolved(reading.mesh, tuple([tensor.record() for tensor in tensors]), boundaries, factories, units)
 
 
 # -- names and problems --------------------------------------------------------------------------------------------------
@@ -259,192 +256,9 @@ class _Claims:
         return tuple([said[slot, dim][0] if (slot, dim) in said else None for dim in self._mesh.names])
 
 
-def _check_dims(index: int, rule: Rule, mesh: MeshShape, problems: _Problems) -> None:
-    """The mesh has the rule's dimensions, and cuts in their order."""
-    dims: tuple[str, ...] = getattr(rule, "dims", ())
-    for dim in dims:
-        if dim not in mesh.names:
-            problems.add((index,), f"names the mesh dimension {quoted(dim)}: the mesh has {', '.join(mesh.names)}")
-    known = [dim for dim in dims if dim in mesh.names]
-    if known == sorted(known, key=mesh.names.index) or isinstance(rule, UnitRule):
-        return
-    for name in ("placement", "dst", "src", "grad", "grad_src", "grad_dst"):
-        cut = [each.dim for each in getattr(rule, name, None) or () if isinstance(each, Shard)]
-        if len(set(cut)) < len(cut):
-            problems.add(
-                (index,),
-                f"cuts dimension {next(dim for dim in cut if cut.count(dim) > 1)} in the order {', '.join(dims)}: DTensor cuts "
-                f"in the mesh's order {', '.join(mesh.names)}. Name dims in this order, or use _StridedShard",
-            )
-
-
-# -- parameters and buffers ----------------------------------------------------------------------------------------------
-
-
-def _tensors(
-    rules: Sequence[Rule], names: _Names, mesh: MeshShape, problems: _Problems, explicit: dict[str, list[int]]
-) -> list[_Tensor]:
-    """The tensors with their layouts. Units do not shard them yet."""
-    claims, tensors = _Claims(mesh, problems), names.each_tensor
-    for index, rule in enumerate(rules):
-        if isinstance(rule, ShardRule) and not activation_path(rule.path):
-            said: dict[Union[Phase, str], tuple[Placement, ...]]
-            said = dict.fromkeys((INIT, RUN) if rule.phase is None else (rule.phase,), rule.placement)
-            if rule.grad is not None:
-                said["grad"] = rule.grad
-            for tensor, matched in _matched_tensors(index, rule.path, names, problems, parameters=set(said) != {INIT, RUN}):
-                tensor.rules.add(index)
-                for slot, placements in said.items():
-                    _claim(claims, tensor, slot, rule.dims, placements, index, matched, problems)
-        elif isinstance(rule, AnnotateRule) and (path := grad_path(rule.path)) is not None:
-            for tensor, matched in _matched_tensors(index, path, names, problems, parameters=True):
-                tensor.rules.add(index)
-                _claim(claims, tensor, "grad", rule.dims, rule.placement, index, matched, problems)
-    unnamed = [each for each in tensors if each.is_parameter and not each.layout_rules(rules)]
-    _apply_defaults(rules, names, mesh, problems, explicit, claims, unnamed)
-    for index, rule in enumerate(rules):
-        if isinstance(rule, SegmentsRule):
-            for tensor, _ in _matched_tensors(index, rule.path, names, problems):
-                _set_segments(index, rule, rules, tensor, problems)
-    for tensor in tensors:
-        _set_layout(tensor, rules, claims, mesh, problems)
-    return tensors
-
-
-def _matched_tensors(
-    index: int, path: str, names: _Names, problems: _Problems, *, parameters: bool = False
-) -> list[tuple[_Tensor, list[str]]]:
-    """The tensors of a path, each with its names that match. With ``parameters``, no buffers."""
-    found = names.matched_tensors(path)
-    if parameters and found:
-        buffers = [matched[0] for tensor, matched in found if not tensor.is_parameter]
-        found = [(tensor, matched) for tensor, matched in found if tensor.is_parameter]
-        for name in () if found else buffers:
-            text = "matches only buffers, which have neither phases nor gradients: "
-            problems.add((index,), text, name, ". Name parameters")
-    elif not found:
-        modules = names.matched_modules(path)
-        if modules:
-            what = f"matches the module {_module_text(modules[0])}, and no parameter or buffer: name a tensor of it"
-        else:
-            what = f"matches no parameter or buffer{_guesses(path, names.tensors)}"
-        problems.add((index,), what)
-    return found
-
-
 def _guesses(text: str, names: Iterable[str]) -> str:
     found = nearest(text, names)
     return f". Nearest names: {', '.join(found)}" if found else ": no name is near it"
-
-
-def _claim(
-    claims: _Claims,
-    tensor: _Tensor,
-    slot: Union[Phase, str],
-    dims: tuple[str, ...],
-    placements: tuple[Placement, ...],
-    index: int,
-    matched: list[str],
-    problems: _Problems,
-) -> None:
-    """Rule ``index`` says ``placements`` of a tensor. Negative dimensions become those of the tensor."""
-    ndim = len(tensor.shape)
-    on_tensor: list[Optional[Placement]] = []
-    for each in placements:
-        chunk = chunk_of(each)
-        if chunk is None or 0 <= chunk.dim < ndim:
-            on_tensor.append(each)
-        elif -ndim <= chunk.dim < 0:
-            on_tensor.append(of_dim(each, chunk.dim + ndim))
-        else:
-            text = f"cuts dimension {chunk.dim} of tensors with {ndim} dimensions: "
-            problems.add((index,), text, matched[0], ". Cut another dimension, or match fewer tensors")
-            on_tensor.append(None)
-            tensor.is_sound = False
-    claims.add(tensor.name, slot, dims, tuple(on_tensor), index, matched)
-
-
-def _apply_defaults(
-    rules: Sequence[Rule],
-    names: _Names,
-    mesh: MeshShape,
-    problems: _Problems,
-    explicit: dict[str, list[int]],
-    claims: _Claims,
-    unnamed: list[_Tensor],
-) -> None:
-    """Parameters that no rule names get the default. Without a default and a unit, they are a problem."""
-    defaults: list[tuple[int, DefaultRule, set[str]]] = []
-    for index, rule in enumerate(rules):
-        if isinstance(rule, DefaultRule):
-            defaults.append((index, rule, set(_matched_modules(index, rule.path, names, problems))))
-    for tensor in unnamed:
-        around = set(names.modules_around(tensor.name))
-        # The unit shards it. That is a rule for it, and the default is for what no rule names.
-        if around & set(explicit):
-            continue
-        holding = [(index, rule) for index, rule, modules in defaults if around & modules]
-        for index, rule in holding:
-            everywhere = rule.placement * len(mesh.names)
-            tensor.rules.add(index)
-            for phase in Phase:
-                _claim(claims, tensor, phase, mesh.names, everywhere, index, [tensor.name], problems)
-        # With units, what is left belongs to that of the root.
-        if not holding and not explicit:
-            problems.add_unnamed(tensor.name)
-
-
-def _set_segments(index: int, rule: SegmentsRule, rules: Sequence[Rule], tensor: _Tensor, problems: _Problems) -> None:
-    ndim = len(tensor.shape)
-    if not -ndim <= rule.dim < ndim:
-        text = f"cuts dimension {rule.dim} of tensors with {ndim} dimensions: "
-        problems.add((index,), text, tensor.name, ". Cut another dimension, or match fewer tensors")
-        return
-    segments = SegmentSizes(rule.dim % ndim, rule.sizes)
-    size = tensor.shape[segments.dim]
-    if sum(rule.sizes) != size:
-        text = f"has sizes that add up to {sum(rule.sizes)}, and dimension {segments.dim} has {size} elements in "
-        problems.add((index,), text, tensor.name)
-    elif tensor.segments not in (None, segments):
-        others = [each for each in tensor.rules if isinstance(rules[each], SegmentsRule)]
-        problems.add((*others, index), "differ in the segments of ", tensor.name, ": keep one of them")
-    else:
-        tensor.segments = segments
-    tensor.rules.add(index)
-
-
-def _set_layout(tensor: _Tensor, rules: Sequence[Rule], claims: _Claims, mesh: MeshShape, problems: _Problems) -> None:
-    """Set ``init``, ``run`` and ``grad``, and check that they have a meaning."""
-    for here, other, does in ((INIT, RUN, "is computed with"), (RUN, INIT, "is kept")):
-        for dim in mesh.names:
-            rule = claims.rule(tensor.name, here, dim)
-            if rule is not None and claims.rule(tensor.name, other, dim) is None:
-                tensor.is_sound = False
-                text = f"has no counterpart on mesh dimension {quoted(dim)} for "
-                end = f": say how it {does}, with phase={other.name}, or leave phase out"
-                problems.add((rule,), text, tensor.name, end)
-    grad = claims.spoken(tensor.name, "grad")
-    tensor.grad = None if set(grad) == {None} else grad
-    tensor.init, tensor.run = (
-        tuple([each or Replicate() for each in claims.spoken(tensor.name, phase)]) for phase in (INIT, RUN)
-    )
-    if not tensor.is_sound:
-        return
-    try:
-        tensor.init, tensor.run = (_meaningful(each, tensor.shape, mesh.sizes) for each in (tensor.init, tensor.run))
-    except ValueError as error:
-        tensor.is_sound = False
-        problems.add(tensor.layout_rules(rules), "cut ", tensor.name, f": {error}")
-        return
-    if tensor.segments is not None:
-        ranks = math.prod(
-            [size for each, size in zip(tensor.run, mesh.sizes) if isinstance(each, Shard) and each.dim == tensor.segments.dim]
-        )
-        uneven = [size for size in tensor.segments.sizes if size % ranks]
-        if uneven:
-            involved = [index for index in tensor.rules if isinstance(rules[index], (ShardRule, DefaultRule, SegmentsRule))]
-            text = f"cut segments of {', '.join(map(str, uneven))} elements over {ranks} ranks: "
-            problems.add(involved, text, tensor.name, ". Each segment must be a multiple of the ranks")
 
 
 def _meaningful(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Placement, ...]:
@@ -470,129 +284,9 @@ def _meaningful(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes
     return normalize_placements(placements, shape, sizes) if has_own_rules(placements) else placements
 
 
-# -- units ---------------------------------------------------------------------------------------------------------------
-
-
-def _matched_modules(index: int, path: str, names: _Names, problems: _Problems, *, run: bool = False) -> list[str]:
-    """The modules of a path. With ``run``, only those with a forward: a ModuleList has none."""
-    modules = names.matched_modules(path)
-    if not modules:
-        what = f"matches no module{_guesses(path, filter(None, names.modules))}"
-        if path in names.tensors:
-            what = f"matches the tensor {path}, and no module: name a module"
-        problems.add((index,), what)
-    running = [module for module in modules if not run or names.has_forward(module)]
-    for module in () if running else modules:
-        kind = type(names.modules[module]).__name__
-        problems.add((index,), f"names a {kind}, which has no forward: ", _module_text(module), ". Name its members")
-    return running
-
-
-def _explicit_units(rules: Sequence[Rule], names: _Names, problems: _Problems) -> dict[str, list[int]]:
-    """The rules of each module that is a unit. Several on one module are equal."""
-    units: dict[str, list[int]] = {}
-    for index, rule in enumerate(rules):
-        if isinstance(rule, UnitRule):
-            for module in _matched_modules(index, rule.path, names, problems, run=True):
-                units.setdefault(module, []).append(index)
-    for module, indices in units.items():
-        first = rules[indices[0]]
-        for other in indices[1:]:
-            if _unit_of_rule(rules[other]) != _unit_of_rule(first):
-                text = "give different dims or options to the unit of "
-                problems.add((indices[0], other), text, _module_text(module), ": keep one of them")
-    return units
-
-
 def _unit_of_rule(rule: Rule) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
     assert isinstance(rule, UnitRule)
     return rule.dims, rule.options
-
-
-def _units(
-    rules: Sequence[Rule],
-    names: _Names,
-    mesh: MeshShape,
-    problems: _Problems,
-    explicit: dict[str, list[int]],
-    tensors: list[_Tensor],
-) -> tuple[UnitRecord, ...]:
-    """All units, inner ones first; ``unit`` of their parameters is set."""
-    found: dict[str, UnitRecord] = {}
-    for module, indices in explicit.items():
-        dims, options = _unit_of_rule(rules[indices[0]])
-        found[module] = UnitRecord(module, dims[-1:], dims[:-1], options, (), tuple(indices))
-        kept = dict(options).get("reshard_after_forward")
-        ranks = dict(zip(mesh.names, mesh.sizes)).get(dims[-1], 0)
-        if kept is not None and not isinstance(kept, bool) and (kept < 1 or ranks % kept):
-            text = f"keeps parts on {kept} ranks after forward, which must divide the {ranks} ranks of the unit of "
-            problems.add(indices, text, _module_text(module))
-    for tensor in tensors:
-        if tensor.is_parameter:
-            _join_explicit_unit(tensor, names, problems, explicit)
-    _lower_phases(rules, names, mesh, problems, explicit, tensors, found)
-    _add_root_unit(rules, mesh, problems, explicit, tensors, found)
-    params: dict[str, list[str]] = {module: [] for module in found}
-    for tensor in tensors:
-        if tensor.unit is not None:
-            params[tensor.unit].append(tensor.name)
-            is_lowered = tensor.unit not in explicit
-            _check_in_unit(tensor, found[tensor.unit], rules, mesh, problems, is_lowered=is_lowered)
-    for module, members in params.items():
-        found[module] = dataclasses.replace(found[module], params=tuple(members))
-    last: dict[str, int] = {}  # The position of the last submodule: inner modules end before outer ones, or with them.
-    for name, index in names.order.items():
-        last.update(dict.fromkeys((name, *names.modules_around(name)), index))
-    return tuple([found[module] for module in sorted(found, key=lambda each: (last[each], -names.order[each]))])
-
-
-def _join_explicit_unit(tensor: _Tensor, names: _Names, problems: _Problems, explicit: dict[str, list[int]]) -> None:
-    inner = [next((module for module in names.modules_around(name) if module in explicit), None) for name in tensor.names]
-    tensor.unit = inner[0]
-    for name, module in zip(tensor.names, inner):
-        if module != tensor.unit:
-            involved = [index for each in (module, tensor.unit) if each is not None for index in explicit[each]]
-            where = f"{_module_text(tensor.unit or '')} and {_module_text(module or '')}"
-            text = f"put the names of a tied parameter into the units of {where}: "
-            problems.add(involved, text, f"{tensor.name} = {name}", ". Name a module that has both")
-
-
-def _lower_phases(
-    rules: Sequence[Rule],
-    names: _Names,
-    mesh: MeshShape,
-    problems: _Problems,
-    explicit: dict[str, list[int]],
-    tensors: list[_Tensor],
-    found: dict[str, UnitRecord],
-) -> None:
-    """Parameters that are shards at INIT and replicated at RUN get units."""
-    for tensor in tensors:
-        moved = tuple([dim for dim, a, b in zip(mesh.names, tensor.init, tensor.run) if a != b])
-        if not moved or not tensor.is_sound:
-            continue
-        involved = [index for index in tensor.layout_rules(rules) if set(getattr(rules[index], "dims", moved)) & set(moved)]
-        changes = [(a, b) for a, b in zip(tensor.init, tensor.run) if a != b]
-        odd = next((pair for pair in changes if not _is_gathered(*pair)), None)
-        if odd is not None:
-            kept, used = map(placement_text, odd)
-            text = f"keep as {kept} and compute with {used}: "
-            problems.add(
-                involved, text, tensor.name, ". Only a Shard or ragged shard at INIT that is Replicate() at RUN is possible"
-            )
-        elif tensor.unit is not None:
-            text = "shard by phases what a unit shards already: "
-            problems.add((*involved, *explicit[tensor.unit]), text, tensor.name, ". Keep one of the two")
-        else:
-            tensor.unit = _module_block_of(tensor, names)
-            unit = found.get(tensor.unit) or UnitRecord(tensor.unit, moved, (), (), (), ())
-            # fully_shard is called once per module.
-            if unit.shard != moved:
-                text = f"make a second unit of {_module_text(tensor.unit)}, on other mesh dimensions: "
-                problems.add((*unit.rules, *involved), text, tensor.name, ". Use plan.unit for an inner module")
-                continue
-            both = tuple(sorted({*unit.rules, *involved}))
-            found[tensor.unit] = dataclasses.replace(unit, rules=both)
 
 
 def _is_gathered(kept: Placement, used: Placement) -> bool:
@@ -600,132 +294,8 @@ def _is_gathered(kept: Placement, used: Placement) -> bool:
     return is_cut and isinstance(used, Replicate)
 
 
-def _module_block_of(tensor: _Tensor, names: _Names) -> str:
-    """The outermost element of a ModuleList around all names of a tensor; the root if there is none."""
-    blocks = set()
-    for name in tensor.names:
-        around = [*names.modules_around(name)][::-1]
-        pairs = zip(around, around[1:])
-        elements = (b for a, b in pairs if isinstance(names.modules[a], nn.ModuleList) and names.has_forward(b))
-        blocks.add(next(elements, ""))
-    return blocks.pop() if len(blocks) == 1 else ""
-
-
-def _add_root_unit(
-    rules: Sequence[Rule],
-    mesh: MeshShape,
-    problems: _Problems,
-    explicit: dict[str, list[int]],
-    tensors: list[_Tensor],
-    found: dict[str, UnitRecord],
-) -> None:
-    """The parameters outside of all explicit units make the root's unit."""
-    if not explicit or "" in explicit:
-        return
-    if "" in found:  # By phases, for some parameters only.
-        for tensor in tensors:
-            if tensor.is_parameter and tensor.unit is None and not tensor.rules:
-                problems.add_unnamed(tensor.name)
-        return
-    # The root's unit takes the options of the others. If these differ, no choice is obvious, and a guess would train with
-    # another dtype or sharding in silence.
-    kinds: list[tuple[Any, int]] = []
-    for indices in explicit.values():
-        dims, options = _unit_of_rule(rules[indices[0]])
-        kind = dims, tuple([each for each in options if each[0] not in ("reshard_after_forward", "optional")])
-        if kind not in [other for other, _ in kinds]:
-            kinds.append((kind, indices[0]))
-    dims, options = kinds[0][0]
-    rest = [each for each in tensors if each.is_parameter and each.unit is None and not _is_placed_on(each, dims, mesh)]
-    for tensor in rest if len(kinds) > 1 else ():
-        text = "have different dims or options, and leave parameters to the root's unit: "
-        problems.add([index for _, index in kinds], text, tensor.name, '. Add plan.unit("", ...)')
-    for tensor in rest:
-        tensor.unit = ""
-    if rest:
-        found[""] = UnitRecord("", dims[-1:], dims[:-1], options, (), ())
-
-
-def _is_placed_on(tensor: _Tensor, dims: Sequence[str], mesh: MeshShape) -> bool:
-    """Whether rules place a tensor on one of the mesh dimensions as something else than Replicate."""
-    placed = zip(mesh.names, tensor.init, tensor.run)
-    return any(dim in dims and (a, b) != (Replicate(), Replicate()) for dim, a, b in placed)
-
-
 def _module_text(name: str) -> str:
     return quoted(name) if name else "the root"
-
-
-def _check_in_unit(
-    tensor: _Tensor, unit: UnitRecord, rules: Sequence[Rule], mesh: MeshShape, problems: _Problems, *, is_lowered: bool
-) -> None:
-    if not tensor.is_sound or not set(unit.shard) <= set(mesh.names):
-        return
-    involved = {*tensor.layout_rules(rules), *unit.rules}
-    if not is_lowered and tensor.init == tensor.run and _is_placed_on(tensor, (*unit.shard, *unit.replicate), mesh):
-        end = ". Use another mesh dimension, or an inner unit on another one"
-        problems.add(involved, "use a mesh dimension of the unit that shards ", tensor.name, end)
-        return
-    ranks = math.prod([size for name, size in zip(mesh.names, mesh.sizes) if name in unit.shard])
-    try:
-        # What fully_shard would refuse is found here: before anything is changed, with the rule, and beside all other problems.
-        fsdp_placement(tensor.shape, tensor.run, mesh.sizes, ranks=ranks)
-    except ValueError as error:
-        problems.add(involved, "put ", tensor.name, f" into a unit: {error}")
-    granularity = dict(unit.options).get("granularity")
-    if isinstance(granularity, Segments):
-        try:
-            granularity.check(tensor.name, tensor.shape)
-        except ValueError:
-            end = ". Name fused weights with plan.segments(), and give the unit the granularity of a segment"
-            problems.add(unit.rules, f"give granularity={granularity.text}, which are not the segments of ", tensor.name, end)
-
-
-# -- activations and factories -------------------------------------------------------------------------------------------
-
-
-def _boundaries(rules: Sequence[Rule], names: _Names, mesh: MeshShape, problems: _Problems) -> tuple[Boundary, ...]:
-    # The second one keeps each call's own words. Its problems are dropped: the first one has found them.
-    together, claims = _Claims(mesh, problems), _Claims(mesh, _Problems(()))
-    found: dict[tuple[str, str, Key, str], list[int]] = {}
-    for index, rule in enumerate(rules):
-        if not isinstance(rule, (ShardRule, RedistributeRule, AnnotateRule)):
-            continue
-        activation = activation_path(rule.path)
-        if activation is None:
-            continue
-        for module in _matched_modules(index, activation.module, names, problems, run=True):
-            key: Optional[Key] = activation.key
-            if activation.side == "in":
-                key = _argument(index, names, module, activation.key, problems)
-            if key is None:
-                continue
-            tensor = (module, activation.side, key)
-            found.setdefault((*tensor, rule.call), []).append(index)
-            for slot, placements in _slots(rule).items():
-                # What is said before a redistribution and after it may differ, whichever call says it.
-                together.add(tensor, slot, rule.dims, placements, index, [activation_text(*tensor)])
-                claims.add((*tensor, rule.call), slot, rule.dims, placements, index, [activation_text(*tensor)])
-    keys = list(dict.fromkeys(key for _, _, key, _ in found))
-    in_order = sorted(found, key=lambda e: (names.order[e[0]], e[1], keys.index(e[2]), _ACTIONS.index(e[3])))
-
-    def spoken(entry: Hashable, slot: str) -> Optional[Spoken]:
-        placements = claims.spoken(entry, slot)
-        return None if set(placements) == {None} else placements
-
-    return tuple(
-        [
-            Boundary(
-                *entry,
-                claims.spoken(entry, "src" if entry[-1] == "annotate" else "dst"),
-                spoken(entry, "src") if entry[-1] == "redistribute" else None,
-                spoken(entry, "grad_src"),
-                spoken(entry, "grad_dst"),
-                tuple(found[entry]),
-            )
-            for entry in in_order
-        ]
-    )
 
 
 def _slots(rule: Union[ShardRule, RedistributeRule, AnnotateRule]) -> dict[str, tuple[Placement, ...]]:
@@ -739,52 +309,446 @@ def _slots(rule: Union[ShardRule, RedistributeRule, AnnotateRule]) -> dict[str, 
     return {name: placements for name, placements in slots.items() if placements is not None}
 
 
-def _argument(index: int, names: _Names, module: str, key: Key, problems: _Problems) -> Optional[Key]:
-    """``key`` with the argument by its name in the signature of ``forward``. None: ``forward`` does not take it."""
-    try:
-        params = inspect.signature(names.modules[module].forward).parameters.values()
-    except (TypeError, ValueError):  # A forward that is not Python's has no signature.
-        return key
-    positional = [each.name for each in params if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    named = positional + [each.name for each in params if each.kind == inspect.Parameter.KEYWORD_ONLY]
-    kinds = {each.kind for each in params}
-    first = key[0]
-    if isinstance(first, int):
-        if first < len(positional):
-            return (positional[first], *key[1:])
-        fits = inspect.Parameter.VAR_POSITIONAL in kinds
-    else:
-        fits = first in named or inspect.Parameter.VAR_KEYWORD in kinds
-    if not fits:
-        kind = type(names.modules[module]).__name__
-        end = f". The forward of {kind} takes {', '.join(named) or 'none'}"
-        problems.add((index,), f"names the argument {first} of ", _module_text(module), end)
-    return key if fits else None
+# -- the reading ---------------------------------------------------------------------------------------------------------
 
 
-def _factories(rules: Sequence[Rule], names: _Names, mesh: MeshShape, problems: _Problems) -> tuple[FactoryRecord, ...]:
-    claims = _Claims(mesh, problems)
-    own: dict[str, list[str]] = {}
-    for index, rule in enumerate(rules):
-        if isinstance(rule, FactoryRule):
-            for module in _matched_modules(index, rule.path, names, problems, run=True):
-                own.setdefault(module, []).extend(rule.functions)
-                for function in rule.functions:
-                    what = f"{function} in {_module_text(module)}"
-                    claims.add(module, function, rule.dims, rule.placement, index, [what])
-    records = []
-    for module in sorted(own, key=names.order.__getitem__):
-        alike: dict[tuple[Spoken, tuple[int, ...]], list[str]] = {}
-        # A record has the rules of outer modules, too: at run time, the innermost mode decides alone.
-        around = [module, *names.modules_around(module)]
-        for function in sorted(set(itertools.chain(*[own.get(each, ()) for each in around]))):
-            spoken: list[Optional[Placement]] = []
-            used: set[int] = set()
-            for position, dim in enumerate(mesh.names):
-                inner = next((each for each in around if claims.rule(each, function, dim) is not None), module)
-                spoken.append(claims.spoken(inner, function)[position])
-                rule_index = claims.rule(inner, function, dim)
-                used |= set() if rule_index is None else {rule_index}
-            alike.setdefault((tuple(spoken), tuple(sorted(used))), []).append(function)
-        records += [FactoryRecord(module, tuple(functions), *said) for said, functions in alike.items()]
-    return tuple(records)
+class _Reading:
+    """A plan that is read against a model and a mesh. Methods read rules of one kind, and note all problems."""
+
+    def __init__(self, rules: Sequence[Rule], model: nn.Module, mesh: MeshShape) -> None:
+        self.rules, self.mesh = rules, mesh
+        self.names, self.problems = _Names(model), _Problems(rules)
+
+    def check_dims(self) -> None:
+        """The mesh has the dimensions of all rules, and cuts in their order."""
+        for index, rule in enumerate(self.rules):
+            self._check_dims(index, rule)
+
+    def _check_dims(self, index: int, rule: Rule) -> None:
+        dims: tuple[str, ...] = getattr(rule, "dims", ())
+        for dim in dims:
+            if dim not in self.mesh.names:
+                self.problems.add(
+                    (index,), f"names the mesh dimension {quoted(dim)}: the mesh has {', '.join(self.mesh.names)}"
+                )
+        known = [dim for dim in dims if dim in self.mesh.names]
+        if known == sorted(known, key=self.mesh.names.index) or isinstance(rule, UnitRule):
+            return
+        for name in ("placement", "dst", "src", "grad", "grad_src", "grad_dst"):
+            cut = [each.dim for each in getattr(rule, name, None) or () if isinstance(each, Shard)]
+            if len(set(cut)) < len(cut):
+                self.problems.add(
+                    (index,),
+                    f"cuts dimension {next(dim for dim in cut if cut.count(dim) > 1)} in the order {', '.join(dims)}: DTensor "
+                    f"cuts in the mesh's order {', '.join(self.mesh.names)}. Name dims in this order, or use _StridedShard",
+                )
+
+    def tensors(self, explicit: dict[str, list[int]]) -> list[_Tensor]:
+        """The tensors with their layouts. Units do not shard them yet."""
+        claims, tensors = _Claims(self.mesh, self.problems), self.names.each_tensor
+        for index, rule in enumerate(self.rules):
+            if isinstance(rule, ShardRule) and not activation_path(rule.path):
+                said: dict[Union[Phase, str], tuple[Placement, ...]]
+                said = dict.fromkeys((INIT, RUN) if rule.phase is None else (rule.phase,), rule.placement)
+                if rule.grad is not None:
+                    said["grad"] = rule.grad
+                for tensor, matched in self._matched_tensors(index, rule.path, parameters=set(said) != {INIT, RUN}):
+                    tensor.rules.add(index)
+                    for slot, placements in said.items():
+                        self._claim(claims, tensor, slot, rule.dims, placements, index, matched)
+            elif isinstance(rule, AnnotateRule) and (path := grad_path(rule.path)) is not None:
+                for tensor, matched in self._matched_tensors(index, path, parameters=True):
+                    tensor.rules.add(index)
+                    self._claim(claims, tensor, "grad", rule.dims, rule.placement, index, matched)
+        unnamed = [each for each in tensors if each.is_parameter and not each.layout_rules(self.rules)]
+        self._apply_defaults(explicit, claims, unnamed)
+        for index, rule in enumerate(self.rules):
+            if isinstance(rule, SegmentsRule):
+                for tensor, _ in self._matched_tensors(index, rule.path):
+                    self._set_segments(index, rule, tensor)
+        for tensor in tensors:
+            self._set_layout(tensor, claims)
+        return tensors
+
+    def _matched_tensors(self, index: int, path: str, *, parameters: bool = False) -> list[tuple[_Tensor, list[str]]]:
+        """The tensors of a path, each with its names that match. With ``parameters``, no buffers."""
+        found = self.names.matched_tensors(path)
+        if parameters and found:
+            buffers = [matched[0] for tensor, matched in found if not tensor.is_parameter]
+            found = [(tensor, matched) for tensor, matched in found if tensor.is_parameter]
+            for name in () if found else buffers:
+                text = "matches only buffers, which have neither phases nor gradients: "
+                self.problems.add((index,), text, name, ". Name parameters")
+        elif not found:
+            modules = self.names.matched_modules(path)
+            if modules:
+                what = f"matches the module {_module_text(modules[0])}, and no parameter or buffer: name a tensor of it"
+            else:
+                what = f"matches no parameter or buffer{_guesses(path, self.names.tensors)}"
+            self.problems.add((index,), what)
+        return found
+
+    def _claim(
+        self,
+        claims: _Claims,
+        tensor: _Tensor,
+        slot: Union[Phase, str],
+        dims: tuple[str, ...],
+        placements: tuple[Placement, ...],
+        index: int,
+        matched: list[str],
+    ) -> None:
+        """Rule ``index`` says ``placements`` of a tensor. Negative dimensions become those of the tensor."""
+        ndim = len(tensor.shape)
+        on_tensor: list[Optional[Placement]] = []
+        for each in placements:
+            chunk = chunk_of(each)
+            if chunk is None or 0 <= chunk.dim < ndim:
+                on_tensor.append(each)
+            elif -ndim <= chunk.dim < 0:
+                on_tensor.append(of_dim(each, chunk.dim + ndim))
+            else:
+                text = f"cuts dimension {chunk.dim} of tensors with {ndim} dimensions: "
+                self.problems.add((index,), text, matched[0], ". Cut another dimension, or match fewer tensors")
+                on_tensor.append(None)
+                tensor.is_sound = False
+        claims.add(tensor.name, slot, dims, tuple(on_tensor), index, matched)
+
+    def _apply_defaults(self, explicit: dict[str, list[int]], claims: _Claims, unnamed: list[_Tensor]) -> None:
+        """Parameters that no rule names get the default. Without a default and a unit, they are a problem."""
+        defaults: list[tuple[int, DefaultRule, set[str]]] = []
+        for index, rule in enumerate(self.rules):
+            if isinstance(rule, DefaultRule):
+                defaults.append((index, rule, set(self._matched_modules(index, rule.path))))
+        for tensor in unnamed:
+            around = set(self.names.modules_around(tensor.name))
+            # The unit shards it. That is a rule for it, and the default is for what no rule names.
+            if around & set(explicit):
+                continue
+            holding = [(index, rule) for index, rule, modules in defaults if around & modules]
+            for index, rule in holding:
+                everywhere = rule.placement * len(self.mesh.names)
+                tensor.rules.add(index)
+                for phase in Phase:
+                    self._claim(claims, tensor, phase, self.mesh.names, everywhere, index, [tensor.name])
+            # With units, what is left belongs to that of the root.
+            if not holding and not explicit:
+                self.problems.add_unnamed(tensor.name)
+
+    def _set_segments(self, index: int, rule: SegmentsRule, tensor: _Tensor) -> None:
+        ndim = len(tensor.shape)
+        if not -ndim <= rule.dim < ndim:
+            text = f"cuts dimension {rule.dim} of tensors with {ndim} dimensions: "
+            self.problems.add((index,), text, tensor.name, ". Cut another dimension, or match fewer tensors")
+            return
+        segments = SegmentSizes(rule.dim % ndim, rule.sizes)
+        size = tensor.shape[segments.dim]
+        if sum(rule.sizes) != size:
+            text = f"has sizes that add up to {sum(rule.sizes)}, and dimension {segments.dim} has {size} elements in "
+            self.problems.add((index,), text, tensor.name)
+        elif tensor.segments not in (None, segments):
+            others = [each for each in tensor.rules if isinstance(self.rules[each], SegmentsRule)]
+            self.problems.add((*others, index), "differ in the segments of ", tensor.name, ": keep one of them")
+        else:
+            tensor.segments = segments
+        tensor.rules.add(index)
+
+    def _set_layout(self, tensor: _Tensor, claims: _Claims) -> None:
+        """Set ``init``, ``run`` and ``grad``, and check that they have a meaning."""
+        for here, other, does in ((INIT, RUN, "is computed with"), (RUN, INIT, "is kept")):
+            for dim in self.mesh.names:
+                rule = claims.rule(tensor.name, here, dim)
+                if rule is not None and claims.rule(tensor.name, other, dim) is None:
+                    tensor.is_sound = False
+                    text = f"has no counterpart on mesh dimension {quoted(dim)} for "
+                    end = f": say how it {does}, with phase={other.name}, or leave phase out"
+                    self.problems.add((rule,), text, tensor.name, end)
+        grad = claims.spoken(tensor.name, "grad")
+        tensor.grad = None if set(grad) == {None} else grad
+        tensor.init, tensor.run = (
+            tuple([each or Replicate() for each in claims.spoken(tensor.name, phase)]) for phase in (INIT, RUN)
+        )
+        if not tensor.is_sound:
+            return
+        try:
+            tensor.init, tensor.run = (_meaningful(each, tensor.shape, self.mesh.sizes) for each in (tensor.init, tensor.run))
+        except ValueError as error:
+            tensor.is_sound = False
+            self.problems.add(tensor.layout_rules(self.rules), "cut ", tensor.name, f": {error}")
+            return
+        if tensor.segments is not None:
+            ranks = math.prod(
+                [
+                    size
+                    for each, size in zip(tensor.run, self.mesh.sizes)
+                    if isinstance(each, Shard) and each.dim == tensor.segments.dim
+                ]
+            )
+            uneven = [size for size in tensor.segments.sizes if size % ranks]
+            if uneven:
+                involved = [
+                    index for index in tensor.rules if isinstance(self.rules[index], (ShardRule, DefaultRule, SegmentsRule))
+                ]
+                text = f"cut segments of {', '.join(map(str, uneven))} elements over {ranks} ranks: "
+                self.problems.add(involved, text, tensor.name, ". Each segment must be a multiple of the ranks")
+
+    def _matched_modules(self, index: int, path: str, *, run: bool = False) -> list[str]:
+        """The modules of a path. With ``run``, only those with a forward: a ModuleList has none."""
+        modules = self.names.matched_modules(path)
+        if not modules:
+            what = f"matches no module{_guesses(path, filter(None, self.names.modules))}"
+            if path in self.names.tensors:
+                what = f"matches the tensor {path}, and no module: name a module"
+            self.problems.add((index,), what)
+        running = [module for module in modules if not run or self.names.has_forward(module)]
+        for module in () if running else modules:
+            kind = type(self.names.modules[module]).__name__
+            self.problems.add((index,), f"names a {kind}, which has no forward: ", _module_text(module), ". Name its members")
+        return running
+
+    def explicit_units(self) -> dict[str, list[int]]:
+        """The rules of each module that is a unit. Several on one module are equal."""
+        units: dict[str, list[int]] = {}
+        for index, rule in enumerate(self.rules):
+            if isinstance(rule, UnitRule):
+                for module in self._matched_modules(index, rule.path, run=True):
+                    units.setdefault(module, []).append(index)
+        for module, indices in units.items():
+            first = self.rules[indices[0]]
+            for other in indices[1:]:
+                if _unit_of_rule(self.rules[other]) != _unit_of_rule(first):
+                    text = "give different dims or options to the unit of "
+                    self.problems.add((indices[0], other), text, _module_text(module), ": keep one of them")
+        return units
+
+    def units(self, explicit: dict[str, list[int]], tensors: list[_Tensor]) -> tuple[UnitRecord, ...]:
+        """All units, inner ones first; ``unit`` of their parameters is set."""
+        found: dict[str, UnitRecord] = {}
+        for module, indices in explicit.items():
+            dims, options = _unit_of_rule(self.rules[indices[0]])
+            found[module] = UnitRecord(module, dims[-1:], dims[:-1], options, (), tuple(indices))
+            kept = dict(options).get("reshard_after_forward")
+            ranks = dict(zip(self.mesh.names, self.mesh.sizes)).get(dims[-1], 0)
+            if kept is not None and not isinstance(kept, bool) and (kept < 1 or ranks % kept):
+                text = f"keeps parts on {kept} ranks after forward, which must divide the {ranks} ranks of the unit of "
+                self.problems.add(indices, text, _module_text(module))
+        for tensor in tensors:
+            if tensor.is_parameter:
+                self._join_explicit_unit(tensor, explicit)
+        self._lower_phases(explicit, tensors, found)
+        self._add_root_unit(explicit, tensors, found)
+        params: dict[str, list[str]] = {module: [] for module in found}
+        for tensor in tensors:
+            if tensor.unit is not None:
+                params[tensor.unit].append(tensor.name)
+                is_lowered = tensor.unit not in explicit
+                self._check_in_unit(tensor, found[tensor.unit], is_lowered=is_lowered)
+        for module, members in params.items():
+            found[module] = dataclasses.replace(found[module], params=tuple(members))
+        last: dict[str, int] = {}  # The position of the last submodule: inner modules end before outer ones, or with them.
+        for name, index in self.names.order.items():
+            last.update(dict.fromkeys((name, *self.names.modules_around(name)), index))
+        return tuple([found[module] for module in sorted(found, key=lambda each: (last[each], -self.names.order[each]))])
+
+    def _join_explicit_unit(self, tensor: _Tensor, explicit: dict[str, list[int]]) -> None:
+        inner = [
+            next((module for module in self.names.modules_around(name) if module in explicit), None) for name in tensor.names
+        ]
+        tensor.unit = inner[0]
+        for name, module in zip(tensor.names, inner):
+            if module != tensor.unit:
+                involved = [index for each in (module, tensor.unit) if each is not None for index in explicit[each]]
+                where = f"{_module_text(tensor.unit or '')} and {_module_text(module or '')}"
+                text = f"put the names of a tied parameter into the units of {where}: "
+                self.problems.add(involved, text, f"{tensor.name} = {name}", ". Name a module that has both")
+
+    def _lower_phases(self, explicit: dict[str, list[int]], tensors: list[_Tensor], found: dict[str, UnitRecord]) -> None:
+        """Parameters that are shards at INIT and replicated at RUN get units."""
+        for tensor in tensors:
+            moved = tuple([dim for dim, a, b in zip(self.mesh.names, tensor.init, tensor.run) if a != b])
+            if not moved or not tensor.is_sound:
+                continue
+            involved = [
+                index
+                for index in tensor.layout_rules(self.rules)
+                if set(getattr(self.rules[index], "dims", moved)) & set(moved)
+            ]
+            changes = [(a, b) for a, b in zip(tensor.init, tensor.run) if a != b]
+            odd = next((pair for pair in changes if not _is_gathered(*pair)), None)
+            if odd is not None:
+                kept, used = map(placement_text, odd)
+                text = f"keep as {kept} and compute with {used}: "
+                self.problems.add(
+                    involved, text, tensor.name, ". Only a Shard or ragged shard at INIT that is Replicate() at RUN is possible"
+                )
+            elif tensor.unit is not None:
+                text = "shard by phases what a unit shards already: "
+                self.problems.add((*involved, *explicit[tensor.unit]), text, tensor.name, ". Keep one of the two")
+            else:
+                tensor.unit = self._module_block_of(tensor)
+                unit = found.get(tensor.unit) or UnitRecord(tensor.unit, moved, (), (), (), ())
+                # fully_shard is called once per module.
+                if unit.shard != moved:
+                    text = f"make a second unit of {_module_text(tensor.unit)}, on other mesh dimensions: "
+                    self.problems.add((*unit.rules, *involved), text, tensor.name, ". Use plan.unit for an inner module")
+                    continue
+                both = tuple(sorted({*unit.rules, *involved}))
+                found[tensor.unit] = dataclasses.replace(unit, rules=both)
+
+    def _module_block_of(self, tensor: _Tensor) -> str:
+        """The outermost element of a ModuleList around all names of a tensor; the root if there is none."""
+        blocks = set()
+        for name in tensor.names:
+            around = [*self.names.modules_around(name)][::-1]
+            pairs = zip(around, around[1:])
+            elements = (b for a, b in pairs if isinstance(self.names.modules[a], nn.ModuleList) and self.names.has_forward(b))
+            blocks.add(next(elements, ""))
+        return blocks.pop() if len(blocks) == 1 else ""
+
+    def _add_root_unit(self, explicit: dict[str, list[int]], tensors: list[_Tensor], found: dict[str, UnitRecord]) -> None:
+        """The parameters outside of all explicit units make the root's unit."""
+        if not explicit or "" in explicit:
+            return
+        if "" in found:  # By phases, for some parameters only.
+            for tensor in tensors:
+                if tensor.is_parameter and tensor.unit is None and not tensor.rules:
+                    self.problems.add_unnamed(tensor.name)
+            return
+        # The root's unit takes the options of the others. If these differ, no choice is obvious, and a guess would train with
+        # another dtype or sharding in silence.
+        kinds: list[tuple[Any, int]] = []
+        for indices in explicit.values():
+            dims, options = _unit_of_rule(self.rules[indices[0]])
+            kind = dims, tuple([each for each in options if each[0] not in ("reshard_after_forward", "optional")])
+            if kind not in [other for other, _ in kinds]:
+                kinds.append((kind, indices[0]))
+        dims, options = kinds[0][0]
+        rest = [each for each in tensors if each.is_parameter and each.unit is None and not self._is_placed_on(each, dims)]
+        for tensor in rest if len(kinds) > 1 else ():
+            text = "have different dims or options, and leave parameters to the root's unit: "
+            self.problems.add([index for _, index in kinds], text, tensor.name, '. Add plan.unit("", ...)')
+        for tensor in rest:
+            tensor.unit = ""
+        if rest:
+            found[""] = UnitRecord("", dims[-1:], dims[:-1], options, (), ())
+
+    def _is_placed_on(self, tensor: _Tensor, dims: Sequence[str]) -> bool:
+        """Whether rules place a tensor on one of the mesh dimensions as something else than Replicate."""
+        placed = zip(self.mesh.names, tensor.init, tensor.run)
+        return any(dim in dims and (a, b) != (Replicate(), Replicate()) for dim, a, b in placed)
+
+    def _check_in_unit(self, tensor: _Tensor, unit: UnitRecord, *, is_lowered: bool) -> None:
+        if not tensor.is_sound or not set(unit.shard) <= set(self.mesh.names):
+            return
+        involved = {*tensor.layout_rules(self.rules), *unit.rules}
+        if not is_lowered and tensor.init == tensor.run and self._is_placed_on(tensor, (*unit.shard, *unit.replicate)):
+            end = ". Use another mesh dimension, or an inner unit on another one"
+            self.problems.add(involved, "use a mesh dimension of the unit that shards ", tensor.name, end)
+            return
+        ranks = math.prod([size for name, size in zip(self.mesh.names, self.mesh.sizes) if name in unit.shard])
+        try:
+            # What fully_shard would refuse is found here: before anything is changed, and beside all other problems.
+            fsdp_placement(tensor.shape, tensor.run, self.mesh.sizes, ranks=ranks)
+        except ValueError as error:
+            self.problems.add(involved, "put ", tensor.name, f" into a unit: {error}")
+        granularity = dict(unit.options).get("granularity")
+        if isinstance(granularity, Segments):
+            try:
+                granularity.check(tensor.name, tensor.shape)
+            except ValueError:
+                end = ". Name fused weights with plan.segments(), and give the unit the granularity of a segment"
+                self.problems.add(
+                    unit.rules, f"give granularity={granularity.text}, which are not the segments of ", tensor.name, end
+                )
+
+    def boundaries(self) -> tuple[Boundary, ...]:
+        # The second one keeps each call's own words. Its problems are dropped: the first one has found them.
+        together, claims = _Claims(self.mesh, self.problems), _Claims(self.mesh, _Problems(()))
+        found: dict[tuple[str, str, Key, str], list[int]] = {}
+        for index, rule in enumerate(self.rules):
+            if not isinstance(rule, (ShardRule, RedistributeRule, AnnotateRule)):
+                continue
+            activation = activation_path(rule.path)
+            if activation is None:
+                continue
+            for module in self._matched_modules(index, activation.module, run=True):
+                key: Optional[Key] = activation.key
+                if activation.side == "in":
+                    key = self._argument(index, module, activation.key)
+                if key is None:
+                    continue
+                tensor = (module, activation.side, key)
+                found.setdefault((*tensor, rule.call), []).append(index)
+                for slot, placements in _slots(rule).items():
+                    # What is said before a redistribution and after it may differ, whichever call says it.
+                    together.add(tensor, slot, rule.dims, placements, index, [activation_text(*tensor)])
+                    claims.add((*tensor, rule.call), slot, rule.dims, placements, index, [activation_text(*tensor)])
+        keys = list(dict.fromkeys(key for _, _, key, _ in found))
+        in_order = sorted(found, key=lambda e: (self.names.order[e[0]], e[1], keys.index(e[2]), _ACTIONS.index(e[3])))
+
+        def spoken(entry: Hashable, slot: str) -> Optional[Spoken]:
+            placements = claims.spoken(entry, slot)
+            return None if set(placements) == {None} else placements
+
+        return tuple(
+            [
+                Boundary(
+                    *entry,
+                    claims.spoken(entry, "src" if entry[-1] == "annotate" else "dst"),
+                    spoken(entry, "src") if entry[-1] == "redistribute" else None,
+                    spoken(entry, "grad_src"),
+                    spoken(entry, "grad_dst"),
+                    tuple(found[entry]),
+                )
+                for entry in in_order
+            ]
+        )
+
+    def _argument(self, index: int, module: str, key: Key) -> Optional[Key]:
+        """``key`` with the argument by its name in the signature of ``forward``. None: ``forward`` does not take it."""
+        try:
+            params = inspect.signature(self.names.modules[module].forward).parameters.values()
+        except (TypeError, ValueError):  # A forward that is not Python's has no signature.
+            return key
+        positional = [each.name for each in params if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        named = positional + [each.name for each in params if each.kind == inspect.Parameter.KEYWORD_ONLY]
+        kinds = {each.kind for each in params}
+        first = key[0]
+        if isinstance(first, int):
+            if first < len(positional):
+                return (positional[first], *key[1:])
+            fits = inspect.Parameter.VAR_POSITIONAL in kinds
+        else:
+            fits = first in named or inspect.Parameter.VAR_KEYWORD in kinds
+        if not fits:
+            kind = type(self.names.modules[module]).__name__
+            end = f". The forward of {kind} takes {', '.join(named) or 'none'}"
+            self.problems.add((index,), f"names the argument {first} of ", _module_text(module), end)
+        return key if fits else None
+
+    def factories(self) -> tuple[FactoryRecord, ...]:
+        claims = _Claims(self.mesh, self.problems)
+        own: dict[str, list[str]] = {}
+        for index, rule in enumerate(self.rules):
+            if isinstance(rule, FactoryRule):
+                for module in self._matched_modules(index, rule.path, run=True):
+                    own.setdefault(module, []).extend(rule.functions)
+                    for function in rule.functions:
+                        what = f"{function} in {_module_text(module)}"
+                        claims.add(module, function, rule.dims, rule.placement, index, [what])
+        records = []
+        for module in sorted(own, key=self.names.order.__getitem__):
+            alike: dict[tuple[Spoken, tuple[int, ...]], list[str]] = {}
+            # A record has the rules of outer modules, too: at run time, the innermost mode decides alone.
+            around = [module, *self.names.modules_around(module)]
+            for function in sorted(set(itertools.chain(*[own.get(each, ()) for each in around]))):
+                spoken: list[Optional[Placement]] = []
+                used: set[int] = set()
+                for position, dim in enumerate(self.mesh.names):
+                    inner = next((each for each in around if claims.rule(each, function, dim) is not None), module)
+                    spoken.append(claims.spoken(inner, function)[position])
+                    rule_index = claims.rule(inner, function, dim)
+                    used |= set() if rule_index is None else {rule_index}
+                alike.setdefault((tuple(spoken), tuple(sorted(used))), []).append(function)
+            records += [FactoryRecord(module, tuple(functions), *said) for said, functions in alike.items()]
+        return tuple(records)
