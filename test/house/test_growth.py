@@ -1,11 +1,9 @@
 """Public objects that are made and deleted again and again leave nothing behind: what a process and a store hold stays flat."""
 
-import collections
 import enum
 import gc
 import importlib
 import inspect
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import ranks, run_ranks
+from held import held
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, debug, distribute_tensor
@@ -24,7 +23,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged import RaggedShard, checkpoint, fsdp, transfer
 from torch_ragged._ranks.groups import group_of
-from torch_ragged._register._torch import process_groups
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.optim import SOAP, Adam8bit, AdamW8bit, Muon, QKClip, QKLayer, Shampoo, matrix_groups, muon_policy
 from torch_ragged.random import deferred_init, materialize
@@ -158,22 +156,6 @@ PLAIN = {
     *("Float8Planes", "Float4Planes", "Float8Weight", "EngineLayout", "MeshShape", "MatrixGroups"),
 }
 """Classes of values and of tensors: they own no more than what they are made of."""
-
-
-def held():
-    """What this process and the store hold: objects by their types, and the numbers of everything that is no object."""
-    debug._clear_sharding_prop_cache()  # torch's, which holds meshes.
-    gc.collect()
-    found = collections.Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
-    store = dist.distributed_c10d._get_default_store()
-    found["threads"] = threading.active_count()
-    found["threads of the process"] = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
-    found["descriptors"] = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    found["process groups"] = len(process_groups())
-    dist.barrier()
-    found["keys of the store"] = store.num_keys()
-    dist.barrier()
-    return found
 
 
 def growth(names, folder, times):
