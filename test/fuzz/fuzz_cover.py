@@ -28,20 +28,26 @@ class Cover:
     Args:
         features: the values of each feature; the first one is the plainest.
         why_not: why two values do not come together: ("refused", what is raised) or ("left out", the reason); None: they do.
+        risky: features of which three values together are counted, too.
     """
 
-    def __init__(self, features: Mapping[str, tuple[str, ...]], why_not: Callable[[Pair], tuple[str, str] | None]) -> None:
-        self.features, self.why_not = features, functools.cache(why_not)
+    def __init__(
+        self,
+        features: Mapping[str, tuple[str, ...]],
+        why_not: Callable[[Pair], tuple[str, str] | None],
+        risky: tuple[str, ...] = (),
+    ) -> None:
+        self.features, self.why_not, self.risky = features, functools.cache(why_not), risky
         self._place = {name: index for index, name in enumerate(features)}
 
     def case(self, seed: int) -> dict[str, Any]:
         """Run number ``seed``: a value of each feature. From ``len(runs)`` on, one for each pair that is refused.
 
         Such a run has ``refused``, of which one is raised, and plain values of all other features. From :data:`RANDOM` on, runs
-        are random ones of legal pairs, in which many triples occur.
+        are random ones of legal pairs, each around another triple of ``risky`` features.
         """
         if seed >= RANDOM:
-            return {"seed": seed, **self._random(random.Random(seed))}
+            return {"seed": seed, **self._with_a_triple(seed)}
         if seed < len(self.runs):
             return {"seed": seed, **self.runs[seed]}
         pair, _ = self.refused[seed - len(self.runs)]
@@ -95,11 +101,11 @@ class Cover:
                 return {name: run[name] for name in self.features}
         raise AssertionError(f"{pair} has no place in any legal run: it is a pair to refuse, or to leave out with a reason")
 
-    def _random(self, rng: random.Random) -> Run:
-        """Values drawn at random, of which no two exclude each other."""
-        while True:
-            run: Run = {}
-            for name in rng.sample(list(self.features), len(self.features)):
+    def _random(self, rng: random.Random, given: Run | None = None, tries: int = 10**9) -> Run | None:
+        """Values drawn at random, of which no two exclude each other, with those that are given. None after so many tries."""
+        for _ in range(tries):
+            run: Run = dict(given or {})
+            for name in rng.sample([name for name in self.features if name not in run], len(self.features) - len(run)):
                 values = self.features[name]
                 pairs = {value: [self._pair((name, value), known) for known in run.items()] for value in values}
                 legal = [value for value in values if not any(map(self.why_not, pairs[value]))]
@@ -109,6 +115,30 @@ class Cover:
                 run[name] = legal[0] if rng.random() < 0.5 else rng.choice(legal)
             else:
                 return {name: run[name] for name in self.features}
+        return None
+
+    def triples_of(self, run: Run) -> set[tuple[tuple[str, str], ...]]:
+        """The triples of risky features that occur in a run."""
+        return set(itertools.combinations([(name, run[name]) for name in self.features if name in self.risky], 3))
+
+    @functools.cached_property
+    def triples(self) -> list[tuple[tuple[str, str], ...]]:
+        """Each three values of risky features of which every two may come together, in a random order."""
+        values = [[(name, value) for value in self.features[name]] for name in self.features if name in self.risky]
+        every = (triple for three in itertools.combinations(values, 3) for triple in itertools.product(*three))
+        found = [each for each in every if not any(map(self.why_not, itertools.combinations(each, 2)))]
+        random.Random(1).shuffle(found)
+        return found
+
+    def _with_a_triple(self, seed: int) -> Run:
+        """Run ``seed`` of the random ones: around the next triple, if three values leave some to all other features."""
+        rng = random.Random(seed)
+        while self.triples:
+            triple = self.triples[(seed - RANDOM) * 65_537 % len(self.triples)]
+            if (run := self._random(rng, dict(triple), 20)) is not None:
+                return run
+            seed += 1
+        return self._random(rng) or {}
 
     def _plain_around(self, pair: Pair) -> Run:
         """``pair``, which is refused, and the first legal values of the other features."""

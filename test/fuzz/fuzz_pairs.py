@@ -183,4 +183,5 @@ def why_not(pair: Pair) -> tuple[str, str] | None:
     return None
 
 
-COVER = Cover(FEATURES, why_not)
+RISKY = ("mesh", "placements", "precision", "offload", "reshard", "call", "trains", "recompute", "sync", "between")
+COVER = Cover(FEATURES, why_not, (*RISKY, "optimizer", "state"))

@@ -120,6 +120,13 @@ def main() -> int:
         )
         options.cases = options.cases or len(table.runs) + len(table.refused)
     run(kinds, options.cases or 100, options.seed, options.limit, report, options.json)
+    if options.kind in TABLES and table.triples:
+        seeds = report["kinds"][options.kind]["done"]
+        occurred = set().union(*(table.triples_of(table.case(seed)) for seed in seeds)) & set(table.triples)
+        report["triples"] = {"legal": len(table.triples), "occurred": len(occurred)}
+        print(f"{len(occurred)} of {len(table.triples)} legal triples of {len(table.risky)} features")
+        if options.json:
+            Path(options.json).write_text(json.dumps(compact(report), indent=1) + "\n")
     counts = {kind: dict(found["counts"]) for kind, found in report["kinds"].items()}
     rate = sum(found["cases"] for found in report["kinds"].values()) / report["seconds"]
     print(f"{counts}, {report['seconds']} s, {rate:.1f} cases/s; failures: {[f['seed'] for f in report['failures']]}")
