@@ -48,6 +48,8 @@ class Session:
         self.killers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.kills: collections.Counter[str] = collections.Counter()
         self.runs: collections.Counter[str] = collections.Counter()
+        self.reaching: collections.Counter[str] = collections.Counter()  # Mutants that a test has run with,
+        self.failing: collections.Counter[str] = collections.Counter()  # and those that it has failed for.
         self.failed = ""
         self.skipped: set[str] = set()
 
@@ -156,12 +158,22 @@ class Session:
             signal.alarm(int(10 + 4 * seconds))  # It ends this process, and the parent ends the ranks.
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             if self.failed:
-                os._exit(1)
+                if not self.args.weak:
+                    os._exit(1)
+                write(_FAILED + item.nodeid + "\n")
+                self.failed = ""
             spent += seconds
 
     def _note(self, mutant: Mutant, pipe: int, status: int, seconds: float, count: int) -> None:
-        ran = _read(pipe).split("\n")[:-1]
+        lines = _read(pipe).split("\n")[:-1]
+        ran = [line for line in lines if not line.startswith(_FAILED)]
+        failed = [line.removeprefix(_FAILED) for line in lines if line.startswith(_FAILED)]
         code = os.waitstatus_to_exitcode(status)
+        self.reaching.update(ran)
+        # A signal has ended the last one.
+        self.failing.update(failed or ran[-1:] if code not in (0, 3) else failed)
+        if failed:
+            code, ran = 1, [*ran, failed[0]]
         if count and not ran:  # Otherwise each mutant would count as caught.
             where = f"{mutant.file}:{mutant.line} {mutant.change}"
             raise RuntimeError(f"{where}: no test ran, so the mutant was not made (exit {code})")
@@ -294,6 +306,10 @@ def run_group(name: str, args: argparse.Namespace) -> bool:
     ]
     if pytest.main([*options, *files], plugins=[session]) not in (0, 5):
         return False
+    if args.weak:
+        for test in sorted(set(session.reaching) - set(session.failing)):
+            if session.reaching[test] >= _ENOUGH:
+                _say(f"  weak: {test} fails for none of {session.reaching[test]} mutants that it reaches")
     run = {_key(result) for result in kept + session.results}
     results = kept + session.results + [result for result in before if _key(result) not in run]
     answer = {
@@ -323,6 +339,9 @@ def main() -> int:
     parser.add_argument("--more", action="store_true", help="those that the last run did not reach, and keep its results")
     parser.add_argument("--seconds", type=float, default=30.0, help="of tests for one mutant")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no mutant of a group after so many")
+    parser.add_argument(
+        "--weak", action="store_true", help="let all tests run that reach a mutant; list those that fail for none"
+    )
     parser.add_argument("--write", action="store_true", help="write docs/data/mutants.json from --out, and run nothing")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -339,6 +358,8 @@ def main() -> int:
 
 
 _terminal = os.dup(1)
+_FAILED = "failed: "
+_ENOUGH = 5  # A test that reaches fewer mutants is not judged by them.
 
 if __name__ == "__main__":
     hypothesis.settings.register_profile(

@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Partial
+from typing_extensions import Unpack  # Of torch.
 
 from torch_ragged._ranks.agreement import agree_on_groups, agreement, before_groups, forget_equal_meshes, text_of
 from torch_ragged._ranks.groups import device_of, groups_of
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_bool, make_fsdp_module
+from torch_ragged.fsdp._options import FullyShardOptions
 from torch_ragged.fsdp._spmd_types import AnnotationPart
 from torch_ragged.fsdp._state_dict import take_parts
 from torch_ragged.fsdp.core._fsdp_init import (
@@ -51,9 +53,9 @@ __all__ = ["fully_shard", "parts_of"]
 
 
 @overload
-def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
+def fully_shard(module: nn.Module, **options: Unpack[FullyShardOptions]) -> FSDPModule: ...
 @overload
-def fully_shard(module: list[nn.Module], **options: Any) -> list[FSDPModule]: ...
+def fully_shard(module: list[nn.Module], **options: Unpack[FullyShardOptions]) -> list[FSDPModule]: ...
 @before_groups("fully_shard")  # A rank with a wrong mesh or module does not know all ranks that wait for it.
 def fully_shard(
     module: Any,

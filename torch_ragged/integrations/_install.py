@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
+from typing_extensions import Unpack  # Of torch.
 
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp._options import InstallOptions
 from torch_ragged.integrations._substitutes import SUBSTITUTES
 
 __all__ = ["Installation", "install", "installed"]
@@ -136,7 +138,7 @@ def _substitute() -> list[str]:
     return names
 
 
-def install(**options: Any) -> Installation:
+def install(**options: Unpack[InstallOptions]) -> Installation:
     """Have programs that call ``torch.distributed.fsdp.fully_shard`` call ``torch_ragged.fsdp.fully_shard`` from now on.
 
     All loaded modules are searched for names of torch's function, and these names are replaced. A module that is loaded later
@@ -164,11 +166,11 @@ def install(**options: Any) -> Installation:
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"install() got {', '.join(unknown)}: expected options of fully_shard, of {', '.join(_KEYWORDS)}")
-    return Installation(options)
+    return Installation(dict(options))
 
 
 @contextlib.contextmanager
-def installed(**options: Any) -> Iterator[Installation]:
+def installed(**options: Unpack[InstallOptions]) -> Iterator[Installation]:
     """:func:`install` for the ``with`` block.
 
     ::

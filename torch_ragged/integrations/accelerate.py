@@ -89,7 +89,8 @@ def use(
 
     prepare = Accelerator.prepare
     given = (orig_param_policy, placements, shard_placement_fn)
-    with installed(**{name: value for name, value in zip(_OPTIONS, given) if value is not None}) as installation:
+    options: Any = {name: value for name, value in zip(_OPTIONS, given) if value is not None}
+    with installed(**options) as installation:
 
         @functools.wraps(prepare)
         def checked(self: Any, *objects: Any, **keywords: Any) -> Any:

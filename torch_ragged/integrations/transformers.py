@@ -87,7 +87,7 @@ def from_pretrained(
     require("transformers", _AT_LEAST, "whose loading this module knows")
     config = _settings(folder, shard, distributed_config, orig_param_policy, placements, arguments)
     given = {"orig_param_policy": orig_param_policy, "placements": placements}
-    options = {name: value for name, value in given.items() if value is not None}
+    options: Any = {name: value for name, value in given.items() if value is not None}
     with installed(**options) as installation, _Loading(shard, installation.function) as loading:
         result = model_class.from_pretrained(folder, distributed_config=config, **arguments)
     loading.check_tied()

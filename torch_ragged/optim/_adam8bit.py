@@ -529,9 +529,15 @@ class AdamW8bit(Adam8bit):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Any,
+        *,
+        policy: Optional[BlockPolicy] = None,
+        code: str = "dynamic",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        capturable: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        options: Any = {"policy": policy, "code": code, "stochastic_rounding": stochastic_rounding}
+        super().__init__(params, lr, betas, eps, weight_decay, **options, seed=seed, capturable=capturable)
 
 
 class BlockUpdates:

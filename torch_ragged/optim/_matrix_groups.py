@@ -9,10 +9,11 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
+from typing_extensions import Unpack  # Of torch.
 
 __all__ = ["MatrixDecision", "MatrixGroups", "check_segments", "matrix_groups"]
 
@@ -66,13 +67,23 @@ class MatrixGroups(list[dict[str, Any]]):
         return "\n  ".join([f"MatrixGroups: {len(self)} parameter groups", *lines])
 
 
+class AdamWOptions(TypedDict, total=False):
+    """Options of the group that AdamW trains. Those that are missing are the optimizer's own."""
+
+    lr: float | torch.Tensor
+    weight_decay: float
+    betas: tuple[float, float]
+    adamw_eps: float
+    foreach: bool | None
+
+
 def matrix_groups(
     model: nn.Module,
     *,
     adamw: _Chosen | nn.Module | nn.Parameter | str = (),
     matrices: _Chosen | nn.Module | nn.Parameter | str = (),
     segments: Mapping[str, tuple[Sequence[int], int]] | None = None,
-    **adamw_options: Any,
+    **adamw_options: Unpack[AdamWOptions],
 ) -> MatrixGroups:
     """Parameter groups for :class:`Muon`, :class:`Shampoo` and :class:`SOAP`: of matrices, and one that AdamW trains.
 
@@ -103,7 +114,7 @@ def matrix_groups(
         segments: by name, the sizes of the matrices that a fused weight has side by side, and the dimension along which they
             lie: ``{"attention.qkv.weight": ((4096, 1024, 1024), 0)}``. :class:`Muon` steps each as a matrix of its own. A model
             that a plan has distributed has them in ``model.plan_ir.segments``.
-        adamw_options: options of the AdamW group, such as ``lr``.
+        adamw_options: options of the AdamW group: ``lr``, ``weight_decay``, ``betas``, ``adamw_eps``, ``foreach``.
 
     Returns:
         the groups that have parameters, as dicts for the constructor of the optimizer.

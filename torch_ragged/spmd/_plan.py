@@ -18,16 +18,18 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from typing_extensions import Unpack  # Of torch.
 
 from torch_ragged.fsdp import BufferPlacements
 from torch_ragged.fsdp._fully_shard import parts_of
+from torch_ragged.fsdp._options import UnitOptions
 from torch_ragged.fsdp.core._kit import check_pairs
 from torch_ragged.granularity import Granularity
 from torch_ragged.spmd._paths import activation_path, check_regex, grad_path, under
 from torch_ragged.spmd._text import nearest, path_text, quoted, read_value, value_text, write_value
 from torch_ragged.spmd._torchtitan import layers_of, layouts_of
 from torch_ragged.spmd._transformers import batch_of, shards_of, units_of
-from torch_ragged.tensor._placement_text import listed, placement_text, placement_types, read_placement
+from torch_ragged.tensor._placement_text import maker_names, placement_text, placement_types, read_placement
 from torch_ragged.tensor.interleaved_placement_types import is_int
 
 __all__ = [
@@ -132,7 +134,7 @@ class Rule:
         kinds = placement_types()
         for each in placements:
             if kinds.get(type(each).__name__) is not type(each):
-                raise TypeError(f"{self.call}: {name} must be of {listed(kinds)}, got {each!r}")
+                raise TypeError(f"{self.call}: {name} must be of {maker_names(kinds)}, got {each!r}")
         if len(placements) != count:
             raise ValueError(
                 f"{self.call}: {name} has {len(placements)} placements for {count} mesh dimensions: give one placement, or one "
@@ -492,7 +494,7 @@ class Plan:
         """
         return self._add(SegmentsRule(path, tuple(sizes) if isinstance(sizes, (list, tuple)) else sizes, dim))  # type: ignore
 
-    def unit(self, path: str, dims: Dims, **options: Any) -> Plan:
+    def unit(self, path: str, dims: Dims, **options: Unpack[UnitOptions]) -> Plan:
         r"""Shard the parameters of modules by ``torch_ragged.fsdp.fully_shard``, one call for each module::
 
             plan.unit(r"layers\.\d+", "dp", granularity=rows(32), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -514,8 +516,8 @@ class Plan:
                 ``placements`` need; ``placements`` are ``HIERARCHICAL``, which needs another mesh, or keep parameters gathered
                 under a ``Float8Policy``; or ``granularity`` and ``orig_param_policy`` are both given.
         """
-        if isinstance(options.get("weights"), list):
-            options["weights"] = tuple(options["weights"])
+        if isinstance(weights := options.get("weights"), list):
+            options["weights"] = tuple(weights)
         # Sorted: calls that name options in another order are equal rules.
         return self._add(UnitRule(path, _as_names(dims), tuple(sorted(options.items()))))
 

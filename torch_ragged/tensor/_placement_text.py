@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged.tensor._cut_placement import own_types
 
-__all__ = ["listed", "placement_text", "placement_types", "read_call", "read_placement"]
+__all__ = ["maker_names", "placement_text", "placement_types", "read_call", "read_placement"]
 
 _MOST_RANKS = 10**7  # In text, so that a short one, perhaps a forged one, cannot fill the memory.
 
@@ -46,7 +46,7 @@ def read_placement(text: str) -> Placement:
     kinds = placement_types()
     placement = read_call(text, kinds)
     if not isinstance(placement, Placement):
-        raise ValueError(f"{text!r} is no placement: write one of {listed(kinds)} with its arguments, such as Shard(0)")
+        raise ValueError(f"{text!r} is no placement: write one of {maker_names(kinds)} with its arguments, such as Shard(0)")
     return placement
 
 
@@ -83,10 +83,10 @@ def read_call(text: str, makers: Mapping[str, Callable[..., Any]]) -> Any:
         reason = "it is no Python"
     except (RecursionError, MemoryError):
         reason = "it is nested too deeply"
-    raise ValueError(f"cannot read {text!r}: {reason}. Write a call of {listed(makers)} with literals")
+    raise ValueError(f"cannot read {text!r}: {reason}. Write a call of {maker_names(makers)} with literals")
 
 
-def listed(makers: Mapping[str, Callable[..., Any]]) -> str:
+def maker_names(makers: Mapping[str, Callable[..., Any]]) -> str:
     """The names of torch's and our own ``makers``, for an error. Placements of others are legal, too."""
     return ", ".join(
         [name for name, maker in makers.items() if maker.__module__.partition(".")[0] in ("torch", "torch_ragged")]
