@@ -17,7 +17,7 @@ from fuzz_ops import bytes_of
 from fuzz_pairs import FEATURES, why_not
 from fuzz_training import Mismatch, OnPurpose, clip, full, largest, shared_folder
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -585,7 +585,9 @@ class PairTraining:
         self.disturb()
         model_state, optimizer_state = get_state_dict(self.model, given)
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-        set_state_dict(self.model, given, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        # Not strict: torch misses states of parameters that had no gradient yet.
+        loose = StateDictOptions(strict=False)
+        set_state_dict(self.model, given, model_state_dict=model_state, optim_state_dict=optimizer_state, options=loose)
         self.check_values("after DCP", exact=True)
 
     def do_checkpoint(self) -> None:

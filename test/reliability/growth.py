@@ -99,9 +99,10 @@ def _ranks(rank: int, steps: int, count: int, port: int, results: Any) -> None:
     seeds, done = iter(range(10_000, 10**6)), 0  # Random runs of legal pairs.
     while done < count:
         seed = next(seeds)
-        # Files of a folder per run, and compiled code, which torch keeps: others have them.
         case = fuzz_pairs.random_case(seed)
-        if fuzz_pairs.size_of(seed) == 2 and case["recompute"] != "compiled":
+        # torch keeps compiled code. It never frees a module that has kept an intermediate with hooks on it, of FSDP2 either:
+        # Python's collector does not see a cycle through autograd's graph.
+        if fuzz_pairs.size_of(seed) == 2 and case["recompute"] != "compiled" and case["outputs"] != "kept":
             fuzz_pairs_training.PairTraining(case).run()
             done += 1
             if done in (count // 5, count // 2, count):
