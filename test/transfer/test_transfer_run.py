@@ -1,7 +1,10 @@
 """Runs of a plan: whether the last one is complete, and calls that differ between ranks."""
 
+import contextlib
+import re
 import unittest
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torch_ragged import RaggedShard, transfer
-from torch_ragged.transfer import _watch
+from torch_ragged.transfer import _execution, _plan, _watch
 
 
 def mesh_of(ranks, shape=None):
@@ -51,6 +54,54 @@ class TransferRunTest(unittest.TestCase):
             assert not plan.is_complete
         else:
             store.wait(["ended"])
+
+    @ranks(3, timeout=60)
+    def test_a_rank_that_fails_midway_is_heard_by_all_long_before_the_timeout():
+        """The others end because it has reported, not because they have waited for ``timeout``; all name it and the tensors."""
+        rank, mesh, there = dist.get_rank(), mesh_of([0, 1]), mesh_of([1, 2])
+        source = {name: dtensor(torch.ones(64), mesh, [Shard(0)]) for name in "abc"}
+        target = {name: dtensor(torch.zeros(64), there, [Shard(0)]) for name in "abc"}
+        plan = transfer.plan(source, target, timeout=timedelta(minutes=10), max_bytes=512)
+        broken = mock.patch.object(_execution.Execution, "_send", side_effect=OSError("no memory is left"))
+        soon = mock.patch.multiple(_watch, _TRANSFER_SLICE=0.1, _TRANSFER_PATIENCE=5.0)
+        with soon, broken if rank == 0 else contextlib.nullcontext():
+            text = error_of(plan.run, source, target)
+        assert "rank 0: OSError: no memory is left" in text and "is unchanged" in text, text
+        assert not plan.is_complete
+        assert rank == 0 or re.search("failed while [abc] was on its way", text), text
+
+    @ranks(2)
+    def test_a_rank_that_cannot_make_its_slices_is_an_error_on_all_ranks():
+        rank, mesh = dist.get_rank(), mesh_of([0, 1])
+        source = {"w": dtensor(torch.ones(4, 4), mesh, [Shard(0)])}
+        target = {"w": dtensor(torch.zeros(4, 4), mesh, [Shard(1)])}
+        original = _plan.slices_of
+
+        def broken(*arguments):
+            if rank == 1:
+                raise MemoryError("no slices here")
+            return original(*arguments)
+
+        with mock.patch.object(_plan, "slices_of", broken):
+            text = error_of(transfer.plan, source, target)
+        assert "no slices here" in text and (rank == 1 or "rank 1" in text), text
+        plan = transfer.plan(source, target)
+        assert plan.last_sent_bytes == plan.last_peak_bytes == 0  # Nothing has run.
+        plan.run(source, target)
+        assert plan.is_complete and target["w"].to_local().all()
+
+    @ranks(2)
+    def test_a_plain_tensor_beside_two_meshes_lies_on_all_their_ranks():
+        """Rank 0's mesh has one rank, the other mesh both: a plain tensor is whole on both ranks."""
+        one, both = mesh_of([0]), mesh_of([0, 1])
+        source = {"a": dtensor(torch.ones(4), one, [Replicate()]), "b": dtensor(torch.ones(4), both, [Shard(0)])}
+        source["plain"] = torch.full((6,), 3.0)
+        target = {name: dtensor(torch.zeros(value.shape), both, [Shard(0)]) for name, value in source.items()}
+        plan = transfer.plan(source, target)
+        plan.run(source, target)
+        for name, value in target.items():
+            assert torch.equal(value.full_tensor(), torch.full(value.shape, 3.0 if name == "plain" else 1.0)), name
+        assert plan.last_sent_bytes == (8 if dist.get_rank() == 0 else 0)  # Half of a: nothing of what both have.
 
     @ranks(3)
     def test_calls_that_differ_are_errors_on_all_ranks():
