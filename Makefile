@@ -60,7 +60,7 @@ fuzz: $(READY)
 # Every legal pair of values of the features of training (pairs), and of layouts, checkpoints and transfers (states), in one run
 # at least, against one process; every illegal pair is refused; the same of units under plans. Eight minutes.
 pairs: $(READY)
-	for kind in pairs states plans; do OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --kind $$kind --json $(OUT)/$$kind.json || exit 1; done
+	for kind in pairs states plans placements; do OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --kind $$kind --json $(OUT)/$$kind.json || exit 1; done
 
 # The quick tests and all pairs again, while each rank sleeps a random time before it issues a collective, or waits for one: what
 # hangs, or is another value, by chance only. SEED=1 chooses other times.
