@@ -16,17 +16,24 @@ import functools
 import os
 import random
 import time
+import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import _ops
 
-__all__ = ["delayed", "delays"]
+__all__ = ["delayed", "delays", "undelayed"]
 
 LONGEST = 0.01  # seconds; the mean is a quarter of it
 _FUNCTIONAL = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _ISSUE = ("broadcast", "reduce", "all", "_all", "gather", "scatter", "_reduce", "send", "recv", "barrier", "monitored_barrier")
+
+
+undelayed = unittest.skipIf(
+    bool(os.environ.get("TORCH_RAGGED_TEST_DELAYS")), "it counts calls or objects, or reads a stack, in which the delays are"
+)
+"""Decorates a test that sees the delays themselves."""
 
 
 def delayed() -> contextlib.AbstractContextManager[Any]:

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from common import error_of, ranks
+from delays import undelayed
 from soon import soon
 from tested_device import DEVICE
 from torch import nn
@@ -370,6 +371,7 @@ class DeferredInitTest(unittest.TestCase):
         error = error_of(lambda: materialize(shard_lists(module, mesh=mesh)))
         assert "is on the meta device, but deferred_init did not make it" in error and module.first.weight.is_meta, error
 
+    @undelayed
     @unittest.skipUnless(DEVICE == "cpu", "the profiler counts the CPU's allocations")
     @ranks(2)
     def test_it_allocates_the_local_shards_once_and_a_chunk():

@@ -8,6 +8,7 @@ import warnings
 
 import torch
 from common import error_of, ranks
+from delays import undelayed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -231,6 +232,7 @@ class DeferredWritesTest(unittest.TestCase):
                 place(model)
                 check_equal(model, want, case)
 
+    @undelayed
     @ranks(2)
     def test_a_write_to_a_shard_before_materialize_raises_on_all_ranks():
         mesh = init_device_mesh("cpu", (2,))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from common import error_of, ranks, run_ranks
+from delays import undelayed
 from tested_device import IS_REHEARSED
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -745,6 +746,7 @@ class CallTest(unittest.TestCase):
         for param in model.parameters():
             assert param.grad.placements == param.placements
 
+    @undelayed
     @ranks(2)
     def test_parameters_that_outlive_their_model_have_reduced_gradients_and_are_freed():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
