@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.spmd._move import Carry, PerDim, clean, move_dtensor
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
+from torch_ragged.tensor._cut_placement import CutPlacement, chunk_of, of_dim
 from torch_ragged.tensor._placement_text import placement_text
 
 __all__ = [
@@ -345,23 +346,21 @@ class _OfNdim(dict[int, Boundary]):
         return self[ndim]
 
 
-def from_front(placement: Any, ndim: int, where: str) -> Placement:
+def from_front(placement: Placement, ndim: int, where: str) -> Placement:
     """``placement`` on a tensor of ``ndim`` dimensions: a negative dimension counts from its end.
 
     Raises:
         ValueError: the tensor does not have the dimension; the text says ``where`` it is.
     """
-    dim: Any = getattr(placement, "dim", None)  # None: Replicate, Partial, or ragged, which checks its dimensions.
-    if dim is not None and not -ndim <= dim < ndim:
+    chunk = chunk_of(placement)  # None: Replicate, Partial, or ragged, which checks its dimensions.
+    if chunk is None:
+        return placement.normalize(ndim) if isinstance(placement, CutPlacement) else placement
+    if not -ndim <= chunk.dim < ndim:
         raise ValueError(
-            f"{where} has {ndim} dimensions, and {placement_text(placement)} cuts dimension {dim}: cut a dimension that the "
-            "tensor has"
+            f"{where} has {ndim} dimensions, and {placement_text(placement)} cuts dimension {chunk.dim}: cut a dimension that "
+            "the tensor has"
         )
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim % ndim, split_factor=placement.split_factor)
-    if isinstance(placement, Shard):
-        return Shard(dim % ndim)
-    return placement.normalize(ndim) if hasattr(placement, "normalize") else placement  # type: ignore[no-any-return]
+    return of_dim(placement, chunk.dim % ndim)
 
 
 def _filled(spoken: Spoken, default: Sequence[Placement]) -> PerDim:

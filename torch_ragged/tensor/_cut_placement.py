@@ -94,11 +94,11 @@ class CutPlacement(Placement):
         """How the placement cuts a tensor, for ``_ownership``. By default, into :meth:`boxes`."""
         return Listed(self, self.ndims)
 
-    def normalize(self: _Own, ndim: int, ranks: int, mesh_dim: int) -> _Own:
-        """This placement with non-negative dimensions, for a tensor of ``ndim`` dimensions and mesh dimension ``mesh_dim``.
+    def normalize(self: _Own, ndim: int, ranks: int | None = None, mesh_dim: int = 0) -> _Own:
+        """This placement with non-negative dimensions, for a tensor of ``ndim`` dimensions on mesh dimension ``mesh_dim``.
 
         Raises:
-            ValueError: it cannot be the placement of such a tensor, or of a mesh dimension of ``ranks`` ranks.
+            ValueError: it cannot be the placement of such a tensor, or of so many ``ranks`` (None: they are not known).
         """
         return self
 

@@ -90,7 +90,7 @@ class InterleavedShard(CutPlacement):
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self._dim
 
-    def normalize(self, ndim: int, ranks: int, mesh_dim: int) -> InterleavedShard:
+    def normalize(self, ndim: int, ranks: int | None = None, mesh_dim: int = 0) -> InterleavedShard:
         return self if self._dim >= 0 else self.move_to(self._dim + ndim)
 
     def move_to(self, dim: int) -> InterleavedShard:

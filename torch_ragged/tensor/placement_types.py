@@ -80,8 +80,8 @@ class _Ragged(CutPlacement):
         """The same placement over other ``dims``."""
         raise NotImplementedError
 
-    def normalize(self: _Self, ndim: int, ranks: int, mesh_dim: int) -> _Self:
-        if len(self._units) != ranks:
+    def normalize(self: _Self, ndim: int, ranks: int | None = None, mesh_dim: int = 0) -> _Self:
+        if ranks is not None and len(self._units) != ranks:
             raise ValueError(
                 f"{self!r} has {len(self._units)} local_units, but mesh dimension {mesh_dim} has {ranks} ranks: give one "
                 "number of units per rank"

@@ -54,7 +54,7 @@ class RaggedRows(_Ragged):
             "redistribute it to Replicate or Shard first"
         )
 
-    def normalize(self, ndim: int, ranks: int, mesh_dim: int) -> RaggedRows:
+    def normalize(self, ndim: int, ranks: int | None = None, mesh_dim: int = 0) -> RaggedRows:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
