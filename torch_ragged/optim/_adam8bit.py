@@ -192,6 +192,8 @@ class Adam8bit(RaggedOptimizer):
             raise ValueError(f"{name} code must be one of {BOOKS}, got {code!r}")
         self.policy = policy if policy is not None else type(self).policy
         self.code, self.stochastic_rounding, self.seed = code, stochastic_rounding, seed
+        # Assumed: a parameter keeps its placements as long as it is the same object. reshard_to, which moves parameters, makes
+        # new ones and calls __setstate__().
         self._layouts: dict[torch.Tensor, _MomentLayout] = {}
         self._indices: dict[torch.Tensor, int] = {}  # Of tensors that stand for parameters of another optimizer.
         self._cuts: dict[torch.Tensor, list[tuple[int, int]]] = {}
@@ -234,6 +236,8 @@ class Adam8bit(RaggedOptimizer):
         """
         is_captured = check_capture(self)
         loss = run_closure(closure)
+        # The index counts all parameters, also those of meshes without this rank. It is a part of the key of random rounding,
+        # and must be equal on all ranks that hold a part of the parameter.
         entries = [(param, group) for group in groups_on_host(self) for param in group["params"]]
         entries_here = [(i, p, g) for i, (p, g) in enumerate(entries) if (mesh := mesh_of(p)) is None or mesh.get_coordinate()]
         layouts = [self._layout(param) for _, param, _ in entries_here]
@@ -243,6 +247,9 @@ class Adam8bit(RaggedOptimizer):
             self._warn([entries_here[i][1] for i in moved])
         if any(mesh is not None and mesh.size() > 1 for mesh in (mesh_of(entries_here[i][1]) for i in moved)):
             check_capture(self, "ranks share blocks, and agree on gradients on the host: give its policy to fully_shard")
+        # Only parameters whose blocks are redistributed need agreement: the others issue no collective, so ranks may differ.
+        # Assumed: all replicas of a parameter have its gradient, or none. A replica that skips it has other values from then
+        # on.
         found = agree_on_gradients([param for _, param, _ in entries_here], moved)
         active = [(*entry, *rest) for entry, *rest in zip(entries_here, layouts, found) if rest[1] is not None]
         if is_captured:
@@ -251,6 +258,7 @@ class Adam8bit(RaggedOptimizer):
         for number, (index, param, group, layout, gradient) in enumerate(active):
             self._step_param(index, param, gradient, group, layout, updates, on_device.get(number))
         updates.run()
+        # After the launches of this step: its tables are counted now. Pinned memory cannot be allocated within a capture.
         self._graphs.end_step()
         return loss
 
@@ -268,6 +276,7 @@ class Adam8bit(RaggedOptimizer):
         state = self.state[param]
         if numbers is None:
             self._count_step(param, group, layout)
+            # + 1: the hash of 0 is 0, which would leave the first parameter's key to the step alone.
             numbers = self._numbers(group, int(state["step"].item()), hash32(self._indices.get(param, index) + 1))
         if layout.aligned is None:
             target = local(param)
@@ -280,6 +289,9 @@ class Adam8bit(RaggedOptimizer):
                 updates.run()  # The updates of ``flat`` must have run before it is copied.
                 target.copy_(flat.view(target.shape))
             return
+        # Three collectives, in the order of parameters, which all ranks of the mesh have in common. All of them are here: ranks
+        # agreed on the gradient, and one without it has zeros. Memory: beside its shards, a rank holds parameter and gradient
+        # in whole blocks, of one parameter at a time.
         assert isinstance(param, DTensor)
         whole_blocks: Any = param.detach().redistribute(placements=layout.aligned)  # type: ignore[attr-defined]
         spec = spec_of(param.device_mesh, param.placements, param.shape, gradient.dtype, param.stride())
@@ -300,6 +312,7 @@ class Adam8bit(RaggedOptimizer):
     ) -> None:
         """Add one step of this rank's flat parameter and its 8-bit moments to ``updates``. It is done after their ``run()``."""
         gradient = gradient.contiguous().view(-1)
+        # Views of the states: the update writes to them, and returns nothing.
         names = [f"{name}_{part}" for name, _ in _MOMENTS for part in ("codes", "scales")]
         moments = Moments(*(local(state[name]).view(-1) for name in names))
         updates.add(layout.regions, numbers, param, gradient, moments)
@@ -312,10 +325,13 @@ class Adam8bit(RaggedOptimizer):
     def _numbers(self, group: dict[str, Any], step: Any, of_param: Any) -> AdamStep:
         """The scalars of a step, given the hash of the parameter; of int64 tensors, of several steps, as float64 tensors."""
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+        # float64 on the device, because the host computes with Python's floats: float32 would lose digits of 1 - beta2**step.
         power = step.double() if isinstance(step, torch.Tensor) else step
         square = 1 - beta2**power
         root = square.sqrt() if isinstance(square, torch.Tensor) else math.sqrt(square)
         seed = self.seed & 0xFFFFFFFF
+        # The index of the parameter is hashed before it meets the step. Otherwise, step 1 of parameter 2 and step 2 of
+        # parameter 1 would round with the same noise.
         return AdamStep(
             shrink=1 - lr * decay if self._decoupled else 1.0,
             decay=0.0 if self._decoupled else decay,
@@ -332,6 +348,8 @@ class Adam8bit(RaggedOptimizer):
 
         ``active`` has (index, parameter, group, layout, gradient) of each. The result is by place in it.
         """
+        # One stack of steps for each group and device, so that a step launches a few small kernels for all parameters, instead
+        # of a few for each.
         alike: dict[Any, list[int]] = {}
         for number, (_, param, group, layout, _) in enumerate(active):
             if group.get("capturable"):
@@ -403,6 +421,7 @@ class Adam8bit(RaggedOptimizer):
         self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> DTensor:
         """As in the base class: codes are placed as whole blocks of the parameter, scales as the blocks."""
+        # Not _layout(): the optimizer may not hold this parameter yet, and the cache would keep it alive if it never does.
         layout = self._make_layout(param)
         if not layout.is_blocked:
             return super().empty_state(param, group, name, shape, dtype)
@@ -636,18 +655,21 @@ class _GraphMemory:
 
     def constant(self, value: int, device: torch.device) -> torch.Tensor:
         """An integer on the device, copied there in the first call."""
+        # Before a capture, by the step that comes first: a copy from unpinned memory within a capture raises.
         if (value, device) not in self._constants:
             self._constants[value, device] = torch.tensor(value, dtype=torch.int64, device="cpu").to(device)
         return self._constants[value, device]
 
     def keep(self, tensors: Any) -> None:
         """Hold what a captured step reads."""
+        # Until the optimizer is deleted: nothing tells when a graph is replayed for the last time. Each capture adds to it.
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._kept.append(tensors)
 
 
 def _scalar_columns(scalars: Sequence[AdamStep], device: torch.device) -> torch.Tensor:
     """The floats of the kernel's ``FLOAT_FIELDS``, a row for each region, made on the device."""
+    # float64 until here, rounded once: as the numbers of a step without capture, which the host gives to the kernel.
     return torch.stack([_column(values, device) for values in zip(*map(_floats, scalars))], 1).float()
 
 
@@ -689,6 +711,8 @@ def _update_plain(
         param, start, stop = run
         mesh = mesh_of(param)
         coordinate = () if mesh is None else tuple(mesh.get_coordinate() or ())
+        # 8 bytes per element of the whole local tensor, for a moment, also for a short run of it. Parameters without blocks are
+        # small, unless their matrices are too narrow for blocks.
         indices = flat_indices(placed_of(param), coordinate, flat.device)[start:stop]
         flat.copy_(round_to_bfloat16(wide, indices, numbers.rounding_key))
     elif wide is not flat:

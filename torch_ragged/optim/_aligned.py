@@ -17,4 +17,5 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     Libraries choose their instructions by the address, and some of them add in another order. Elementwise operations give the
     same bits at any address and need no copy.
     """
+    # An unknown type of device counts as CUDA: a needless copy costs less than bits that depend on the number of ranks.
     return tensor if tensor.data_ptr() % _ALLOCATED.get(tensor.device.type, 512) == 0 else tensor.clone()

@@ -55,6 +55,8 @@ STEP_NBYTES = 4  # The step counter of a parameter, in float32.
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor; a plain tensor itself. The result shares memory with ``tensor``."""
+    # detach() first: some callers, such as a memory report, run outside of no_grad(), where to_local() of a parameter would
+    # record a graph.
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()  # type: ignore[attr-defined]
 
 
@@ -107,6 +109,7 @@ def groups_on_host(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ``lr_dtype`` is the dtype of an ``lr`` that was given as a tensor, which rounds what is computed with it; otherwise None.
     A capturable group keeps the tensor: the device computes with what it holds then.
     """
+    # Copies: the user's tensor stays in the group itself, because a scheduler or a graph writes to it between steps.
     found = []
     for group in optimizer.param_groups:
         lr = group["lr"] if group.get("capturable") else scalar(group["lr"])
@@ -126,6 +129,8 @@ def check_capture(optimizer: torch.optim.Optimizer, reads: str | None = None) ->
     if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return False
     name = type(optimizer).__name__
+    # One group without it is enough: its step count is a number of the host, so each replay would repeat the same bias
+    # correction.
     if not all(group.get("capturable") for group in optimizer.param_groups):
         known = "capturable" in optimizer.defaults
         raise RuntimeError(
@@ -150,6 +155,7 @@ def check_warm(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor])
 
 def new_step(param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """The step counter of ``param``, of no step yet."""
+    # float32 counts exactly up to 2**24 steps, as torch's own counters do. If the default dtype is float64, torch's are, too.
     return torch.zeros((), dtype=torch.float32, device=_device_of_step(param, group))
 
 
@@ -160,6 +166,8 @@ def _device_of_step(param: torch.Tensor, group: dict[str, Any]) -> torch.device:
 
 def by_mesh(params: Sequence[torch.Tensor]) -> Iterator[tuple[DeviceMesh | None, list[int]]]:
     """The indices of the parameters of each mesh, in order of first appearance. Meshes without this rank are left out."""
+    # Equal meshes are one key, even if they are different objects. Then the process groups of the first one serve all: it is
+    # the same one on all ranks, because parameters are in equal order.
     groups: dict[DeviceMesh | None, list[int]] = {}
     for index, param in enumerate(params):
         groups.setdefault(mesh_of(param), []).append(index)
@@ -202,6 +210,8 @@ def agree_on_gradients(params: Sequence[torch.Tensor], agreed: Sequence[int] | N
         RuntimeError: a gradient is sparse; or it is missing on some ranks and has other placements than its parameter on other
             ranks. Every rank that shares a mesh raises it, before any gradient is redistributed.
     """
+    # Assumed: if ranks have a gradient with other placements than its parameter, all of them have the same placements. Nothing
+    # compares them, and with different ones the ranks would issue different collectives below.
     codes = [_gradient_code(param) for param in params]
     lowest = list(codes)
     agreed = range(len(params)) if agreed is None else agreed
@@ -214,10 +224,14 @@ def agree_on_gradients(params: Sequence[torch.Tensor], agreed: Sequence[int] | N
             mine, unusable = [codes[i] for i in indices], _unusable(codes, lowest)
             values = [*mine, *(-code for code in mine), max(elsewhere, unusable + 1)]  # A max of -code gives the minimum.
             highest = torch.tensor(values, dtype=torch.int32, device=mesh.device_type)
+            # One group of all mesh dimensions: one message instead of one per dimension. Every rank of the mesh is here, also
+            # one without any gradient or without elements: the loop depends on parameters and meshes only.
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh_group(mesh, tuple(range(mesh.ndim))))
+            # The host waits for the device here, once per mesh. So a captured step cannot agree.
             *found, elsewhere = highest.tolist()
             for i, index in enumerate(indices):
                 codes[index], lowest[index] = found[i], -found[len(indices) + i]
+    # Errors come after the last mesh: a rank that raises earlier would leave the ranks of the next mesh in its all-reduce.
     index = _unusable(codes, lowest)
     if index >= 0:
         what = f"parameter {index} of shape {tuple(params[index].shape)}"
@@ -232,6 +246,8 @@ def agree_on_gradients(params: Sequence[torch.Tensor], agreed: Sequence[int] | N
             f"another rank cannot use the gradient of its parameter {elsewhere - 1}: no rank steps. The error of that rank "
             "says why"
         )
+    # Zeros where other ranks have a gradient: this rank's part belongs to the same matrix or block, so its states decay and its
+    # weights shrink as theirs do. Redistributions happen in the order of parameters, on all ranks of a mesh.
     return [
         None if code == _NONE else torch.zeros_like(local(param)) if param.grad is None else _local_gradient(param)
         for param, code in zip(params, codes)
@@ -240,6 +256,7 @@ def agree_on_gradients(params: Sequence[torch.Tensor], agreed: Sequence[int] | N
 
 def _unusable(codes: Sequence[int], lowest: Sequence[int]) -> int:
     """The index of the first unusable gradient; -1 if there is none. Takes each one's highest and lowest code over ranks."""
+    # A gradient that is elsewhere on one rank and missing on another one: the first rank would redistribute alone, and hang.
     pairs = enumerate(zip(codes, lowest))
     return next((i for i, (high, low) in pairs if high == _SPARSE or (high == _ELSEWHERE and low == _NONE)), -1)
 
@@ -258,6 +275,7 @@ def check_numbers(name: str, group: dict[str, Any], *options: str) -> None:
     kinds: Any = numbers.Real, torch.Tensor
     for option in options:
         value = group[option]
+        # ``not >=`` and not ``<``: NaN must raise, too.
         if not isinstance(value, kinds) or not value >= 0.0:
             raise ValueError(f"{name} {option} must be a number >= 0, got {value!r}")
     betas = group["betas"]
@@ -289,6 +307,7 @@ def add_scaled(param: torch.Tensor, update: torch.Tensor, alpha: float | torch.T
     if param.device.type != "cpu" or param.dtype not in (torch.bfloat16, torch.float16) or update.dtype != param.dtype:
         param.add_(update, alpha=alpha)
         return
+    # As torch does: its CPU kernels round alpha to the dtype of 16-bit tensors before they multiply.
     alpha = torch.tensor(alpha, dtype=param.dtype, device="cpu").item()
     if rounds_product:
         param.copy_(param.float().add_((update.float() * alpha).to(param.dtype)))
@@ -308,6 +327,8 @@ def adamw_step(
 
     The states have the placements of their parameters.
     """
+    # On local tensors: AdamW computes element by element, so it needs no other rank. Parameters of several meshes share one
+    # call.
     active = [(param, gradient) for param, gradient in zip(params, gradients) if gradient is not None]
     states = [optimizer.state[param] for param, _ in active]
     for (param, _), state in zip(active, states):
@@ -353,6 +374,7 @@ class RaggedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # A pickle or a checkpoint of an older version may lack options: they get the defaults of this program.
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -424,6 +446,7 @@ class RaggedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: ``state_dict`` is of another optimizer, or of other options. Nothing is changed.
         """
+        # Before torch changes groups and states: an error must leave the optimizer as it was.
         self._check_states(state_dict)
         own = [(group.get("capturable"), group["lr"]) for group in self.param_groups]
         super().load_state_dict(state_dict)
@@ -434,6 +457,8 @@ class RaggedOptimizer(torch.optim.Optimizer):
                 group["capturable"] = is_capturable
             if is_capturable and isinstance(lr, torch.Tensor):
                 group["lr"] = lr.fill_(scalar(group["lr"]))
+        # Torch has cast all states to the dtype of the parameter by now, codes of a byte, too. These casts are freed one by one
+        # below, so for a moment they exist beside the states that replace them.
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [(param, group) for group in self.param_groups for param in group["params"]]
         for index, (param, group) in zip(saved, params):
@@ -453,6 +478,7 @@ def names_peers(step: Callable[..., Any]) -> Callable[..., Any]:
             meshes = {mesh_of(param) for group in self.param_groups for param in group["params"]} - {None}
             return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})  # type: ignore[union-attr]
 
+        # ``ranks`` is a function: it is called if a collective fails, not in each step.
         with peers_named(f"{type(self).__name__}.step", "", ranks):
             return step(self, closure)
 
@@ -463,5 +489,6 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
     """Call ``closure`` with gradients enabled and return its loss; None without a closure."""
     if closure is None:
         return None
+    # step() runs in no_grad(), and a closure runs backward.
     with torch.enable_grad():
         return closure()

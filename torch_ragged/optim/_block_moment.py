@@ -77,9 +77,12 @@ def update_moment(
     Returns:
         what ``update`` returns, in float32, of the shape of ``gradient``. It is computed with the moment before it is rounded.
     """
+    # Memory: a float32 tensor of the size of the gradient. Moments are in float32 for one region at a time.
     flat, block = gradient.contiguous().view(-1), policy.block
     codes, scales = (local(state[f"{name}_{part}"]).view(-1) for part in ("codes", "scales"))
     result = torch.empty(len(flat), dtype=torch.float32, device=flat.device)
+    # No block is cut between ranks. So the largest magnitude of a block here is that of the whole tensor, without
+    # communication.
     for region in layout.regions:
         moment = decoded(region, block, codes, scales, _CODE, True)
         change = update(moment, blocks_of(region, flat, block).float())

@@ -80,6 +80,8 @@ class BlockPolicy:
         numel = math.prod(shape)
         if len(shape) not in (2, 3) or numel < max(self.min_numel, 1):
             return False
+        # Two moments, with a float32 scale per block each. An optimizer with one moment keeps to the same limit: then one
+        # policy serves several optimizers.
         return 2 * 4 * math.prod(self.grid(shape)) <= _MOST_SCALES * numel
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -104,6 +106,7 @@ def grid_placements(
     uneven = set[int]()
     for placement, size in zip(normalize_placements(placements, shape, mesh_shape), mesh_shape):
         cut = cut_of(placement)
+        # Not known: which of these cuts a grid of blocks could follow. Their blocks are redistributed.
         if isinstance(cut, Listed) or (isinstance(cut, Chunk) and not cut.is_plain):
             return None
         if isinstance(cut, Chunk):
@@ -128,6 +131,8 @@ def grid_placements(
             result.append(run)
         else:
             result.append(placement)
+    # A run counts in equal units of the parts that other mesh dimensions leave. Parts of several sizes would need runs of their
+    # own.
     if has_run and not is_even:
         return None
     return normalize_placements(tuple(result), policy.grid(shape), mesh_shape)
@@ -169,6 +174,8 @@ def aligned_placements(
     The first mesh dimension that is not replicated gets an even share of the bands for each of its ranks. All other mesh
     dimensions replicate.
     """
+    # Bands are counted through all matrices of a stack, so that few large matrices are spread, too. Ranks along the other mesh
+    # dimensions update the same blocks, with the same bits.
     cutting = next((i for i, p in enumerate(placements) if not isinstance(p, Replicate)), 0)
     rows, height = shape[-2], policy.block[0]
     bands = -(-rows // height)
@@ -249,6 +256,8 @@ def block_layout_of(param: torch.Tensor, policy: BlockPolicy, most: int) -> Bloc
     if not isinstance(param, DTensor):
         return BlockLayout(regions=tuple(regions_of(placed, (), policy, most)))
     mesh_shape, coordinate = tuple(param.device_mesh.shape), param.device_mesh.get_coordinate()
+    # From shapes and placements alone: all ranks of the mesh find the same placements, and so the same collectives. Regions are
+    # of this rank.
     placements, aligned = tuple(param.placements), None
     grid = grid_placements(shape, mesh_shape, placements, policy)
     if grid is None:
@@ -304,6 +313,7 @@ def regions_within(regions: Sequence[Region], policy: BlockPolicy, start: int, s
     """
     found = []
     for region in regions:
+        # A region within the run stays whole: one update instead of one for each band.
         is_inside = start <= region.start and region.start + region.numel <= stop
         for part in [region] if is_inside else _split_region(region, policy, 1):
             if start <= part.start and part.start + part.numel <= stop:
@@ -314,6 +324,8 @@ def regions_within(regions: Sequence[Region], policy: BlockPolicy, start: int, s
 def _whole_regions(placed: Placed, coordinate: tuple[int, ...], policy: BlockPolicy) -> Iterator[Region]:
     rows, columns = placed.shape[-2:]
     (height, width), block = policy.block, 0
+    # The rank's scales are in the order of its boxes: so a count of blocks says where the scales of each box begin. This holds
+    # because a grid is cut in the same order as the elements.
     for box in placed.owned(coordinate).boxes:
         if not box.numel:
             continue

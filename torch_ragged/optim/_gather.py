@@ -245,10 +245,14 @@ class GatherToRoot:
         mesh: DeviceMesh | None,
     ) -> None:
         self.rank, self.ranks = mesh_ranks(mesh)
+        # The first plan of a mesh with several dimensions makes this process group. All ranks of the mesh make the plan in the
+        # same step.
         self.group = None if mesh is None or self.ranks == 1 else mesh_group(mesh, tuple(range(mesh.ndim)))
         self._placed, self.tensors = placed, tensors
         self._coordinate = () if mesh is None else tuple(mesh.get_coordinate() or ())
+        # Once for each parameter: its segments lie in one local tensor.
         self._mine = [placed[tensors.index(each)].owned(self._coordinate) for each in dict.fromkeys(tensors)]
+        # All ranks have all flights, also those that they compute nothing in: each flight is an all-to-all of all ranks.
         self.flights = [_Flight() for _ in range(1 + max((f for row in flights for f in row), default=-1))]
         for index, stack in enumerate(stacks):
             for position in range(stack.count if math.prod(stack.shape) else 0):
@@ -258,12 +262,16 @@ class GatherToRoot:
         placed, tensor, me = self._placed[index], self.tensors[index], self.rank
         mine, matrix = self._mine[tensor], placed.matrix(position)
         whole = stack.owners is not None
+        # Before this rank looks for its own parts: a rank without parts must know, too, that the others exchange data.
         flight.gather.moves |= not whole
+        # A matrix that is whole on its root needs no gather. But each other replica gets the result from there.
         flight.scatter.moves |= not whole or placed.is_replicated
         shared = common(mine, matrix)
         for member, rank in enumerate(range(root, root + stack.split)):
             piece = matrix if stack.split == 1 else placed.matrix(position, stack.rows_of(member))
             back = shared if stack.split == 1 else common(mine, piece)
+            # A message has no offsets: sender and receiver list its parts in the same order, by stack, position and box. Both
+            # ask common() for the boxes of the rank that holds them, in the matrix.
             if rank == me:
                 number = len(flight.matrices)
                 rows = None if stack.split == 1 else stack.rows_of(member)
@@ -290,6 +298,8 @@ class GatherToRoot:
 
     def _add_exchanges(self, stack: Stack, root: int, flight: _Flight) -> None:
         """What the ranks that share the last matrix send each other: each its rows, to all others."""
+        # Before the return: the other ranks take part in these all-to-alls, with nothing to send. Or the ranks that share would
+        # wait.
         flight.exchanges += [_Lane(moves=True) for _ in stack.exchanges[len(flight.exchanges) :]]
         if not root <= self.rank < root + stack.split:
             return
@@ -319,11 +329,16 @@ class GatherToRoot:
         Returns:
             the local tensor of each parameter's result, flat, in ``dtype``.
         """
+        # Copies only of what is not contiguous. They live until the end, because the last flight reads them, too.
         flat = [each.contiguous().view(-1) for each in inputs]
+        # One tensor for each parameter: several flights fill it. So the updates of all parameters of the mesh exist together at
+        # the end.
         results = [torch.empty(held.numel, dtype=dtype, device=device) for held in self._mine]
         scatters: list[Pending] = []
         # At most two flights at a time. Each goes on until its next transfer is in flight; then it is the other's turn.
         coming = (self._fly(flight, flat, results, scatters, compute, share, dtype, device) for flight in self.flights)
+        # The order of turns follows from the numbers of flights and of exchanges, which all ranks have in common, never from
+        # the time that anything takes. So all ranks issue the same all-to-alls in the same order.
         active: deque[Generator[None, None, None]] = deque()
         landed = object()
         while True:
@@ -335,6 +350,8 @@ class GatherToRoot:
             flight = active.popleft()
             if next(flight, landed) is not landed:
                 active.append(flight)
+        # Last: unpacking waits for the transfer, and no computation should wait for it. The memory of all scatters lives until
+        # here.
         for pending in scatters:
             pending.wait()
         return results
@@ -351,11 +368,13 @@ class GatherToRoot:
         device: torch.device,
     ) -> Generator[None, None, None]:
         """One flight, up to its scatter, which is added to ``scatters``. Yields while its gather or its rows are in flight."""
+        # From here until its scatter is packed, a flight holds its matrices. So at most two flights' matrices are in memory.
         batches = [torch.empty(len(batch.spots), *batch.shape, dtype=dtype, device=device) for batch in flight.batches]
         matrices = [batches[batch][index].view(-1) for batch, index in flight.matrices]
         pending = _start(flight.gather, flat, matrices, self.group, self.ranks, dtype, device)
         yield
         pending.wait()
+        # It holds the received memory, which is as large as the matrices. It is free before the computation needs memory.
         del pending
         computed, waiting = list(batches), list(batches)
         alone = (number for number, batch in enumerate(flight.batches) if batch.rows is None)
@@ -379,6 +398,7 @@ class GatherToRoot:
         for number in alone:
             computed[number] = compute(flight.batches[number], batches[number])
         del batches, matrices, waiting  # Free the inputs of this flight before the scatter allocates.
+        # A copy of tall matrices, whose results are transposed. It ends when the parts are packed.
         out = [computed[batch][index].reshape(-1) for batch, index in flight.matrices]
         scatters.append(_start(flight.scatter, out, results, self.group, self.ranks, dtype, device))
 
@@ -407,6 +427,7 @@ def _start(
         views = [part_view(targets[i], there) for _, (i, there) in lane.copies]
         values = [part_view(sources[i], here).reshape(view.shape) for ((i, here), _), view in zip(lane.copies, views)]
         torch._foreach_copy_(views, values)
+    # Not by what this rank sends: if any two ranks exchange data, all ranks must issue the collective.
     if not lane.moves or group is None:
         return Pending(torch.empty(0, dtype=dtype, device=device), (0,))
     outgoing = [part for peer in range(ranks) for part in lane.sends.get(peer, ())]
@@ -416,6 +437,7 @@ def _start(
         torch._foreach_copy_(packed_views(packed, [part for _, part in outgoing]), values)
     incoming = [part for peer in sorted(lane.receives) for part in lane.receives[peer]]
 
+    # It runs in wait(), and keeps the targets alive until then.
     def unpack(received: torch.Tensor) -> torch.Tensor:
         if incoming:
             views = [part_view(targets[i], part) for i, part in incoming]

@@ -52,6 +52,7 @@ class MatrixOptimizer(RaggedOptimizer):
         if max_root_bytes is not None and (not isinstance(max_root_bytes, numbers.Real) or max_root_bytes < 1):
             raise ValueError(f"{type(self).__name__} max_root_bytes must be a positive number or None, got {max_root_bytes!r}")
         self.max_root_bytes, self.check_gradients = max_root_bytes, check_gradients
+        # Before the base class, whose constructor adds groups: that looks at plans.
         self._forget_plans()
         super().__init__(params, {**defaults, "algorithm": defaults.get("algorithm", self.algorithm)})
 
@@ -181,16 +182,23 @@ class MatrixOptimizer(RaggedOptimizer):
         entries = [(param, group) for group in groups for param in group["params"]]
         params = [param for param, _ in entries]
         matrices = [i for i, (_, group) in enumerate(entries) if group["algorithm"] == self.algorithm]
+        # Before the first collective. It looks at options and at the shapes of states, which ranks have in common: all of them
+        # raise, or none.
         for i in matrices:
             self._check_step(*entries[i])
         gradients = agree_on_gradients(params, None if self.check_gradients else ())
         if is_captured:
             check_warm(self, (param for param, gradient in zip(params, gradients) if gradient is not None))
+        # One mesh after another, in the order of parameters: ranks that share several meshes meet in the same order. Not known:
+        # whether transfers of one mesh could hide behind the computation of another one.
         for mesh, of_mesh in by_mesh([params[i] for i in matrices]):
             indices = [matrices[i] for i in of_mesh]
+            # Equal on all ranks of the mesh: they have agreed on gradients or, without check_gradients, have them all or none.
+            # A rank with another set would make another plan, and the all-to-alls would hang or mix elements.
             present = [i for i in indices if gradients[i] is not None]
             if present:
                 self._matrix_step(indices, present, entries, gradients, mesh)
+        # No collective from here on: a rank that is late here delays no other one in this step.
         start = 0
         for group in groups:
             stop = start + len(group["params"])
@@ -205,16 +213,21 @@ class MatrixOptimizer(RaggedOptimizer):
         """Step the matrix parameters of one mesh that have gradients: ``present``, a subset of ``indices``."""
         plan = self._plan(indices, present, entries, mesh)
         params, groups = [entries[i][0] for i in present], [entries[i][1] for i in present]
+        # Momentum changes here, before anything is sent. If a transfer fails after it, this step cannot be repeated with the
+        # same result.
         inputs = [self._send(param, group, gradients[i]) for param, group, i in zip(params, groups, present)]
         of_stacks = [params[index] for index in plan.tensors]
         device = inputs[0].device
         updates = plan.run(inputs, lambda batch, data: self._compute(batch, data, of_stacks), self._share, self.wire, device)
+        # With Nesterov's momentum they are new memory of the size of the shards. The updates come beside it.
         del inputs
         for param, group, update in zip(params, groups, updates):
             self._receive(param, group, update)
 
     def _plan(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> GatherToRoot:
         stack_groups = [(entries[i][0], entries[i][1]) for i in indices]
+        # What may change between steps: the gradients that exist, and the options that a batch depends on. Assumed:
+        # max_root_bytes and flops_per_byte do not change, as a known plan stays with old values.
         key = (mesh, tuple(present), tuple((self._kind(group), _segments_option(group)) for _, group in stack_groups))
         if key in self._plans:
             return self._plans[key]
@@ -241,6 +254,8 @@ class MatrixOptimizer(RaggedOptimizer):
     def _set_roots(self, entries: Sequence[Any], mesh: DeviceMesh | None) -> None:
         """Choose the roots of the matrices of parameters; those of segments one behind the other."""
         pairs = [(param, self._stack(part, group)) for param, group in entries for part in self._parts(param, group)]
+        # Of all parameters of the mesh, also of AdamW's: a share says how much memory a rank has for states, whatever is
+        # stepped now.
         every = [placed_of(param) for group in self.param_groups for param in group["params"] if mesh_of(param) == mesh]
         roots = assign_roots([stack for _, stack in pairs], mesh_ranks(mesh)[1], shares_of(every))
         self._roots.update({param: [] for param, _ in entries})

@@ -129,6 +129,7 @@ def matrix_groups(
         raise TypeError(
             f"matrix_groups expects the model, an nn.Module, got {type(model).__name__}: pass model, not model.parameters()"
         )
+    # All names of tied parameters: the user may give any of them.
     named = dict(model.named_parameters(remove_duplicate=False))
     fused = _fused_weights(model, segments or {}, named)
     given = {param: "given in segments" for param in fused}
@@ -136,9 +137,11 @@ def matrix_groups(
     apart = _chosen(model, "adamw", adamw, named)
     names: dict[nn.Parameter, str] = {}
     for name, param in named.items():
+        # The first name in the order of the model, as in named_parameters().
         names.setdefault(param, name)
     if both := [names[param] for param in apart if given.get(param) == "given in matrices"]:
         raise ValueError(f"matrix_groups has {', '.join(both)} in adamw and in matrices: name each parameter in one of them")
+    # By parameters: a head that is tied to an embedding is the same parameter.
     heads = {param for module in _output_embeddings(model) for param in module.parameters()}
     reasons: dict[nn.Parameter, tuple[bool, str]] = {}
     for prefix, module in model.named_modules():
@@ -161,6 +164,7 @@ def matrix_groups(
             is_matrix, why = True, given[param]
         decisions.append(MatrixDecision(name, tuple(param.shape), is_matrix, why))
         (alike.setdefault(fused.get(param), []) if is_matrix else rest).append(param)
+    # In the order of the model, which ranks have in common. Optimizers rely on it: their plans count parameters.
     groups: list[dict[str, Any]] = [
         {"params": members} if each is None else {"params": members, "segments": each} for each, members in alike.items()
     ]
@@ -192,6 +196,7 @@ def _decide(module: nn.Module, attribute: str, name: str, param: torch.Tensor) -
 
 def _output_embeddings(model: nn.Module) -> list[nn.Module]:
     """What Hugging Face's models name as their output embeddings."""
+    # Of each module, as the model of Hugging Face may be a part of the given one.
     functions = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
     return [head for function in functions if callable(function) and isinstance(head := function(), nn.Module)]
 
@@ -224,6 +229,7 @@ def _chosen(model: nn.Module, argument: str, given: Any, named: Mapping[str, nn.
                         f"matrix_groups matrices has a parameter of shape {tuple(one.shape)}: a matrix has two dimensions, and "
                         "a stack of matrices three"
                     )
+                # A module has biases, too, which the user does not mean.
                 members = [param for param in members if param.ndim in (2, 3)]
             chosen.update(members)
     return chosen

@@ -60,6 +60,7 @@ def _factors(
     lr: float, dtype: Optional[torch.dtype], weight_decay: float, adjust_lr_fn: Optional[str], rows: int, columns: int
 ) -> tuple[float, float]:
     """The factors of a matrix and of its update. With a tensor as lr, they round to its ``dtype``, as in torch."""
+    # torch.optim.Muon computes with the tensor that it was given. So lr * weight_decay rounds to its dtype there.
     rate: Any = lr if dtype is None else torch.tensor(lr, dtype=dtype, device="cpu")
     return scalar(1 - rate * weight_decay), scalar(adjusted_lr(rate, adjust_lr_fn, (rows, columns)))
 
@@ -78,6 +79,7 @@ def _scaled(values: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     """The product, rounded once: with 16-bit values, torch would round a tensor without dimensions to 16 bits first."""
     if not isinstance(factor, torch.Tensor):
         return values * factor
+    # Memory: a copy of the shard in float32, for a moment, if its dtype has 16 bits.
     wide = torch.promote_types(values.dtype, torch.float32)
     return (values.to(wide) * factor.to(wide)).to(values.dtype)
 
@@ -87,6 +89,7 @@ def _normalized_rows(update: torch.Tensor, moment: torch.Tensor, beta: float) ->
 
     ``update`` must have new, row-major memory.
     """
+    # At the root, where rows are whole: a part of a row has another mean. The moment is a view of the state, and stays there.
     moment.lerp_(update.square().mean(-1, keepdim=True), 1 - beta)
     rows = update / (moment.sqrt() + _NEURON_EPS)
     return rows * (update.norm() / rows.norm().clamp(min=_NEURON_EPS))
@@ -252,6 +255,8 @@ class Muon(RootStateOptimizer):
 
     def _stack(self, placed: Placed, group: dict[str, Any]) -> Stack:
         stack, blocks = super()._stack(placed, group), group["row_blocks"]
+        # With states at the root, one rank computes the matrix: its state is on that rank alone, and NorMuon needs norms of the
+        # whole update.
         if blocks == 1 or group["neuron_beta"] is not None:
             return stack
         exchanges = newton_schulz_exchanges(*stack.matrix, group["ns_steps"])
@@ -261,6 +266,9 @@ class Muon(RootStateOptimizer):
 
     def _assign(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> None:
         """Balance the matrices of each step anew, or keep their roots if there are states at the roots."""
+        # Of ``indices`` and not of ``present``: it must not change with the gradients of a step, or states would be at old
+        # roots. Assumed: neuron_beta and row_blocks do not change after the first step, because kept roots keep the number of
+        # ranks that share a matrix.
         has_states = any(entries[i][1]["neuron_beta"] is not None for i in indices)
         (RootStateOptimizer if has_states else MatrixOptimizer)._assign(self, indices, present, entries, mesh)
 
@@ -271,9 +279,12 @@ class Muon(RootStateOptimizer):
         if layout is None:
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(param)
+            # A state that was loaded may be redistributed here, by collectives. All ranks of the mesh reach this for the same
+            # parameters in the same order, before the first all-to-all of the step.
             self._place_states(param, group)
             buffer = local(state["momentum_buffer"])
             buffer.lerp_(gradient, 1 - momentum)
+            # Without Nesterov, the state itself is the input. The transfer only reads it.
             return gradient.lerp(buffer, momentum) if nesterov else buffer
         if "momentum_codes" not in state:
             state.update(zero_moment("momentum", param, layout, policy))
@@ -294,6 +305,7 @@ class Muon(RootStateOptimizer):
         key = param, tuple(param.placements) if isinstance(param, DTensor) else (), block
         if key not in self._layouts:
             policy = BlockPolicy(block)
+            # No communication: ranks find the same placements, so if blocks are cut, all of them raise.
             layout = block_layout_of(param, policy, _MOST["cuda" if param.is_cuda else "cpu"])
             if layout is not None and layout.aligned is not None:
                 raise ValueError(
@@ -362,6 +374,8 @@ class Muon(RootStateOptimizer):
             updates = newton_schulz(matrices, schedule, len(schedule), eps, batched)
         else:
             every = 0, min(batch.shape)
+            # The rows are computed in the same blocks as on ranks that share a matrix: so the bits do not depend on how many
+            # share it.
             updates = torch.stack([_end_of(newton_schulz_rows(each, schedule, eps, blocks, every)) for each in matrices])
         if beta is not None:
             groups = {param: group for group in self.param_groups for param in group["params"]}
@@ -380,6 +394,7 @@ class Muon(RootStateOptimizer):
         return update.unsqueeze(0)
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
+        # On the shards, on every rank with a part: the root has the update only, and never the parameter.
         mine, segments = local(param), self._parts(param, group) if group.get("segments") is not None else []
         options = group["lr"], group["lr_dtype"], group["weight_decay"], group["adjust_lr_fn"]
         shrink, rate = _factors_of(*options, *param.shape[-2:])
@@ -390,6 +405,8 @@ class Muon(RootStateOptimizer):
             mine.copy_(_scaled(mine, shrink))
         else:
             mine.mul_(shrink)
+        # In torch, the update of a tall matrix is a transposed view. With 16 bits, the CPU's kernel for strided tensors rounds
+        # the product. A view of one column counts as contiguous.
         if not segments:
             add_scaled(mine, update, -rate, rounds_product=param.shape[-2] > param.shape[-1] > 1)
         for segment in segments:
@@ -416,6 +433,7 @@ class Muon(RootStateOptimizer):
                     "than 0.1 byte per element"
                 )
             if group["algorithm"] == self.algorithm:
+                # Now, and not in the first step: the layout follows from placements, so the error can come before training.
                 for entry in group["params"]:
                     param = entry[1] if isinstance(entry, tuple) else entry
                     if isinstance(param, torch.Tensor):

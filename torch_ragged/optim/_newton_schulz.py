@@ -102,6 +102,7 @@ def newton_schulz(
     for one in x:  # One norm at a time: in a batched reduction the order of additions may depend on the batch.
         one.div_(one.norm().clamp(min=eps))
     is_single = len(x) == 1
+    # Without the dimension of the batch, as torch.optim.Muon calls it: baddbmm may choose another kernel, with other bits.
     x, add_product = (x[0], torch.addmm) if is_single else (x, torch.baddbmm)
     for a, b, c in schedule_of(coefficients, steps):
         x = add_product(x, polynomial(gram(x, batched), b, c, batched), x, beta=a)
@@ -141,11 +142,14 @@ def newton_schulz_rows(
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.mT if is_tall else matrix).to(torch.bfloat16, memory_format=torch.contiguous_format, copy=True)
+    # Each rank that shares the matrix has it whole, in the same memory order: its norm has the same bits everywhere, without an
+    # exchange.
     x.div_(x.norm().clamp(min=eps))
     m, size = len(x), -(-len(x) // blocks)
     mine = [slice(start, min(start + size, m)) for start in range(rows[0], rows[1], max(size, 1))]
     for step, (a, b, c) in enumerate(schedule):
         product = x.new_empty(m, m)
+        # Into the rows of one tensor: what is exchanged lies there, and rows of other ranks arrive in place.
         for block in mine:
             torch.mm(x[block], x.mT, out=product[block])
         yield product
@@ -154,6 +158,7 @@ def newton_schulz_rows(
             polynomials = torch.addmm(product[block], product[block], product, beta=b, alpha=c)
             torch.addmm(x[block], polynomials, x, beta=a, out=updated[block])
         x = updated
+        # Rows of the last step are not exchanged: the scatter sends them to those who hold them.
         if step + 1 < len(schedule):
             yield x
     return x.mT if is_tall else x

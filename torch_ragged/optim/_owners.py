@@ -85,6 +85,8 @@ class MuonPolicy(GroupPolicy):
             for name, value in params
         ]
         without = plan(uncut)
+        # The loads grow with each call of fully_shard. Ranks call it for the same modules in the same order, so they choose the
+        # same layouts without messages. A call on one rank alone would change the later layouts of that rank.
         loads = self._loads.setdefault(ranks, _Loads(torch.zeros(ranks, dtype=torch.float64, device="cpu")))
         # A parameter that tensor parallelism cuts has no whole matrix on any rank.
         mine = [
@@ -103,6 +105,7 @@ class MuonPolicy(GroupPolicy):
             cut = [shape for shape, flag, w in zip(shapes, mine, whole) if flag and not w]
             # bfloat16 to the root and back; ranks send and receive equal parts, and a share of 1 / ranks stays.
             flight_time = 2 * 2 * sum(map(math.prod, cut)) * (ranks - 1) / ranks**2 / self.bandwidth
+            # Loads never make it shorter. So it cannot be better, and a rotation need not be searched.
             if best is not None and padding_time + flight_time >= best[0]:
                 continue
             layout, after = self._balanced(layout, shapes, whole, cut, loads)
@@ -130,6 +133,7 @@ class MuonPolicy(GroupPolicy):
         for index, (shape, flag) in enumerate(zip(shapes, whole)):
             if flag:
                 cost, size = self._cost(shape), math.prod(shape[-2:])
+                # On the CPU by name: fully_shard may run under torch.device("meta"), and these numbers are needed.
                 offsets = layout.offsets[index] + size * torch.arange(math.prod(shape[:-2]), device="cpu")
                 owned.index_add_(0, offsets // shard, torch.full((len(offsets),), cost, dtype=torch.float64, device="cpu"))
         costs = [self._cost(shape) for shape in cut]

@@ -254,8 +254,11 @@ class QKClip:
         handles = []
         for index, (module, first) in enumerate(zip(modules, firsts)):
             mode = _AttentionWatch(functools.partial(self._note, index, first), self.layers[index].heads, first is None)
+            # ``and None``: what a pre-hook returns would replace the inputs of the module. If the module is recomputed in
+            # backward, the hooks run again, and note the same maxima.
             handles.append(module.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None))
             handles.append(
+                # always_call: the mode must not stay on if forward raises.
                 module.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), always_call=True)
             )
         return handles
@@ -268,6 +271,7 @@ class QKClip:
                 f"layer {index} has {heads} heads, and its module computes {len(maxima)} from head {start} on: give "
                 "QKClip.watch first_heads, the first head of this rank, or the layer its number of heads"
             )
+        # On the device of the logits: no wait of the host in forward. A step reads them.
         if noted is None:
             noted = torch.full((heads,), -torch.inf, dtype=torch.float32, device=maxima.device)
         noted[start : start + len(maxima)].copy_(torch.maximum(noted[start : start + len(maxima)], maxima))
@@ -319,10 +323,12 @@ class QKClip:
         """
         heads = [layer.heads for layer in self.layers]
         given = self._maxima(maxima)
+        # Forgotten before anything can raise: the next step counts anew, on all ranks.
         watches, self._watched = maxima is None, None if self._watched is None else [None] * len(self.layers)
         shapes: Any = type(given).__name__
         if isinstance(given, (list, tuple)):
             shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__ for each in given]
+        # A text and not an exception: this rank must first take part in the all-reduce, for which others wait.
         wrong = self._find_current()
         is_legal = shapes == [(count,) for count in heads] and not wrong
         device = local(self._current[self.layers[0].key[0].weight]).device
@@ -355,6 +361,8 @@ class QKClip:
                 "L, S). Watch the modules that compute attention; under tensor parallelism, give first_heads; or pass maxima "
                 "to step(): attention_maxima(query, key) computes them"
             )
+        # No further communication: the maxima are equal on all ranks, so all shards and replicas of a weight get the same
+        # factors. Assumed: no weight is in two layers, or makes both queries and keys. It would be scaled once for each.
         for layer, largest in zip(self.layers, found):
             exceeds = (largest > self.threshold) & largest.isfinite()
             if exceeds.any():
@@ -380,6 +388,8 @@ def _scale_rows(weight: torch.Tensor, factors: torch.Tensor) -> None:
     """Multiply each row by its factor: the elements of this rank, wherever they lie."""
     if isinstance(weight, DTensor) and weight.device_mesh.get_coordinate() is None:
         return
+    # The shards themselves, outside of autograd. The factors are float32, so a product is rounded once, to the dtype of the
+    # weight.
     mine = local(weight)
     factors = factors.to(mine.device)
     coordinate = tuple(weight.device_mesh.get_coordinate() or ()) if isinstance(weight, DTensor) else ()
@@ -437,6 +447,7 @@ def attention_maxima(
 def _maxima_of(logits: torch.Tensor) -> torch.Tensor:
     """The largest logit of each head, of shape (batch, heads, L, S); ``-inf`` if the maximum of each row was subtracted."""
     # Only attention with weights of zeros also has such rows, and no other numbers; masks have large ones.
+    # On the device, as a tensor: a condition of Python would make the host wait in each forward.
     is_shifted = (logits.amax(-1) == 0).all() & ((logits < 0) & (logits > -1e3)).any()
     return torch.where(is_shifted, -torch.inf, logits.amax((0, 2, 3)).float())
 

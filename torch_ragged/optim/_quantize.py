@@ -25,6 +25,8 @@ def code_book(kind: str, signed: bool, device: torch.device) -> torch.Tensor:
     ``"linear"`` has equal steps and contains 0 and 1. ``"dynamic"`` has 0, 1 and seven decades below 1; each decade has twice
     as many values as the decade below. This gives relative precision for large values and range for small values.
     """
+    # Made on the host in float64, and rounded once: so the numbers are the same on all devices. The result is cached and
+    # shared: nothing may write to it.
     if kind == "linear":
         steps = torch.arange(256, dtype=torch.float64, device="cpu")
         return ((steps - 127) / 128 if signed else steps / 255).float().to(device)
@@ -68,6 +70,8 @@ def encode(normalized: torch.Tensor, kind: str, signed: bool) -> torch.Tensor:
     is_first = (cell & (cell - 1 if signed else cell + 1)) == 0  # First cells of decades have numbers 2**k, or 2**k - 1.
     cell -= (is_first & (line - whole < 0.2)).int()
     top = 128 if signed else 255
+    # The largest entry, 1.0, lies at the end of the last cell, whose middle is at top - 0.5. So the border between both is at
+    # top - 0.25.
     cell.masked_fill_(line >= top - 0.25, top)
     if not signed:
         return torch.maximum(cell, magnitude > 0).to(torch.uint8)
@@ -86,6 +90,8 @@ def quantize(values: torch.Tensor, dims: tuple[int, ...], kind: str, signed: boo
     0. If a block has a NaN, its scale is NaN.
     """
     scales = values.abs().amax(dims, keepdim=True)
+    # The inverse of a subnormal number may be infinite. Besides, some devices take subnormal numbers for 0, and codes must not
+    # depend on the device.
     scales = torch.where(scales < 2.0**-126, 0.0, scales)
     inverse = torch.where(scales == 0, 0.0, 1.0 / torch.where(scales == 0, 1.0, scales))
     return encode(values * inverse, kind, signed), scales
@@ -100,6 +106,7 @@ def hash32(value: _Integers) -> _Integers:
     Source: Wellons' "lowbias32".
     """
     value = value & _MASK
+    # A product may leave the range of int64. It wraps around then, and its low 32 bits are those of the exact product.
     value = ((value ^ (value >> 16)) * 0x7FEB352D) & _MASK
     value = ((value ^ (value >> 15)) * 0x846CA68B) & _MASK
     return value ^ (value >> 16)
@@ -115,6 +122,9 @@ def round_to_bfloat16(values: torch.Tensor, indices: torch.Tensor, key: int | to
         indices: int64, of the shape of ``values``: the flat global index of every element.
         key: 32 bits, different for each tensor and step; an int64 tensor without dimensions is not read on the host.
     """
+    # 16 random bits are added to the 16 bits that bfloat16 lacks. A carry rounds the magnitude up: its probability is the part
+    # that rounding cuts off.
     noise = hash32((indices & _MASK) ^ hash32((indices >> 32) ^ key)) & 0xFFFF
     bits = (values.contiguous().view(torch.int32) + noise.int()) & -0x10000
+    # The carry of a NaN could reach its sign, and leave the bits of a number.
     return torch.where(values.isfinite(), bits.view(torch.float32), values).to(torch.bfloat16)

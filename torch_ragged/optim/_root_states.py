@@ -59,6 +59,8 @@ class RootStateOptimizer(MatrixOptimizer):
 
     def _assign(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> None:
         """Choose the roots of all parameters at once, and only once, because the states are at the roots."""
+        # Ranks must have chosen for the same parameters before: those that are new are balanced among themselves. Without
+        # communication, nothing notices a rank that has chosen at another time.
         self._set_roots([entries[i] for i in indices if entries[i][0] not in self._roots], mesh)
 
     def _place_states(self, param: torch.Tensor, group: dict[str, Any]) -> None:
@@ -68,11 +70,14 @@ class RootStateOptimizer(MatrixOptimizer):
         mesh, ranks, held = mesh_of(param), mesh_ranks(mesh_of(param))[1], self.state[param]
         for name, (shape, part) in states.items():
             units = [0] * ranks
+            # A stack without matrices has no root: rank 0 counts as one, as a RaggedShard needs a unit.
             for root in of_parts[part][0] or (0,):
                 units[root] += 1
             # Each rank of the flattened mesh holds the states of the matrices whose root it is.
             placement = (RaggedShard((0,) if param.ndim == 3 else (), tuple(units)),)
             if name in held:
+                # By collectives: all ranks of the mesh are here, with equal placements, as they have loaded the same. Assumed:
+                # a state that is no DTensor has the matrices of this rank only. Nothing notices a whole one.
                 if isinstance(value := held[name], DTensor) and value.placements != placement:
                     held[name] = value.redistribute(placements=placement)
             elif mesh is None:
@@ -83,6 +88,7 @@ class RootStateOptimizer(MatrixOptimizer):
     def _flat(self, mesh: DeviceMesh) -> DeviceMesh:
         """The 1-D mesh of all ranks of ``mesh``, in row-major order."""
         if mesh not in self._meshes:
+            # Not pickled, as it has a process group: it is made again when a step needs it.
             self._meshes[mesh] = (
                 mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh_group(mesh, tuple(range(mesh.ndim))), mesh.device_type)
             )
@@ -92,6 +98,8 @@ class RootStateOptimizer(MatrixOptimizer):
         """Views of the states of a matrix at this rank, its root. ``params`` has the parameter of each stack."""
         param = params[spot.stack]
         part = sum(each is param for each in params[: spot.stack])
+        # Roots never descend: this rank's matrices are neighbours in the stack, and its part of the state has them in this
+        # order.
         index = spot.position - self._roots[param][part][0].index(mesh_ranks(mesh_of(param))[0])
         states = {name: state for name, state in self._root_states(param, group).items() if state.part == part}
         return {name: local(self.state[param][name]).view(-1, *shape[-2:])[index] for name, (shape, _) in states.items()}
@@ -100,6 +108,8 @@ class RootStateOptimizer(MatrixOptimizer):
         """The bytes of this rank's states at roots, after the first step. It chooses the roots if they are not chosen."""
         mesh = mesh_of(param)
         if param not in self._roots:
+            # All matrices of the mesh at once, as the first step does it: chosen one by one, they would have other roots than
+            # on ranks that did not ask.
             entries = [(each, own) for own in self.param_groups for each in own["params"]]
             matrices = [i for i, (_, own) in enumerate(entries) if own["algorithm"] == self.algorithm]
             self._assign([i for i in matrices if mesh_of(entries[i][0]) == mesh], [], entries, mesh)
@@ -190,11 +200,14 @@ class FactoredOptimizer(RootStateOptimizer):
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for matrix, spot in zip(matrices, batch.spots):
             param = params[spot.stack]
+            # The counter is on the CPU: no wait for the device.
             group, step = groups[param], int(self.state[param]["step"].item())
+            # Into the gathered memory. Results beside it would double the memory of a flight.
             matrix.copy_(self._direction(aligned(matrix), self._at_root(params, spot, group), group, step))
         return matrices
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
         lr, mine = group["lr"], local(param)
+        # In float32, and rounded once. The update is the rank's own memory, and can be scaled in place.
         wide = mine.float() * (1 - lr * group["weight_decay"])
         mine.copy_(wide.sub_(update.view(mine.shape).mul_(lr)))

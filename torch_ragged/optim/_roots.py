@@ -128,6 +128,7 @@ def assign_roots(stacks: Sequence[Stack], ranks: int, shares: Optional[Sequence[
     time, until no change makes the step shorter. Among assignments that are about as short, it prefers few exchanges.
     """
     kinds = list(dict.fromkeys((stack.cost, stack.blocks) for stack in stacks if stack.owners is None))
+    # Floats, but equal on all ranks: each computes them from the same integers, by the same operations on its CPU.
     shares = tuple(shares) if shares is not None else (1.0,) * ranks
     legal = [
         [split for split in range(1, min(blocks, ranks) + 1) if blocks % split == 0 and _teams(shares, split)]
@@ -155,6 +156,8 @@ def assign_roots(stacks: Sequence[Stack], ranks: int, shares: Optional[Sequence[
             for limit in limits
         ]
         best = min([best, *starts], key=time_of)
+    # It ends: each turn is shorter than the one before, and there are finitely many. No clock is read, because ranks must end
+    # with the same roots.
     while time_of(best) > _CLOSE_TIMES * mean:
         changed = [(*best[:index], split, *best[index + 1 :]) for index, splits in enumerate(legal) for split in splits]
         shortest = min([best, *changed], key=time_of)
@@ -175,6 +178,7 @@ def _assign(stacks: Sequence[Stack], shares: Sequence[float]) -> Roots:
     ranks = len(shares)
     work = [0.0] * ranks
     of: list[tuple[int, ...]] = [()] * len(stacks)
+    # Ties are broken by index, here and by rank in the heap: all ranks must choose alike.
     order = sorted(range(len(stacks)), key=lambda index: (-stacks[index].work, index))
     for index in order:
         owners = stacks[index].owners
@@ -183,6 +187,7 @@ def _assign(stacks: Sequence[Stack], shares: Sequence[float]) -> Roots:
             for rank in of[index]:
                 work[rank] += stacks[index].cost
     loads = [load / share if share else 0.0 for load, share in zip(work, shares)]
+    # Large teams come first. Smaller ones, and single matrices, can fill up what they leave uneven.
     for split in sorted({stack.split for stack in stacks}, reverse=True):
         # Ranks that share a matrix wait for each other, so the most loaded one counts.
         team_loads = {start: max(loads[start : start + split]) for start in _teams(shares, split)}
@@ -192,6 +197,7 @@ def _assign(stacks: Sequence[Stack], shares: Sequence[float]) -> Roots:
         for index in order:
             stack = stacks[index]
             if stack.owners is None and stack.split == split:
+                # The heap has loads with one more matrix of this work. For another work, the order of teams may differ.
                 if stack.work != last:
                     heap = [(load + stack.work / team_shares[start], start) for start, load in team_loads.items()]
                     heapq.heapify(heap)
@@ -243,6 +249,7 @@ def split_flights(
     """
     for stack in stacks:
         size = math.prod(stack.matrix) * itemsize
+        # From shapes alone: all ranks raise, before anything is sent.
         if max_root_bytes is not None and stack.count and size > max_root_bytes:
             raise ValueError(
                 f"a matrix of {stack.matrix[0]} x {stack.matrix[1]} elements takes {size:,} bytes at its root, more than "
@@ -294,6 +301,8 @@ def _fill_flights(
         fits = [f for f in range(flights) if max_bytes is None or all(sizes[rank][f] + size <= max_bytes for rank in team)]
         if not fits:
             return None
+        # By loads of all ranks that share the matrix: they must be in the same flight. Every rank fills the flights of all
+        # ranks, as it takes part in their all-to-alls.
         flight = min(fits, key=lambda f: (max(costs[rank][f] for rank in team), f))
         result[index][position] = flight
         for rank in team:

@@ -23,9 +23,12 @@ def inverse_root(factor: torch.Tensor, order: int, eps: float) -> torch.Tensor:
     Raises:
         torch.linalg.LinAlgError: the eigendecomposition does not converge.
     """
+    # Not an error: this rank alone would raise it, and the others would hang in the scatter. NaNs spread to the weights, where
+    # the user sees them.
     if not factor.isfinite().all():
         return torch.full_like(factor, torch.nan)
     values, vectors = torch.linalg.eigh(factor.double())
+    # Rounding may leave eigenvalues below 0, whose root is NaN.
     values = values.clamp(min=0.0)
     values = values + eps * values[-1:] + _TINY
     return ((vectors * values ** (-1.0 / order)) @ vectors.mT).to(factor.dtype)
@@ -119,6 +122,7 @@ class Shampoo(FactoredOptimizer):
             factor, root = state[name], state[f"{name}_root"]
             outer = gradient @ gradient.mT if name == "left" else gradient.mT @ gradient
             factor.mul_(beta).add_(outer, alpha=1 - beta)
+            # In the first step, too: the root is zeros before it, and would make a direction of zeros.
             if step == 1 or step % group["interval"] == 0:
                 try:
                     root.copy_(inverse_root(factor / (1 - beta**step), 2 * len(sides), group["eps"]))

@@ -95,6 +95,8 @@ class SOAP(FactoredOptimizer):
         sides = [name for name in ("left", "right") if name in state]
         if step > 1:
             bases: dict[str, torch.Tensor] = {name: aligned(state[f"{name}_basis"]) for name in sides}
+            # The first moment is in the basis of the weights, and rotated when it is used. So a new basis needs no rotation of
+            # it. The second moment is in the eigenbasis, and cannot be rotated.
             m.mul_(beta1).add_(gradient * (1 - beta1))
             rotated, average = _rotated(gradient, bases), _rotated(aligned(m), bases)
             v.mul_(beta2).add_((rotated * rotated).mul_(1 - beta2))
@@ -114,6 +116,7 @@ class SOAP(FactoredOptimizer):
         return direction
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
+        # The first step makes the basis only: weight decay waits for the first update, too. The counter is equal on all ranks.
         if self.state[param]["step"].item() > 1:
             super()._receive(param, group, update)
 
@@ -144,6 +147,9 @@ def _refresh(factor: torch.Tensor, basis: torch.Tensor, v: torch.Tensor, dim: in
     if not factor.isfinite().all():
         return
     product = aligned(factor) @ aligned(basis)
+    # stable: equal eigenvalues keep their order, whatever the sort of the device does.
     order = (basis * product).sum(0).argsort(descending=True, stable=True)
+    # The second moment belongs to columns of the basis, and moves with them. What the iteration turns is not in it. Not known:
+    # how much this loses if the basis turns fast.
     v.copy_(v.index_select(dim, order))
     basis.copy_(torch.linalg.qr(product.index_select(1, order))[0])

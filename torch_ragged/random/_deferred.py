@@ -79,6 +79,7 @@ def deferred_init(function: Callable[..., Module], *args: Any, **kwargs: Any) ->
         module = function(*args, **kwargs)
         if not isinstance(module, nn.Module):
             raise TypeError(f"deferred_init: {function} returned {type(module).__name__}, expected a torch.nn.Module")
+        # The attributes that each fake tensor has. All others were set by the program, and go to the parameter.
         ordinary = {*vars(torch.empty(0, device="cpu")), "_is_param"}
     found: dict[int, torch.Tensor] = {}
     for each in module.modules():
@@ -89,6 +90,8 @@ def deferred_init(function: Callable[..., Module], *args: Any, **kwargs: Any) ->
                         found[id(tensor)] = _registered(recorder, tensor, ordinary)
                     tensors[name] = found[id(tensor)]  # type: ignore[assignment]
         for name, value in vars(each).items():
+            # materialize() goes through parameters and buffers only, so a tensor in another attribute gets its values now,
+            # whole.
             if name not in ("_parameters", "_buffers", "_modules") and has_fakes(value):
                 vars(each)[name] = recorder.values(value)
     keep_origins(module)
@@ -134,14 +137,19 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
     _agree_on_starts(tensors, origins, problem)
     if problem is not None:  # No tensor is a DTensor.
         raise problem
+    # After the agreement: a rank that raises here for want of memory does so alone, but replay() communicates nothing that
+    # others could wait for.
     made = _allocate(module, device, origins)
     targets: dict[Tape, list[Target]] = {tape: [] for tape in tapes}  # Also if all its tensors were replaced since.
     for tensor, origin in made:
         targets.setdefault(origin.tape, []).append(_target(tensor, origin.part))
     for each in module.modules():
+        # ``made`` has the origins now. The whole tensors may go, and their recorder with the last of them.
         _wholes.pop(each, None)
     for tape, wanted in targets.items():
         with torch.no_grad():
+            # To the last entry, also if a later tensor was replaced or is another module's: the generator must end where a
+            # single device leaves it.
             replay(tape, wanted, until=max(tape.entries, default=-1))
         for device_type, stream in tape.streams.items():
             end = known_ends.get((device_type, stream.marker))
@@ -276,6 +284,8 @@ def _agree_on_starts(
                 lines.add(f"{changes[tape][origin.part.storage]} ops on {name}")
                 states = (bytes(stream.start.numpy()) for stream in tape.streams.values())
                 lines.update(f"random state {hashlib.sha256(state).hexdigest()[:12]}" for state in states)
+    # In the order of names, which the ranks of a mesh have in common: ranks of several meshes agree in the same order. A rank
+    # with a problem takes part, too, and all raise.
     for mesh, lines in starts.items():
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         advice = "call torch.manual_seed with one seed on all ranks before deferred_init, and build the same module"
@@ -291,6 +301,7 @@ def _allocate(
     Returns:
         the tensors to fill, each with its origin.
     """
+    # Before fully_shard's modules allocate: afterwards, their parameters are not on the meta device, and no longer found.
     waiting = list(_meta_tensors(module))
     for each in module.modules():
         if isinstance(each, FSDPModule):
@@ -306,6 +317,8 @@ def _allocate(
                 if isinstance(tensor, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                     vars(new).update({name: value for name, value in vars(tensor).items() if name != "_is_param"})
+                # A module that is materialized later may be tied to it. The old tensor keeps it alive as long as anything waits
+                # for it.
                 vars(tensor)[_MADE] = new
                 made[id(new)] = new, origin
             tensors[key] = new

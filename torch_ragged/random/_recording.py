@@ -52,12 +52,15 @@ class Recorder(TorchDispatchMode):
         self._reads = _Reads(self)
         self._numbers: dict[int, int] = {}
         self._fakes: list[torch.Tensor] = []  # One of each storage. Kept, so that no later storage gets the same address.
+        # Kept like the fakes: addresses are keys, and the address of a freed storage would be used again.
         self._metas: dict[int, torch.UntypedStorage] = {}
         self._numbers_of_metas: dict[int, int] = {}
         self._points: dict[str, dict[bytes, Any]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
         self.gives_arrays = False
         self._has_drawn = False
+        # The tape may live longer: recordings that began where this one ended need its draws. When the interpreter ends, none
+        # of them is needed.
         finalize(self, prune, tape).atexit = False
         check_before_init(_refuse_shard)
 
@@ -65,6 +68,8 @@ class Recorder(TorchDispatchMode):
         return self  # A copy of a tensor is one of the same tape.
 
     def __enter__(self) -> Recorder:
+        # The mode that is entered last sees an op first. So the recorder is above the fake mode, which makes the results.
+        # _Reads sees functions that are no ops.
         self._fake_mode.__enter__()
         super().__enter__()
         self._reads.__enter__()
@@ -78,6 +83,7 @@ class Recorder(TorchDispatchMode):
             self._note_ends()
             return
         for device_type, stream in self.tape.streams.items():
+            # The construction has failed, and nobody can replay its draws: the generator must not stay in a marked state.
             write_state(device_type, stream.start)
         if self.gives_arrays and isinstance(exception[1], ValueError) and "read-only" in str(exception[1]):
             lines = [
@@ -97,6 +103,7 @@ class Recorder(TorchDispatchMode):
         """The part of the tape that a tensor shows, which is a fake one or on the meta device."""
         storage = tensor.untyped_storage()
         if not isinstance(tensor, FakeTensor):
+            # Views and parameters of a deferred tensor have its storage, so the address says which one it is.
             number = self._numbers_of_metas[storage._cdata]
         else:
             if storage._cdata not in self._numbers:
@@ -111,6 +118,7 @@ class Recorder(TorchDispatchMode):
         """The tensor on the meta device that stands for a fake one."""
         part = self.part(fake)
         with _disable_current_modes(), torch.no_grad():
+            # One meta storage for each fake one: ties and views stay visible to fully_shard and to state dicts.
             if part.storage not in self._metas:
                 nbytes = int(fake.untyped_storage().nbytes())
                 storage = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
@@ -155,6 +163,7 @@ class Recorder(TorchDispatchMode):
         if func.is_view and not is_fresh and not has_fakes((args, kwargs)):
             with _disable_current_modes():  # An older tensor: a write to the view is one to the tensor.
                 return func(*args, **kwargs)
+        # Before the op runs: if it would write to a tensor of the user, this raises, and nothing is written.
         written = self._written(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
@@ -197,6 +206,7 @@ class Recorder(TorchDispatchMode):
             stream.marker = bytes(read_state(device_type).numpy())
             stream.end = self._point(device_type, stream.marker)
             end = known_ends[device_type, stream.marker] = _last[device_type] = End(self.tape, stream.end)
+            # known_ends is weak, and _last holds one end only. This one lives as long as the tape.
             stream.ends.append(end)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -246,6 +256,8 @@ class Recorder(TorchDispatchMode):
         if draws:
             self._has_drawn = True
             with _disable_current_modes():
+                # A fake op draws nothing, so two draws would find the generator in one state. The mark moves it. If the program
+                # reads the state and sets it later, the point is known again.
                 marker = mark(device_type, f"{func} {[part.shape for part in self.tape.entries[number].all_parts]}")
                 self._points[device_type][marker] = number
 
@@ -409,6 +421,8 @@ def mark(device_type: str, draw: str) -> bytes:
     after equal states give equal seeds, on all ranks.
     """
     digest = hashlib.sha256(bytes(read_state(device_type).numpy()) + draw.encode()).digest()
+    # 40 bits of the digest and 23 of a checksum: the seed stays below 2**63. By the digest of state and draw, and not by a
+    # counter: all ranks must get the same seed, whatever else they have drawn in other recordings.
     state = _state_after(device_type, _marked(int.from_bytes(digest[:5], "big")))
     write_state(device_type, state)
     return bytes(state.numpy())
@@ -443,6 +457,7 @@ def check_draws(what: str) -> None:
     """
     for device_type in _last:
         seed = seed_of(device_type)
+        # A draw changes the state, but not the seed. So a marked seed with another state means that something drew.
         if _is_marked(seed) and not torch.equal(read_state(device_type), _state_after(device_type, seed)):
             raise RuntimeError(
                 f"{what}: random numbers were drawn on {device_type} after deferred_init, when the generator has no state of a "

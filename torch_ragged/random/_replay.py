@@ -94,6 +94,8 @@ def replay(tape: Tape, targets: Sequence[Target], until: Optional[int] = None) -
     Raises:
         RuntimeError: an op of the tape cannot be run, with the user's line.
     """
+    # The default generators are the user's. They are moved to each draw's point, because torch's ops without a generator draw
+    # from them alone.
     before = {device_type: read_state(device_type) for device_type in tape.streams}
     run = _Run(tape)
     for target in targets:
@@ -113,6 +115,7 @@ def state_at(tape: Tape, device_type: str, point: Point) -> torch.Tensor:
         if point not in stream.known:
             replay(tape, [], until=point)
         state = stream.known[point]
+        # Nothing but this state was still needed of the tape's entries: they can go.
         if tape.is_pruned:
             prune(tape)
         return state
@@ -169,6 +172,7 @@ class _Run:
 
     def plan(self) -> None:
         """Find all needs, from those that are known. A storage that becomes whole may change what other ops can do."""
+        # It ends: a need only grows, from nothing to a layout to the whole tensor.
         is_new = True
         while is_new:
             is_new = False
@@ -194,6 +198,7 @@ class _Run:
             return None
         parts = [draw.part, *draw.values] if draw else [*entry.parts, *(part for part in entry.made if part is not None)]
         others = [leaf for leaf in pytree.tree_leaves((entry.args, entry.kwargs)) if isinstance(leaf, torch.Tensor)]
+        # A constant of several elements would have to be cut as the target is. One value is the same for all elements.
         if all(self.fits(part, layout) for part in parts) and all(leaf.ndim == 0 for leaf in others):
             return layout
         # One box of a tensor, such as a row, which no other tensor is read for.
@@ -217,6 +222,7 @@ class _Run:
         if base is None or base.dtype != part.dtype or base.offset or not math.prod(part.shape):
             return None
         rest, offsets = part.offset, [0] * len(base.shape)
+        # From the largest stride on: so the offset tells the index along each dimension, in any order of dimensions in memory.
         for dim in sorted(range(len(base.shape)), key=lambda dim: -base.stride[dim]):
             offsets[dim], rest = divmod(rest, base.stride[dim]) if base.shape[dim] > 1 else (0, rest)
         sizes, dim = [1] * len(base.shape), 0
@@ -243,10 +249,13 @@ class _Run:
             wanted.setdefault(part.storage, []).append(target)
             # Numbers are drawn on the device of the construction: its generator has other numbers than another device's.
             is_alike = part.dtype == local.dtype and self.tape.devices[part.storage].type == local.device.type
+            # The shard itself is the memory of the op: no second tensor of its size.
             if is_alike and self.needs[part.storage] == target.layout:
                 direct.setdefault(part.storage, local)
         entries = self.tape.entries
         ends: dict[int, list[int]] = {}
+        # Whole tensors live from the entry that makes them to the last one that has them. So two of them exist together only if
+        # the construction has used both in turn.
         last = {part.storage: index for index, entry in entries.items() for part in entry.all_parts}
         for storage, index in last.items():
             ends.setdefault(index, []).append(storage)
@@ -270,6 +279,7 @@ class _Run:
     def _step(self, index: int, entry: Entry, is_needed: bool, direct: dict[int, torch.Tensor]) -> None:
         """Run one op, from its point of the stream. A draw that nobody needs is left out if the state after it is known."""
         stream = None if entry.before is None else self.tape.streams[entry.device_type]
+        # Its end is known from an earlier replay, so the numbers need not be drawn again.
         if stream is not None and index in stream.known and not is_needed:
             return
         if stream is not None:
@@ -281,6 +291,8 @@ class _Run:
         finally:
             torch.set_default_dtype(default)
         if stream is not None:
+            # 5 KB on the CPU for each draw, as long as the tape lives: a later read of a value begins here, and not at the
+            # start.
             stream.known[index] = read_state(entry.device_type)
             self.at[entry.device_type] = index
 
@@ -293,6 +305,8 @@ class _Run:
     def _run(self, entry: Entry, is_needed: bool, direct: dict[int, torch.Tensor]) -> None:
         draw = _draw_of(entry) if is_random(entry.op) else None
         if not is_needed and draw is not None:
+            # Drawn, and dropped: the next draw must begin where it begins on a single device, also on a rank that holds nothing
+            # of this tensor.
             self._draw(entry, draw, NeededLayout(draw.part.shape, (), (0,)), None)
             return
         layout = self.layout_of(entry)
@@ -319,6 +333,8 @@ class _Run:
                 self._call(entry, {written[0]: view})
             return
         locals_ = {part: self.memory[part.storage] for part in entry.parts}
+        # All parts have one layout here, or are one value. So their local tensors lie alike, and the op on them gives the
+        # elements of the op on whole tensors.
         result = self._call(entry, {part: local for part, local in locals_.items() if isinstance(local, torch.Tensor)})
         if made:
             local = self._new(made[0], layout, direct)

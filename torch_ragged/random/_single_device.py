@@ -83,6 +83,8 @@ class single_device(contextlib.ContextDecorator):
 
 
 def _switch(mode: bool) -> None:
+    # What was noted about generators is of an earlier time: while it was off, DTensor may have drawn in other ways, and ranks
+    # must compare their states anew.
     if mode and not scope.is_on:
         scope.clear()
     scope.is_on = mode

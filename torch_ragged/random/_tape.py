@@ -119,6 +119,8 @@ class Tape:
 
 def read_state(device_type: str) -> torch.Tensor:
     """The state of a device's default generator."""
+    # Of the current device. Assumed: a construction uses one device of each type, the current one, as each device has a
+    # generator of its own.
     return torch.get_rng_state() if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
 
 

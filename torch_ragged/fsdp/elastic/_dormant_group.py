@@ -53,6 +53,7 @@ class DormantGroup(FSDPParamGroup):
     has_shards = False
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        # The layout and its views are those of a rank with shards, so that reshard_to can compare and plan on this rank, too.
         super()._allocate(torch.device("meta"), dtype)
 
     def _init_param(self, index: int, found: FoundParam) -> FSDPParam:

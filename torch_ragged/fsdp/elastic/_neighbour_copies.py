@@ -217,12 +217,14 @@ class NeighbourCopies:
             )
         # The older one, or one that was never complete: the last complete copy stays until this one is complete on all ranks.
         generation = min(self._generations, key=lambda each: each.step)
+        # Before it is overwritten: if this rank fails or dies while it copies, recover() must not take half a copy.
         generation.step, generation.steps = -1, self._steps[0]
         problem: Exception | None = None
         try:
             self._fill(generation)
         except Exception as error:  # Any: the other ranks wait for this one's shards.
             problem = error
+        # Also with a problem: the other ranks are in their exchange, or will be. The thread tells them by the store.
         self._handle = in_background(self._group, self._device, functools.partial(self._send, generation, self._calls, problem))
         if problem is not None:
             raise problem
@@ -358,6 +360,8 @@ class NeighbourCopies:
         generation.own.fit(index)
         for name, flat in flats.items():
             generation.own.view(name).copy_(flat)
+        # A copy: counters on the CPU are the optimizer's own tensors here, and the next step changes them. The host waits for
+        # counters on an accelerator.
         generation.told = copy.deepcopy(replace(move.description(), gradients={}))
         generation.whole = [tensor.detach().clone() for *_, tensor in move.whole_tensors()]
 
@@ -368,6 +372,9 @@ class NeighbourCopies:
                 raise problem
             self._exchange_indices(generation, watch)
             self._exchange(generation.own.buffer, generation.kept.buffer, watch)
+            # Before the all-reduce and not after it. If a rank dies, the all-reduce may end on some ranks and fail on others.
+            # Ranks where it has ended overwrite the older copy next. Then this one must count on the other ranks, too, or
+            # recover() finds no copy that all have.
             generation.step = step
             # The older generation is overwritten next: first, all ranks must have this one.
             done = torch.ones(1, dtype=torch.int64, device=self._device)

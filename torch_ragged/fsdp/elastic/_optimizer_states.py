@@ -189,6 +189,8 @@ class OptimizerStates:
         states: dict[torch.Tensor, Any] = defaultdict(dict)
         for name, param in self._params().items() if is_member else ():
             kept = self.optimizer.state.get(param, {}) if was_member else told.states[name]
+            # A rank that stays keeps its own single values, such as counters, which may be on an accelerator. They are equal on
+            # all ranks with shards.
             for key, value in kept.items():
                 if (here := moved.get(f"{self._label}.{name}.{key}")) is not None:
                     value = here

@@ -135,6 +135,7 @@ def reshard_to(
                 f"reshard_to cannot send the options and states of the optimizers and of stateful to other ranks: {error}"
             ) from error
         claim += move.lines()
+    # After the agreement: no rank has raised, so all of them are here, and the lowest one has pickled its message.
     dist.broadcast_object_list(message, src=lowest, group=world, device=device)  # Two broadcasts.
     with agreement([world], device, _CALL) as claim:
         told: Description = pickle.loads(message[0])
@@ -142,6 +143,8 @@ def reshard_to(
             pairs = zip([*own.lines, "nothing more"], [*told.lines, "nothing more"])
             here, there = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(f"ranks of the mesh differ: rank {dist.get_rank()} has {here}, its lowest rank has {there}")
+        # Within the agreement: if an allocation, or a state dict, fails on one rank, all ranks raise before any element moves.
+        # The old groups are still registered. New and old shards are in memory from here on.
         move.make_groups(told)
         source = move.source() if old.is_member else None
         target = move.target(told) if new.is_member else None
@@ -149,8 +152,11 @@ def reshard_to(
             move.load_stateful(told)
         claim.append("ready to move")
     with torch.no_grad():
+        # Into new memory: until finish(), the model and the optimizers of the old mesh are as before, also if a rank dies in
+        # the transfer.
         transfer.plan(source, target, group=world).run(source, target)
         move.send_whole_tensors(world)
+    # It holds the old states of all optimizers. Without it, finish() frees those of one optimizer after another.
     del source
     move.finish(told, target or {}, world, takes_told=not old.is_member)
 
@@ -264,6 +270,8 @@ class ModelMove:
         """Give buffers, and parameters in no group, of the lowest rank to ranks that join. One broadcast for each."""
         root, rank, device = min(_ranks_in(self._old.mesh)), dist.get_rank(), device_of(self._new.mesh)
         joining, is_root = sorted(set(_ranks_in(self._new.mesh)) - set(_ranks_in(self._old.mesh))), rank == root
+        # Other ranks have these tensors, or need none. They do not wait for those that join: this group is made by its members
+        # alone.
         if not joining or rank not in (root, *joining):
             return
         group = group_of(sorted([root, *joining]), parent=world)
@@ -272,6 +280,8 @@ class ModelMove:
             if tensor in replaced:
                 setattr(module, name, replaced[tensor])
                 continue
+            # One broadcast after another, in the order of modules. Names, shapes and dtypes were compared before, so the ranks
+            # have the same tensors in the same order.
             made = tensor.detach().contiguous() if is_root else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             if tensor.numel():
                 dist.broadcast(made.view(-1).view(torch.uint8), src=root, group=group)
@@ -334,6 +344,8 @@ class ModelMove:
             param.grad = moved.get(f"gradient.{name}")
         for states, of_optimizer in zip(self.optimizers, told.optimizers):
             states.move_to(self._new_params, moved, of_optimizer, not takes_told, self._new.is_member)
+        # Neighbours make process groups here, in the order of groups, on all ranks of the new mesh: as ``told`` says, and not
+        # as this rank has it, which may have joined.
         for kept, new in zip(told.kept, self._made):
             keep_as(new, kept)
         made = iter(self._made)
@@ -345,6 +357,7 @@ class ModelMove:
             path, _, key = name.rpartition(".")
             note_replaced(param, name, self._model.get_submodule(path), key, self._call, f", or pass it to {self._call}")
         for states in self.optimizers:
+            # Last: its process group is made by the ranks of the new mesh, after everything of this rank is exchanged.
             compare_options(states.optimizer, self._new.mesh, world)
 
 
