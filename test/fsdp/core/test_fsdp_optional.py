@@ -58,6 +58,10 @@ class Model(nn.Module):
         return self.head(self.layers[1](x).tanh())
 
 
+def on_purpose(*_):
+    raise RuntimeError("on purpose")
+
+
 def shard_model(model, optional=True, **options):
     for block in model.tower.blocks:
         fully_shard(block, **options)
@@ -204,6 +208,31 @@ class OptionalTest(unittest.TestCase):
         for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}, {"mp_policy": bf16}):
             with self.subTest(**options):
                 run_ranks(4 if options.get("reshard_after_forward") == 2 else 2, check_training, options)
+
+    @ranks(2)
+    def test_training_goes_on_after_a_forward_that_has_raised_on_all_ranks():
+        """At one place; or one rank in the tower, and the other one, which skips it, before. Both wait for no all-gather."""
+        rank = dist.get_rank()
+        places = [(place, place) for place in ("embed", "layers.0", "layers.1", "head")]
+        for here, there in [*places, *((place, "embed") for place in ("tower.patch", "tower.blocks.1", "tower"))]:
+            model, plain = shard_model(Model()), Model()
+            xs = torch.arange(4.0 * SIZE).view(2, 2, SIZE).sin()
+            for step in range(3):
+                images = [xs[0] if (each + step) % 2 == 0 else None for each in range(2)]
+                if step:
+                    uses = (rank + step) % 2 == 0
+                    where = model.get_submodule(here if uses else there)
+                    handle = where.register_forward_hook(on_purpose)
+                    assert "on purpose" in error_of(model, xs[rank], images[rank], experts=(rank,)), (here, there, step)
+                    handle.remove()
+                for each in range(2):
+                    plain(xs[each], images[each], experts=(each,)).sum().div(2).backward()
+                model(xs[rank], images[rank], experts=(rank,)).sum().backward()
+                for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                    if other.grad is not None:
+                        torch.testing.assert_close(param.grad.full_tensor().cpu(), other.grad, msg=f"{here} {there} {name}")
+                model.zero_grad()
+                plain.zero_grad()
 
     def test_replicas_take_part_too(self):
         run_ranks(4, check_training, {}, True)

@@ -66,6 +66,9 @@ class Gate(Protocol):
     def after_call(self, state: FSDPState, needs_backward: bool, must_stay: bool) -> tuple[bool, bool]:
         """A call ends; return whether backward may reach it and whether it stays unsharded, on any rank that makes the call."""
 
+    def forward_raised(self) -> None:
+        """The root's forward has raised on this rank, which asks nothing more in it."""
+
 
 def numbered(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:
     """``groups``, with numbers that are equal on all ranks. One rank may make a memory report alone: its groups get none."""

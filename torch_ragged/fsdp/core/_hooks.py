@@ -137,10 +137,12 @@ class _Hooks:
             self._ended_at = next_sequence_number()
         must_stay |= node is not None and node._sequence_nr() < self._ended_at
         gate = None if context.gate is None else context.gate_for(state)
-        # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does. They do not wait for a
-        # call that has raised.
+        # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does. A call that has raised
+        # does not wait for them: they may be in an all-gather that this rank will not join, and the error must come out.
         if gate is not None and (output is not None or not state.calls or not state.calls[-1].has_raised):
             needs_backward, must_stay = gate.after_call(state, needs_backward, must_stay)
+        elif gate is not None and state.is_root:
+            gate.forward_raised()
         call = state.leave_call(module, needs_backward, must_stay, is_watched=bool(watched))
         # Hooks hold the context of this forward: the module may have another root when backward runs.
         for tensor in watched:

@@ -62,6 +62,9 @@ class RootGate:
             self.log.finish()
         return needs_backward, must_stay
 
+    def forward_raised(self) -> None:
+        pass  # The next forward's calls are compared anew.
+
 
 class OptionalGate(RootGate):
     """The same, and ranks that skip an optional module take part in its calls.
@@ -71,7 +74,21 @@ class OptionalGate(RootGate):
 
     def __init__(self, states: Sequence[FSDPState], log: CallLog, roll_call: RollCall) -> None:
         super().__init__(states, log)
-        self._roll_call = roll_call
+        self._roll_call, self._has_raised = roll_call, False
+        # Modules that other ranks have called, and not left: this rank has unsharded them for its part.
+        self._joined: list[FSDPState] = []
+
+    def start(self) -> None:
+        # The last forward has raised on this rank before its last vote. A rank that had called an optional module there waits
+        # for this vote, and would take a vote of the new forward for it. If the error was the same on all ranks, each of them
+        # votes here, and no module is called.
+        if self._has_raised:
+            self._has_raised = False
+            self._meet(None)
+        super().start()
+
+    def forward_raised(self) -> None:
+        self._has_raised = True
 
     def before_call(self, state: FSDPState, needs_backward: bool) -> bool:
         if state.is_optional:
@@ -97,12 +114,19 @@ class OptionalGate(RootGate):
         self.before_collective()  # A vote is a collective, too: ranks make sure that they run the same root.
         while True:
             agreed, needs = self._roll_call.agree(event, stays_unsharded)
+            if agreed is None:  # No rank is in a call that this one has joined: one that was not left has raised there.
+                while self._joined:
+                    left = self._joined.pop()
+                    left.leave_call(left.modules[0], needs_backward=False, must_stay=False)
             if agreed is None or agreed == event:
                 return needs
             other, ends = agreed
             if ends:
+                if other in self._joined:
+                    self._joined.remove(other)
                 other.leave_call(other.modules[0], *needs)
             else:
+                self._joined.append(other)
                 other.enter_call(other.context, needs[0])
 
 
