@@ -552,6 +552,13 @@ class SingleDeviceTest(unittest.TestCase):
                     want, state, got, got_state = results
                     assert torch.equal(got.full_tensor(), want) and torch.equal(state, got_state), (placements, number)
 
+    def test_an_object_may_be_entered_again(self):
+        switch = single_device()
+        for _ in range(2):
+            with switch:
+                self.assertTrue(scope.is_on)
+            self.assertFalse(scope.is_on)
+
     def test_the_switch_takes_a_bool(self):
         for wrong in ("off", "on", 0, None):
             self.assertIn("takes True (on) or False (off)", error_of(single_device, wrong))

@@ -221,8 +221,9 @@ class Tracker:
             where = _where(stack)
             block = next(reversed(calls_of(self._thread)), None)
             call: WaitingCall | None = block or _call_of_torch(stack)
-            # Equal as long as no function of the stack goes on.
-            token: object = (id(block), block.entered) if block else tuple((id(frame), frame.f_lasti) for frame in stack)
+            # Equal as long as no function of the stack goes on. (A tuple of a generator would be seen unfinished by a program
+            # that calls gc.get_objects(), which ends this thread by an error.)
+            token: object = (id(block), block.entered) if block else tuple([(id(frame), frame.f_lasti) for frame in stack])
             now, cpu, written = time.monotonic(), _cpu_time(self._thread), _bytes_written()
             spent = cpu - self._cpu
             if token != self._token or spent > 0.1 + _MOST_BUSY * (now - self._since) or written - self._written > _MOST_BYTES:

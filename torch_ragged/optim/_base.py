@@ -113,7 +113,8 @@ def groups_on_host(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     found = []
     for group in optimizer.param_groups:
         lr = group["lr"] if group.get("capturable") else scalar(group["lr"])
-        found.append({**group, "lr": lr, "lr_dtype": getattr(group["lr"], "dtype", None)})
+        # A number of NumPy has a dtype, too.
+        found.append({**group, "lr": lr, "lr_dtype": group["lr"].dtype if isinstance(group["lr"], torch.Tensor) else None})
     return found
 
 
@@ -421,6 +422,14 @@ class RaggedOptimizer(torch.optim.Optimizer):
             if not states:
                 continue
             found = {name: tuple(value.shape) for name, value in states.items() if isinstance(value, torch.Tensor)}
+            is_cut = isinstance(param, DTensor) and not all(each.is_replicate() for each in param.placements)
+            whole = [name for name, value in states.items() if found.get(name) and type(value) is torch.Tensor]
+            if is_cut and whole:  # A step would take this rank's part for the whole one's, in silence.
+                raise ValueError(
+                    f"{type(self).__name__}.load_state_dict got plain tensors as {', '.join(whole)} of parameter {index}, "
+                    "which is sharded: load them with torch_ragged.checkpoint.load, or with set_state_dict of "
+                    "torch.distributed.checkpoint.state_dict, or distribute each as its parameter first"
+                )
             for name, shape in self._state_shapes(param, {**self.defaults, **group}).items():
                 if found.get(name) != shape:
                     given = f"of shape {found[name]}" if name in found else f"missing: there are {', '.join(states)}"
@@ -446,10 +455,28 @@ class RaggedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: ``state_dict`` is of another optimizer, or of other options. Nothing is changed.
         """
-        # Before torch changes groups and states: an error must leave the optimizer as it was.
-        self._check_states(state_dict)
         own = [(group.get("capturable"), group["lr"]) for group in self.param_groups]
-        super().load_state_dict(state_dict)
+        given: list[dict[str, Any]] = []
+
+        def check(_: Any, loaded: dict[str, Any]) -> None:
+            # Before torch changes groups and states: an error must leave the optimizer as it was. And behind the hooks of the
+            # user, which may have renamed states.
+            self._check_states(loaded)
+            given.append(loaded)
+
+        # The second one before hooks of the user, which may change what was loaded.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(lambda _: self._complete_load(given[0], own), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _complete_load(self, state_dict: dict[str, Any], own: Sequence[tuple[Any, Any]]) -> None:
+        """What torch has not loaded as this optimizer needs it. ``own``: ``capturable`` and ``lr`` of each group before."""
         for group, (is_capturable, lr) in zip(self.param_groups, own):
             # It belongs to the program, not to what was saved, as does the tensor that a graph reads.
             group.pop("capturable", None)

@@ -106,6 +106,7 @@ class MatrixOptimizer(RaggedOptimizer):
         self._check_group(group)
         super().add_param_group({**param_group, "params": group["params"]})
         self._plans.clear()
+        self._foreseen.clear()
 
     def _check_algorithm(self, algorithm: Any) -> None:
         if algorithm not in (self.algorithm, "adamw"):
@@ -155,6 +156,7 @@ class MatrixOptimizer(RaggedOptimizer):
         self._plans: dict[Any, GatherToRoot] = {}
         # For each part of a parameter, the roots of its matrices and the number of ranks that share each.
         self._roots: dict[torch.Tensor, list[tuple[tuple[int, ...], int]]] = {}
+        self._foreseen: dict[torch.Tensor, list[tuple[tuple[int, ...], int]]] = {}  # Roots of a next step, for predictions.
 
     # -- the step --------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,15 @@ class RootStateOptimizer(MatrixOptimizer):
         """Choose the roots of all parameters at once, and only once, because the states are at the roots."""
         # Ranks must have chosen for the same parameters before: those that are new are balanced among themselves. Without
         # communication, nothing notices a rank that has chosen at another time.
-        self._set_roots([entries[i] for i in indices if entries[i][0] not in self._roots], mesh)
+        self._set_roots([entries[i] for i in indices if not self._has_roots(*entries[i])], mesh)
+
+    def _has_roots(self, param: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Whether a parameter keeps its roots: not if ranks share a matrix that its options, which have changed, let one have.
+
+        Such a matrix has no state at its roots.
+        """
+        roots, parts = self._roots.get(param), self._parts(param, group)
+        return roots is not None and all(split <= self._stack(part, group).blocks for part, (_, split) in zip(parts, roots))
 
     def _place_states(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         """Make the states at the roots if they are missing. Redistribute those that were loaded from a run with other roots."""
@@ -105,15 +113,22 @@ class RootStateOptimizer(MatrixOptimizer):
         return {name: local(self.state[param][name]).view(-1, *shape[-2:])[index] for name, (shape, _) in states.items()}
 
     def _root_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
-        """The bytes of this rank's states at roots, after the first step. It chooses the roots if they are not chosen."""
-        mesh = mesh_of(param)
-        if param not in self._roots:
+        """The bytes of this rank's states at roots, after the first step, which chooses the roots if they are not chosen."""
+        mesh, known = mesh_of(param), self._roots
+        if param not in known and param not in self._foreseen:
             # All matrices of the mesh at once, as the first step does it: chosen one by one, they would have other roots than
             # on ranks that did not ask.
             entries = [(each, own) for own in self.param_groups for each in own["params"]]
             matrices = [i for i, (_, own) in enumerate(entries) if own["algorithm"] == self.algorithm]
-            self._assign([i for i in matrices if mesh_of(entries[i][0]) == mesh], [], entries, mesh)
-        mine = [roots.count(mesh_ranks(mesh)[0]) for roots, _ in self._roots[param]]
+            # Not kept: one rank may ask alone, and a step, after a further group perhaps, must choose as the others do.
+            try:
+                self._roots = {**known}
+                self._assign([i for i in matrices if mesh_of(entries[i][0]) == mesh], [], entries, mesh)
+                self._foreseen.update(self._roots)
+            finally:
+                self._roots = known
+        roots_of = known[param] if param in known else self._foreseen[param]
+        mine = [roots.count(mesh_ranks(mesh)[0]) for roots, _ in roots_of]
         stack = param.shape[0] if param.ndim == 3 else 1
         return 4 * sum(mine[part] * math.prod(shape) // stack for shape, part in self._root_states(param, group).values())
 
@@ -208,6 +223,7 @@ class FactoredOptimizer(RootStateOptimizer):
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
         lr, mine = group["lr"], local(param)
-        # In float32, and rounded once. The update is the rank's own memory, and can be scaled in place.
-        wide = mine.float() * (1 - lr * group["weight_decay"])
+        # In float32 at least, and rounded once: one of float64 would lose its last digits even without a step. The update is
+        # memory of this rank, and can be scaled in place.
+        wide = mine.to(torch.promote_types(mine.dtype, torch.float32)) * (1 - lr * group["weight_decay"])
         mine.copy_(wide.sub_(update.view(mine.shape).mul_(lr)))

@@ -69,6 +69,7 @@ class single_device(contextlib.ContextDecorator):
         _switch(mode)
 
     def __enter__(self) -> single_device:
+        _switch(self._mode)  # As torch.set_grad_enabled: the object may be entered again.
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -254,6 +254,9 @@ class PendingGradients:
                 continue
             for each in event.leaves:
                 local_grad = each.local.grad
+                if not each.param.requires_grad:  # Frozen since forward: autograd itself would not accumulate, either.
+                    each.local.grad = None
+                    continue
                 if event.by_eager is not None:
                     grad, each.local.grad = event.by_eager.get(each.param), None
                     if grad is not None:

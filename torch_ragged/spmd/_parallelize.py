@@ -18,6 +18,7 @@ from torch_ragged._ranks.agreement import agreement, forget_equal_meshes
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._spmd import compute_as_one_device
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp.core._fsdp_init import refuse_shared_memory
 from torch_ragged.fsdp.gates._untrained import note_replaced, note_root
 from torch_ragged.granularity import Granularity
 from torch_ragged.random import materialize, single_device
@@ -162,6 +163,8 @@ def parallelize(
             raise ValueError(
                 f"parallelize: {hooked} has a hook, which its DTensor would not have: register hooks after parallelize"
             )
+        # Two parameters that are the same view of one memory stay so: their local tensors share theirs.
+        refuse_shared_memory(model.named_parameters(), but_equal_views=True)
         claim += [
             f"mode={mode!r}",
             f"promote={promote}",

@@ -629,8 +629,9 @@ class _Reading:
             self.problems.add([index for _, index in kinds], text, tensor.name, '. Add plan.unit("", ...)')
         for tensor in rest:
             tensor.unit = ""
-        if rest:
-            found[""] = UnitRecord("", dims[-1:], dims[:-1], options, (), ())
+        # Also if no parameter is left: without a root, each unit would be one, and keep its parameters unsharded after forward.
+        # A root without parameters has no policy that may cast inputs.
+        found[""] = UnitRecord("", dims[-1:], dims[:-1], options if rest else (), (), ())
 
     def _is_placed_on(self, tensor: _Tensor, dims: Sequence[str]) -> bool:
         """Whether rules place a tensor on one of the mesh dimensions as something else than Replicate."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -636,8 +638,12 @@ class _Region(SharedHook):
 
     def _kind_of(self, leaves: Sequence[Any], tree: Any) -> Optional[_Kind]:
         """The kind of a call; None: it cannot be static."""
+        if parametrize._cache_enabled:  # What one module computes of a parametrized weight, others read, also of a trial.
+            return None
         key = [tree, modes()]
         for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and vars(leaf):  # Attributes of the user, which a local tensor has not.
+                return None
             if isinstance(leaf, DTensor):
                 mesh = self._owner.mesh
                 if (leaf.device_mesh is not mesh and leaf.device_mesh != mesh) or not is_even_dtensor(leaf):
@@ -813,7 +819,12 @@ class _Region(SharedHook):
             args, kwargs = pytree.tree_unflatten(list(leaves), tree)
             try:
                 # forward(), not a call: boundaries at its entry and exit are not a part of the static module.
-                return self.module.forward(*args, **kwargs)
+                output = self.module.forward(*args, **kwargs)
+                # A static call gets lists and dicts of its own, with local tensors: its caller never sees what it writes there.
+                after, shape = pytree.tree_flatten((args, kwargs))
+                if shape != tree or not all(map(operator.is_, after, leaves)):
+                    raise Refused(self.name, "it writes into a list or dict that it was given")
+                return output
             finally:
                 for hook in hooks:
                     hook.remove()

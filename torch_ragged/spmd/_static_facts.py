@@ -13,6 +13,7 @@ import logging
 import os
 import sysconfig
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
@@ -21,6 +22,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules import module as nn_module
 
 __all__ = ["Facts", "NoFacts", "Surroundings", "modes"]
@@ -44,6 +46,15 @@ _CONSTANT_TYPES = {"torch", "torch_ragged", "builtins", "re", "typing", "types",
 _EFFECTS = {"breakpoint", "exec", "eval", "input", "open", "print"}
 # Hooks for all modules of the process. torch keeps their dicts for ever, so they are looked at in each call.
 _GLOBAL_HOOKS = [hooks for name, hooks in vars(nn_module).items() if name.startswith("_global_") and isinstance(hooks, dict)]
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether the attributes of an object cannot change: a frozen dataclass, or a placement, which is immutable."""
+    return isinstance(value, Placement) or getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
 
 
 class NoFacts(Exception):
@@ -279,6 +290,8 @@ class Facts:
         elif isinstance(value, types.FunctionType):
             _check_seen(value.__module__, path)
             self._functions.append((value, path))
+        elif isinstance(value, weakref.ref):
+            self._visit(value(), f"{path}()")
         elif isinstance(value, types.ModuleType | enum.Enum):
             pass
         elif isinstance(value, types.BuiltinFunctionType):
@@ -295,7 +308,10 @@ class Facts:
             if hasattr(value, "__dict__") and not _is_others(type(value).__module__):
                 self._class(type(value))
                 self._visit(vars(value), path)
-            for name in (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) or ()):
+            slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) or ()]
+            if slots and not _is_constant(value) and not _is_frozen(value):
+                raise NoFacts(f"{path} is a {type(value).__name__} with __slots__, whose changes no guard sees")
+            for name in slots:
                 self._visit(getattr(value, name, None), f"{path}.{name}")
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
@@ -329,7 +345,11 @@ class Facts:
         key = id(place) if isinstance(place, dict) else path
         self._names.setdefault(key, (path, place, set()))[2].add(name)
         value = place[name]
-        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        # By type: an object of the user may answer any question about its attributes, or raise.
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, staticmethod | classmethod | types.MethodType):
+            value = value.__func__
         self._visit(value, f"{path}.{name}")
 
     def _follow(self) -> None:
@@ -447,7 +467,7 @@ class Surroundings:
         # A tensor of a forward is another one in the next. Kept here, it would keep its graph.
         attributes = vars(module)
         # By the id of the dict: it lives as long as its module, which the facts keep.
-        self._changing.update((id(attributes), name) for name, value in attributes.items() if getattr(value, "grad_fn", None))
+        self._changing.update((id(attributes), name) for name, value in attributes.items() if _has_graph(value))
         facts = Facts(module, alone=True)
         facts.drop(self._changing)
         return facts

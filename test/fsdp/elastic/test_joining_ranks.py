@@ -120,6 +120,26 @@ def delayed_join(seed):
 
 class JoiningRanksTest(unittest.TestCase):
     @ranks(3)
+    def test_tied_buffers_and_ignored_parameters_reach_ranks_that_join():
+        """Also if the joining rank, here with another tie, has them on the meta device."""
+        old, new = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 1, 2])
+        for of_tie in ("everywhere", "where they are", "on the rank that joins"):
+            with torch.device("meta" if dist.get_rank() == 2 else "cpu"):
+                model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+                table, frozen = torch.full((4,), 1.0), nn.Parameter(torch.full((4,), 4.0), requires_grad=False)
+                for layer in model:
+                    layer.register_buffer("table", table)
+                    layer.register_parameter("frozen", frozen)
+                    layer.register_buffer("own", torch.full((4,), 3.0))
+                if (of_tie == "where they are") if dist.get_rank() == 2 else (of_tie == "on the rank that joins"):
+                    model[1].table = torch.full((4,), 1.0)
+            fully_shard(model, mesh=old, ignored_params={frozen})
+            reshard_to(model, torch.optim.AdamW([p for p in model.parameters() if p is not frozen]), new)
+            for layer in model:
+                for name, number in (("table", 1.0), ("frozen", 4.0), ("own", 3.0)):
+                    assert getattr(layer, name).tolist() == [number] * 4, (of_tie, name)
+
+    @ranks(3)
     def test_schedulers_that_are_passed_go_on_on_ranks_that_join():
         for name, make in SCHEDULERS.items():
             used, expected = rates_after_a_rank_joins(make, passed=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, has_extension
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, InvalidArgument, has_extension
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import (
     SHARD_ALIGNMENT_BYTES,
@@ -44,6 +44,7 @@ __all__ = [
     "make_group",
     "part_of_dtensor",
     "plan_groups",
+    "refuse_shared_memory",
 ]
 
 RegisteredNames = list[tuple[nn.Module, str]]
@@ -76,7 +77,29 @@ def find_params(
 
     for index, module in enumerate(modules):
         visit(f"{index}." if len(modules) > 1 else "", module)
+    refuse_shared_memory((fqn, param) for fqn, (param, _) in found.items())
     return found
+
+
+def refuse_shared_memory(params: Iterable[tuple[str, nn.Parameter]], but_equal_views: bool = False) -> None:
+    """Raise ``ValueError`` if two parameters have elements in common: their shards would train apart, in silence.
+
+    With ``but_equal_views``, two that are the same view of one memory are legal.
+    """
+    found = []
+    for fqn, param in params:
+        if type(param) is nn.Parameter and type(param.data) is torch.Tensor and not param.is_meta and param.numel():
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride()))
+            start, view = param.data_ptr(), (tuple(param.shape), param.stride())
+            found.append((str(param.device), start, start + reach * param.itemsize, view, fqn))
+    found.sort()
+    for (device, start, stop, view, fqn), (other_device, other_start, _, other_view, other) in zip(found, found[1:]):
+        is_equal = but_equal_views and (start, view) == (other_start, other_view)
+        if device == other_device and other_start < stop and not is_equal:
+            raise InvalidArgument(
+                f"{fqn} and {other} share memory, but are two parameters: tie them by one nn.Parameter in both modules, or "
+                "give each its own memory, with .clone()"
+            )
 
 
 def plan_groups(

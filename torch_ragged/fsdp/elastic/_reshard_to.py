@@ -277,9 +277,8 @@ class ModelMove:
         group = group_of(sorted([root, *joining]), parent=world)
         replaced: dict[torch.Tensor, torch.Tensor] = {}  # A tensor may have several names.
         for _, module, name, tensor in self.whole_tensors():
-            if tensor in replaced:
-                setattr(module, name, replaced[tensor])
-                continue
+            # A tensor with several names is sent for each: ranks may differ in what is tied, and would otherwise wait for each
+            # other in broadcasts of different tensors.
             # One broadcast after another, in the order of modules. Names, shapes and dtypes were compared before, so the ranks
             # have the same tensors in the same order.
             made = tensor.detach().contiguous() if is_root else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -288,7 +287,8 @@ class ModelMove:
             if not is_root and not tensor.is_meta:
                 tensor.copy_(made)
             elif not is_root:
-                replaced[tensor] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                if tensor not in replaced:
+                    replaced[tensor] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                 setattr(module, name, replaced[tensor])
 
     def description(self) -> Description:
