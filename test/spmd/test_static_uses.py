@@ -1,5 +1,6 @@
 """Uses of a static module that no attribute shows: what it writes into arguments, slots, weak references, caches of torch."""
 
+import gc
 import unittest
 import weakref
 from dataclasses import dataclass
@@ -188,6 +189,21 @@ class ModelsTest(unittest.TestCase):
         before = list(model.parameters())
         model(torch.ones(2, 8)).sum().backward()
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+    @ranks(2)
+    def test_parameters_that_a_script_replaces_are_freed():
+        mesh, plan = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), Plan().default(Replicate())
+        for mode in ("eager", "static"):
+            model, counts = parallelize(nn.Sequential(Inner(), nn.ReLU()), plan, mesh, mode=mode), []
+            for step in range(31):
+                model[0].weight = nn.Parameter(model[0].weight.detach() * 1.0)
+                model(torch.ones(2, 8)).mean().backward()
+                assert model[0].weight.grad is not None
+                model.zero_grad()
+                if step % 10 == 0:
+                    gc.collect()
+                    counts.append(sum(isinstance(t, torch.Tensor) and t.shape == (8, 8) for t in gc.get_objects()))
+            assert counts[3] - counts[1] < 6, (mode, counts)
 
     @ranks(2)
     def test_parameters_that_share_memory_are_tied_or_refused():

@@ -56,7 +56,11 @@ def add_later(model: nn.Module, mesh: DeviceMesh, planned: Planned, pending: Pen
 
 
 def _parameter_added(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if param is None or (model := _models.get(module)) is None:
+    if (model := _models.get(module)) is None:
+        return None
+    if (before := module._parameters.get(name)) is not None and before is not param:
+        model.forget(before)
+    if param is None:
         return None
     return model.placed(module, [(name, module, name, param)])[0]
 
@@ -80,6 +84,10 @@ class _Model:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, planned: Planned, pending: PendingGradients) -> None:
         self._model, self._mesh, self._planned, self._pending = weakref.ref(model), mesh, planned, pending
         self._known = WeakTensorKeyDictionary()  # The DTensor of each plain parameter: a tied one comes again.
+
+    def forget(self, param: nn.Parameter) -> None:
+        """Another parameter, or none, takes its place."""
+        self._pending.forget(param)
 
     def placed(self, parent: nn.Module, owners: Sequence[tuple[str, nn.Module, str, nn.Parameter]]) -> list[nn.Parameter]:
         """Parameters as they are in the model from now on.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._ranks.peers import peers_named
 from torch_ragged._register._torch import GradientUse, backward_id, dtensor_of, gradient_use
@@ -97,10 +98,11 @@ class PendingGradients:
     """
 
     def __init__(self, params: Iterable[tuple[torch.nn.Parameter, tuple[Placement, ...]]], mesh: DeviceMesh) -> None:
-        self._wanted: dict[torch.nn.Parameter, tuple[Placement, ...]] = {}
+        # Weak: a script may replace a parameter in each step, and the old one is freed with its last gradient.
+        self._wanted: MutableMapping[Any, tuple[Placement, ...]] = WeakTensorKeyDictionary()
         # All ranks reduce in this order, whether modules of theirs are static or not.
-        self._order: dict[torch.nn.Parameter, int] = {}
-        self._params: list[torch.nn.Parameter] = []
+        self._order: MutableMapping[Any, int] = WeakTensorKeyDictionary()
+        self._added = 0
         self._mesh = mesh
         self._passes: dict[int, _Pass] = {}
         self._without: torch.nn.Parameter | None = None
@@ -114,14 +116,18 @@ class PendingGradients:
     def add(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> None:
         """From now on, bring the gradients of ``param`` to ``placements``, too."""
         # The order of addition is that of the model, or of additions on which ranks have agreed: it is equal on all ranks.
-        self._wanted[param], self._order[param] = placements, len(self._params)
-        self._params.append(param)
+        self._wanted[param], self._order[param] = placements, self._added
+        self._added += 1
         trains = param.requires_grad
         # Only this hook keeps this object alive. Python's collector sees neither a node of autograd nor all that torch holds of
         # the other kind of hook: a cycle through them, which a parameter of this object would close, stays for ever.
         param.requires_grad_().register_hook(functools.partial(self._divert, param))
         param.register_post_accumulate_grad_hook(functools.partial(_note_gradient, weakref.ref(self)))
         param.requires_grad_(trains)  # A frozen parameter may train later.
+
+    def forget(self, param: torch.nn.Parameter) -> None:
+        """A module has another parameter in place of ``param`` now: later calls have leaves of that one."""
+        self._leaves.pop(param, None)
 
     def placements_of(self, param: torch.nn.Parameter) -> tuple[Placement, ...] | None:
         """To which placements the gradients of ``param`` are brought; None: a unit does it."""
@@ -243,6 +249,7 @@ class PendingGradients:
         this = self._passes.pop(task, _Pass())
         self.backwards += 1
         parts: dict[int, list[tuple[torch.Tensor, Any, Leaf | None]]] = {}  # By the order of the parameter.
+        params: dict[int, torch.nn.Parameter] = {}
         for event in this.events:
             if isinstance(event, torch.nn.Parameter):
                 grad: Any = this.diverted.get(event, event.grad)
@@ -251,8 +258,10 @@ class PendingGradients:
                     if event not in this.diverted:
                         event.grad = None
                     parts.setdefault(self._order[event], []).append((grad._local_tensor, grad._spec, None))
+                    params[self._order[event]] = event
                 continue
             for each in event.leaves:
+                params[each.order] = each.param
                 local_grad = each.local.grad
                 if not each.param.requires_grad:  # Frozen since forward: autograd itself would not accumulate, either.
                     each.local.grad = None
@@ -279,7 +288,7 @@ class PendingGradients:
             total: Any = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
             for more, other, _ in given[1:]:
                 total = total + DTensor(more, other, requires_grad=False)  # type: ignore[call-arg]
-            param = self._params[order]
+            param = params[order]
             goal = _goal(total.placements, self._wanted[param])
             arrived.append((param, total._local_tensor, total._spec, goal, _sum_dims(total.placements, goal)))
         for param, grad in self._reduced(arrived):
