@@ -36,7 +36,7 @@ _flat_types: set[type] = set()
 class CutPlacement(Placement):
     """A placement that says which elements each rank of a mesh dimension owns. DTensor's rules for it follow from that alone.
 
-    A layout of your own is a subclass with ``ndims`` and ``boxes``. Here, the four quarters of a matrix, two per rank::
+    A layout of your own is a subclass with ``ndims`` and ``boxes``. Here, the four quarters of a matrix, for two ranks::
 
         class Checkerboard(CutPlacement):
             ndims = 2                                   # It cuts the first two dimensions; later ones stay whole.
@@ -48,13 +48,13 @@ class CutPlacement(Placement):
                 return [quarters[0::2], quarters[1::2]]
 
         t = distribute_tensor(w, mesh, [Checkerboard()])
-        t.redistribute(placements=[Shard(0)]), t * 2, dcp.save({"w": t}), debug.draw(t)
+        t.redistribute(placements=[Shard(0)]), t * 2, dcp.save({"w": t}), debug.visualize(t)
 
     A rank's local tensor is 1-D: its boxes, one after another, each row-major. Element-wise ops, and reductions over all
     elements, run on it; other ops all-gather first, or raise. On other mesh dimensions, Replicate and Partial are legal.
 
-    A subclass with arguments is a frozen dataclass. Instances are values, which compare by their arguments. The texts of plans
-    and of checkpoints find the type by its name.
+    A subclass with arguments is a frozen dataclass (its own ``__post_init__`` calls that of this class). Instances are values,
+    which compare by their arguments. The texts of plans and of checkpoints find the type by its name.
 
     Attributes:
         ndims: how many leading dimensions :meth:`boxes` cuts.
