@@ -265,6 +265,7 @@ SERIES = (
             "fsdp/_fsdp_module.py",
             "fsdp/_fully_shard.py",
             "fsdp/_groups.py",
+            "fsdp/_options.py",
             "fsdp/_spmd_types.py",
             "fsdp/elastic/__init__.py",
             "fsdp/elastic/_dormant_group.py",
