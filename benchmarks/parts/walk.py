@@ -3,8 +3,8 @@
     python -m benchmarks.parts.walk [--json PATH] [--upward]
 
 One process of a fake process group of 4 ranks traces its Python calls: ``fully_shard`` of a Linear; forward and backward of a
-root of two Linears, each a group; forward and backward of a group of one small parameter. Of this package alone: a step of Muon,
-``parallelize``, and a redistribution that ran before.
+root of two Linears, each a group; forward and backward of a group of one small parameter. Of this package alone: a step of
+Muon, ``parallelize``, and a redistribution that ran before.
 
     files, functions, calls   of the package's own code (FSDP2: torch/distributed/fsdp)
     upward                    calls from a file to one that imports it, directly or not: the callee stands on a higher floor
