@@ -69,6 +69,10 @@ class TransferRunTest(unittest.TestCase):
         assert "rank 0: OSError: no memory is left" in text and "is unchanged" in text, text
         assert not plan.is_complete
         assert rank == 0 or re.search("failed while [abc] was on its way", text), text
+        # Rank 0 lives until the others have ended: they have heard it, and not its connections close.
+        store = dist.PrefixStore("heard", dist.distributed_c10d._get_default_store())
+        store.set(f"rank {rank}", "")
+        store.wait([f"rank {each}" for each in range(3)], timedelta(seconds=30))
 
     @ranks(2)
     def test_a_rank_that_cannot_make_its_slices_is_an_error_on_all_ranks():
