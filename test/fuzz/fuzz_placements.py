@@ -98,7 +98,7 @@ def _mesh_shape(text: str) -> tuple[int, ...]:
 
 
 class Quarters(CutPlacement):
-    """Four fields of a matrix, which the ranks take in turn; those behind the fourth have none."""
+    """Four fields of a matrix, which the ranks take in turn; ranks after the fourth hold no field."""
 
     ndims = 2
 

@@ -115,7 +115,7 @@ class PlanTraining(PairTraining):
                 plan.redistribute("head.<out>", Replicate(), "tp")
                 if case["ties"]:
                     plan.redistribute("table.<out>", Replicate(), "tp")
-            elif cuts:  # Between the matrices, as sequence parallelism cuts positions: inputs have none.
+            elif cuts:  # Between the matrices, as sequence parallelism cuts positions; inputs are not cut there.
                 plan.redistribute(r"blocks\.\d+\.up.<in>", Replicate(), "tp").redistribute("head.<in>", Replicate(), "tp")
         if case["call"] != "root only":
             plan.unit(r"blocks\.\d+", dims, **options)

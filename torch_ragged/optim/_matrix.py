@@ -256,8 +256,8 @@ class MatrixOptimizer(RaggedOptimizer):
     def _set_roots(self, entries: Sequence[Any], mesh: DeviceMesh | None) -> None:
         """Choose the roots of the matrices of parameters; those of segments one behind the other."""
         pairs = [(param, self._stack(part, group)) for param, group in entries for part in self._parts(param, group)]
-        # Of all parameters of the mesh, also of AdamW's: a share says how much memory a rank has for states, whatever is
-        # stepped now.
+        # Of all parameters of the mesh, also of AdamW's: a share says how much memory a rank has for states of all
+        # of them, and this step may update only some.
         every = [placed_of(param) for group in self.param_groups for param in group["params"] if mesh_of(param) == mesh]
         roots = assign_roots([stack for _, stack in pairs], mesh_ranks(mesh)[1], shares_of(every))
         self._roots.update({param: [] for param, _ in entries})

@@ -147,7 +147,7 @@ def _refresh(factor: torch.Tensor, basis: torch.Tensor, v: torch.Tensor, dim: in
     if not factor.isfinite().all():
         return
     product = aligned(factor) @ aligned(basis)
-    # stable: equal eigenvalues keep their order, whatever the sort of the device does.
+    # stable: equal eigenvalues keep their order on every device.
     order = (basis * product).sum(0).argsort(descending=True, stable=True)
     # The second moment belongs to columns of the basis, and moves with them. What the iteration turns is not in it. Not known:
     # how much this loses if the basis turns fast.

@@ -422,7 +422,7 @@ def mark(device_type: str, draw: str) -> bytes:
     """
     digest = hashlib.sha256(bytes(read_state(device_type).numpy()) + draw.encode()).digest()
     # 40 bits of the digest and 23 of a checksum: the seed stays below 2**63. By the digest of state and draw, and not by a
-    # counter: all ranks must get the same seed, whatever else they have drawn in other recordings.
+    # counter: all ranks must get the same seed, also if they drew different numbers in other recordings.
     state = _state_after(device_type, _marked(int.from_bytes(digest[:5], "big")))
     write_state(device_type, state)
     return bytes(state.numpy())

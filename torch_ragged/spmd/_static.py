@@ -1097,7 +1097,7 @@ class _ToLocal(torch.autograd.Function):
         ctx.spec, ctx.call, ctx.key = tensor._spec, call, key
         local = tensor._local_tensor
         # A tensor of its own, as in DTensor.to_local: autograd writes its node into what is returned, and the DTensor's own
-        # local tensor must have none.
+        # local tensor must stay without a node.
         return local.view_as(local)
 
     @staticmethod
