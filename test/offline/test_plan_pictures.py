@@ -121,6 +121,48 @@ c  experts.*.down (16 tensors)  (4,)       4        64  0-3
         self.assertIn("... 17 more kinds of tensors", lines)
         self.assertIn("... 17 more rows", draw_svg(layout, "", height=4))
 
+    def test_a_layout_always_gives_these_drawings(self):
+        """Three ranks and three tensors are left out; the smallest tensor is less than half a pixel."""
+        tensors = [spec((1,), 1, "scale"), spec((2999,), 1, "a <b> & c"), *(spec((2500,), 2500, f"w.{name}") for name in "xyz")]
+        layout = plan_layout(tensors, 5, 1000)
+        self.assertExpectedInline(
+            draw_text(layout, width=60, height=3),
+            """\
+rank 0 |abbbbbbbbbbbbbbbbbbbbbbbbbbbbb|
+... 3 more rows
+rank 4 |//////////////////////////////|  padding 3,000
+
+   tensor              shape    block  elements  ranks
+a  scale               (1,)         1         1  0
+... 3 more kinds of tensors
+e  w.z                 (2500,)  2,500     2,500  3
+/  padding, in 3 gaps                     4,500  1-4""",
+        )
+        self.assertExpectedInline(
+            draw_svg(layout, "on five ranks", height=3),
+            """\
+<svg xmlns="http://www.w3.org/2000/svg" width="1096" height="204" font-family="sans-serif" font-size="12">
+<defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<rect width="6" height="6" fill="#ffffff"/><rect width="2" height="6" fill="#000000"/></pattern></defs>
+<rect width="1096" height="204" fill="#ffffff"/>
+<text x="8" y="20">on five ranks</text>
+<text x="8" y="50">rank 0</text>
+<rect x="120.00" y="36" width="0.50" height="17" fill="#dd5f5f" stroke="#000000" stroke-width="0.3"><title>scale: elements 0 to 1 of the shard</title></rect>
+<rect x="120.32" y="36" width="959.68" height="17" fill="#92e8ab" stroke="#000000" stroke-width="0.3"><title>a &lt;b&gt; &amp; c: elements 1 to 3,000 of the shard</title></rect>
+<text x="8" y="70">... 3 more rows</text>
+<text x="8" y="90">rank 4</text>
+<rect x="120.00" y="76" width="960.00" height="17" fill="url(#padding)" stroke="#000000" stroke-width="0.3"><title>padding: elements 0 to 3,000 of the shard</title></rect>
+<rect x="120" y="116" width="24" height="16" fill="#dd5f5f" stroke="#000000"/>
+<text x="152" y="129">scale (1,)</text>
+<text x="152" y="149">... 3 more kinds of tensors</text>
+<rect x="120" y="156" width="24" height="16" fill="#5fc8dd" stroke="#000000"/>
+<text x="152" y="169">w.z (2500,)</text>
+<rect x="120" y="176" width="24" height="16" fill="url(#padding)" stroke="#000000"/>
+<text x="152" y="189">padding, 4,500 elements</text>
+</svg>
+""",  # noqa: E501
+        )
+
 
 def sorts(layout, count, neighbours):
     """All that advice is chosen from, sort by sort."""

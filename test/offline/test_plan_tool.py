@@ -4,11 +4,14 @@ import contextlib
 import io
 import json
 import math
+import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
@@ -18,12 +21,13 @@ import torch
 from torch import nn
 from torch.testing._internal.common_utils import TestCase
 
-from torch_ragged.fsdp import TensorSpec, blocks, elements, plan_layout, rows, tensor
+from torch_ragged.fsdp import TensorSpec, blocks, elements, plan_layout, rows, segments, tensor
 from torch_ragged.offline import BUILT_IN, Model, ModelPlanner, Parameter, granularity_policy, load_model, main, tensor_specs
 from torch_ragged.offline._memory import Budget, CollectiveBytes, Precision, RankMemory, collectives, offload_fits, zero_memory
 from torch_ragged.offline._model_plan import Sizes
 from torch_ragged.offline._models import module_groups
 from torch_ragged.offline._peers import RowBuffer, fsdp2_shard
+from torch_ragged.offline._shapes import FAMILIES
 
 LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
 # Parameters of published models as their model cards count them, by the fields of their config.json.
@@ -106,6 +110,11 @@ def run(*arguments):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         status = main([str(argument) for argument in arguments])
     return status, out.getvalue(), error.getvalue()
+
+
+def without_ends(text):
+    """``text`` without this file's name in front and without spaces at the ends of lines."""
+    return re.sub(r" +$", "", text.removeprefix(f"{__name__}:"), flags=re.MULTILINE)
 
 
 class Folder(TestCase):
@@ -212,6 +221,91 @@ class ModelTest(Folder):
                 expected[f"mlp.experts.{expert}.{name}_proj.weight"] = shape
         self.assertEqual(shapes, expected)
         self.assertEqual([one.name for one in groups["rest"]], ["model.embed_tokens.weight", "model.norm.weight"])
+        missing = {name: value for name, value in fields.items() if name not in ("q_lora_rank", "first_k_dense_replace")}
+        for same in (missing, dict(fields, q_lora_rank=0, first_k_dense_replace=0, n_shared_experts=0)):
+            first = load_model(str(self.write(same))).groups["model.layers.0"]
+            self.assertEqual({one.name.removeprefix("model.layers.0."): one.shape for one in first}, expected)
+
+    def test_names_and_shapes_of_each_family(self):
+        """Of a block with two experts, as checkpoints have it. A star marks expert matrices."""
+        fields = dict(
+            hidden_size=8, intermediate_size=12, moe_intermediate_size=6, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=10, num_local_experts=2, num_experts=2, n_routed_experts=2, n_shared_experts=3,
+            first_k_dense_replace=1, mlp_only_layers=[0], kv_lora_rank=3, q_lora_rank=5, qk_nope_head_dim=7, qk_rope_head_dim=2,
+            v_head_dim=1,
+        )  # fmt: skip
+        texts = []
+        for family in FAMILIES:
+            loaded = [
+                load_model(str(self.write(dict(fields, model_type=family, **flags)))).groups
+                for flags in ({}, dict(attention_bias=False, mlp_bias=False), dict(attention_bias=True, mlp_bias=True))
+            ]
+            default, without, biased = (described(groups["model.layers.1"], "model.layers.1.") for groups in loaded)
+            self.assertEqual(default, biased if family == "gpt_oss" else without)
+            texts.append(textwrap.fill(" ".join([f"{family}:", *biased]), 125))
+            texts.append(f"  without biases: all but {len(biased) - len(without)}")
+            rest = "model.embed_tokens.weight=10x8 model.norm.weight=8 lm_head.weight=10x8"
+            self.assertEqual(described(loaded[0]["rest"]), rest.split())
+            if family in ("deepseek_v3", "qwen3_moe"):
+                dense = [one for one in described(loaded[0]["model.layers.0"], "model.layers.0.") if "mlp" in one]
+                self.assertEqual(" ".join(dense), "mlp.gate_proj.weight=12x8 mlp.up_proj.weight=12x8 mlp.down_proj.weight=8x12")
+        original = load_model("gpt-oss-120b").groups
+        texts.append(textwrap.fill(" ".join(["gpt-oss-120b:", *described(original["block.35"], "block.35.")]), 125))
+        texts.append("  " + " ".join(described(original["rest"])))
+        self.assertExpectedInline(
+            "\n".join(texts),
+            """\
+deepseek_v3: self_attn.q_a_proj.weight=5x8 self_attn.q_a_proj.bias=5 self_attn.q_a_layernorm.weight=5
+self_attn.q_b_proj.weight=36x5 self_attn.kv_a_proj_with_mqa.weight=5x8 self_attn.kv_a_proj_with_mqa.bias=5
+self_attn.kv_a_layernorm.weight=3 self_attn.kv_b_proj.weight=32x3 self_attn.o_proj.weight=8x4 self_attn.o_proj.bias=8
+mlp.experts.0.gate_proj.weight*=6x8 mlp.experts.0.up_proj.weight*=6x8 mlp.experts.0.down_proj.weight*=8x6
+mlp.experts.1.gate_proj.weight*=6x8 mlp.experts.1.up_proj.weight*=6x8 mlp.experts.1.down_proj.weight*=8x6 mlp.gate.weight=2x8
+mlp.gate.e_score_correction_bias=2 mlp.shared_experts.gate_proj.weight*=18x8 mlp.shared_experts.up_proj.weight*=18x8
+mlp.shared_experts.down_proj.weight*=8x18 input_layernorm.weight=8 post_attention_layernorm.weight=8
+  without biases: all but 3
+gpt_oss: self_attn.sinks=4 self_attn.q_proj.weight=256x8 self_attn.q_proj.bias=256 self_attn.k_proj.weight=128x8
+self_attn.k_proj.bias=128 self_attn.v_proj.weight=128x8 self_attn.v_proj.bias=128 self_attn.o_proj.weight=8x256
+self_attn.o_proj.bias=8 mlp.router.weight=2x8 mlp.router.bias=2 mlp.experts.gate_up_proj*=2x8x24
+mlp.experts.gate_up_proj_bias=2x24 mlp.experts.down_proj*=2x12x8 mlp.experts.down_proj_bias=2x8 input_layernorm.weight=8
+post_attention_layernorm.weight=8
+  without biases: all but 4
+llama: self_attn.q_proj.weight=8x8 self_attn.q_proj.bias=8 self_attn.k_proj.weight=4x8 self_attn.k_proj.bias=4
+self_attn.v_proj.weight=4x8 self_attn.v_proj.bias=4 self_attn.o_proj.weight=8x8 self_attn.o_proj.bias=8
+mlp.gate_proj.weight=12x8 mlp.gate_proj.bias=12 mlp.up_proj.weight=12x8 mlp.up_proj.bias=12 mlp.down_proj.weight=8x12
+mlp.down_proj.bias=8 input_layernorm.weight=8 post_attention_layernorm.weight=8
+  without biases: all but 7
+mistral: self_attn.q_proj.weight=8x8 self_attn.q_proj.bias=8 self_attn.k_proj.weight=4x8 self_attn.k_proj.bias=4
+self_attn.v_proj.weight=4x8 self_attn.v_proj.bias=4 self_attn.o_proj.weight=8x8 self_attn.o_proj.bias=8
+mlp.gate_proj.weight=12x8 mlp.gate_proj.bias=12 mlp.up_proj.weight=12x8 mlp.up_proj.bias=12 mlp.down_proj.weight=8x12
+mlp.down_proj.bias=8 input_layernorm.weight=8 post_attention_layernorm.weight=8
+  without biases: all but 7
+mixtral: self_attn.q_proj.weight=8x8 self_attn.k_proj.weight=4x8 self_attn.v_proj.weight=4x8 self_attn.o_proj.weight=8x8
+block_sparse_moe.gate.weight=2x8 block_sparse_moe.experts.0.w1.weight*=12x8 block_sparse_moe.experts.0.w2.weight*=8x12
+block_sparse_moe.experts.0.w3.weight*=12x8 block_sparse_moe.experts.1.w1.weight*=12x8
+block_sparse_moe.experts.1.w2.weight*=8x12 block_sparse_moe.experts.1.w3.weight*=12x8 input_layernorm.weight=8
+post_attention_layernorm.weight=8
+  without biases: all but 0
+qwen2: self_attn.q_proj.weight=8x8 self_attn.q_proj.bias=8 self_attn.k_proj.weight=4x8 self_attn.k_proj.bias=4
+self_attn.v_proj.weight=4x8 self_attn.v_proj.bias=4 self_attn.o_proj.weight=8x8 mlp.gate_proj.weight=12x8
+mlp.up_proj.weight=12x8 mlp.down_proj.weight=8x12 input_layernorm.weight=8 post_attention_layernorm.weight=8
+  without biases: all but 0
+qwen3: self_attn.q_proj.weight=512x8 self_attn.q_proj.bias=512 self_attn.k_proj.weight=256x8 self_attn.k_proj.bias=256
+self_attn.v_proj.weight=256x8 self_attn.v_proj.bias=256 self_attn.o_proj.weight=8x512 self_attn.o_proj.bias=8
+self_attn.q_norm.weight=128 self_attn.k_norm.weight=128 mlp.gate_proj.weight=12x8 mlp.up_proj.weight=12x8
+mlp.down_proj.weight=8x12 input_layernorm.weight=8 post_attention_layernorm.weight=8
+  without biases: all but 4
+qwen3_moe: self_attn.q_proj.weight=8x8 self_attn.q_proj.bias=8 self_attn.k_proj.weight=4x8 self_attn.k_proj.bias=4
+self_attn.v_proj.weight=4x8 self_attn.v_proj.bias=4 self_attn.o_proj.weight=8x8 self_attn.o_proj.bias=8
+self_attn.q_norm.weight=2 self_attn.k_norm.weight=2 mlp.gate.weight=2x8 mlp.experts.0.gate_proj.weight*=6x8
+mlp.experts.0.up_proj.weight*=6x8 mlp.experts.0.down_proj.weight*=8x6 mlp.experts.1.gate_proj.weight*=6x8
+mlp.experts.1.up_proj.weight*=6x8 mlp.experts.1.down_proj.weight*=8x6 input_layernorm.weight=8
+post_attention_layernorm.weight=8
+  without biases: all but 4
+gpt-oss-120b: attn.sinks=64 attn.norm.scale=2880 attn.qkv.weight=5120x2880 attn.qkv.bias=5120 attn.out.weight=2880x4096
+attn.out.bias=2880 mlp.mlp1_weight*=128x5760x2880 mlp.mlp1_bias=128x5760 mlp.mlp2_weight*=128x2880x2880
+mlp.mlp2_bias=128x2880 mlp.norm.scale=2880 mlp.gate.weight=128x2880 mlp.gate.bias=128
+  embedding.weight=201088x2880 norm.scale=2880 unembedding.weight=201088x2880""",
+        )
 
     def test_children_of_outermost_lists_are_groups_and_tied_parameters_count_once(self):
         module = TinyMoE()
@@ -239,6 +333,11 @@ class ModelTest(Folder):
 
 def named(name):
     return name, load_model(name)
+
+
+def described(parameters, prefix=""):
+    """Names without ``prefix``, with a star for expert matrices, and shapes: ``q.weight=8x4``."""
+    return [f"{one.name.removeprefix(prefix)}{'*' * one.expert}={'x'.join(map(str, one.shape))}" for one in parameters]
 
 
 class PeersTest(TestCase):
@@ -290,10 +389,23 @@ class PeersTest(TestCase):
         buffer = RowBuffer.pack([spec((5, 2)), spec((8,)), spec((1, 3))], 1)
         self.assertEqual((buffer.cell, buffer.offsets, buffer.cells), (6, (0, 10, 18), 4))
         self.assertEqual([buffer.shard(ranks) for ranks in (1, 2, 3, 4, 9)], [21, 12, 12, 6, 6])
+        # A tensor of whole cells between them has no remainder, and waits.
+        buffer = RowBuffer.pack([spec((5, 2)), spec((12,)), spec((8,)), spec((1, 3))], 1)
+        self.assertEqual((buffer.offsets, buffer.cells), ((0, 18, 10, 30), 6))
 
     def test_cells_where_blocks_begin_anew_in_each_matrix(self):
         cells = [RowBuffer.pack([Fused(period)], 1).cell for period in (0, 12, 24)]
         self.assertEqual(cells, [24, 12, 24])
+
+    def test_cells_of_fused_weights(self):
+        """The multiple of all blocks if each segment begins at a multiple of its own; else the whole tensor."""
+        for sizes, kept, cell in (((4, 8), (4, 2), 8), ((3, 9), (2, 3), 12), ((4, 6), (2, 3), 20), ((4, 8), (4, 8), 24)):
+            fused = segments(sizes, [rows(size) for size in kept]).tensor_spec("w", (sum(sizes), 2))
+            self.assertEqual(RowBuffer.pack([fused], 1).cell, cell, (sizes, kept))
+
+    def test_of_small_tensors_the_largest_choose_their_cell_first(self):
+        buffer = RowBuffer.pack([spec((2,)), spec((2,)), spec((4,)), spec((4,))], 6)
+        self.assertEqual((buffer.offsets, buffer.cells), ((4, 10, 0, 6), 2))
 
     def test_what_peers_lose_on_gpt_oss(self):
         model = load_model("gpt-oss-120b")
@@ -452,6 +564,114 @@ class CommandLineTest(Folder):
         )
         self.assertIn("\nblock.0 and 35 more: padding ", advice)
 
+    def test_the_whole_report(self):
+        options = [
+            "--ranks",
+            "2,40",
+            "--granularity",
+            "rows:4",
+            "--replicas",
+            2,
+            "--limit",
+            70,
+            "--offload",
+            "0.0625,1,0",
+            "--muon",
+        ]
+        status, out, error = run(f"{__name__}:TinyMoE", *options)
+        self.assertEqual((status, error), (0, ""))
+        self.assertExpectedInline(
+            without_ends(out),
+            """\
+TinyMoE: 392 parameters in 16 tensors, 3 groups; rows(4) on expert matrices, else elements()
+bfloat16 parameters, float32 gradients, 3 optimizer values in float32; shards are multiples of 64 elements
+2 replicas: the world is 2 times the FSDP size
+
+Padding, % of the parameters
+FSDP size  world  torch_ragged     bound   FSDP2       LCM
+        2      4         63.27     63.27    0.00     63.27
+       40     80      1,859.18  1,859.18  563.27  1,859.18
+
+Bytes per collective: of the largest group, and of all groups together
+FSDP size        layout  all-gather  all-gathers  reduce-scatter  reduce-scatters  all-reduce  all-reduces
+        2  torch_ragged       512 B     1.25 KiB        1.00 KiB         2.50 KiB       512 B     1.25 KiB
+                  FSDP2       320 B        784 B           640 B         1.53 KiB       320 B        784 B
+                    LCM       512 B     1.25 KiB        1.00 KiB         2.50 KiB       512 B     1.25 KiB
+       40  torch_ragged    5.00 KiB    15.00 KiB       10.00 KiB        30.00 KiB       256 B        768 B
+                  FSDP2    2.27 KiB     5.08 KiB        4.53 KiB        10.16 KiB       116 B        260 B
+                    LCM    5.00 KiB    15.00 KiB       10.00 KiB        30.00 KiB       256 B        768 B
+
+Memory per rank: torch_ragged's, and the totals of the others
+FSDP size                                       ZeRO  parameters  gradients  optimizer       total      FSDP2        LCM  in host memory  in files
+        2                                          1    1.25 KiB   2.50 KiB   3.75 KiB    7.50 KiB   4.59 KiB   7.50 KiB
+                                                   2    1.25 KiB   1.25 KiB   3.75 KiB    6.25 KiB   3.83 KiB   6.25 KiB
+                                                   3       640 B   1.25 KiB   3.75 KiB    5.62 KiB   3.45 KiB   5.62 KiB
+                                       3, Offload(1)                                    128.00 MiB                              2.50 KiB       0 B
+                         3, Offload(parameters=True)                                           0 B                              5.62 KiB       0 B
+              3, Offload(parameters=True, to=folder)                                           0 B                             96.00 MiB  2.50 KiB
+           3, Offload(parameters="files", to=folder)                                           0 B                             96.00 MiB  4.38 KiB
+       40                                          1   15.00 KiB  30.00 KiB   2.25 KiB   47.25 KiB  16.00 KiB  47.25 KiB
+                                                   2   15.00 KiB      768 B   2.25 KiB   18.00 KiB   6.09 KiB  18.00 KiB
+                                                   3       384 B      768 B   2.25 KiB    3.38 KiB   1.14 KiB   3.38 KiB
+                                       3, Offload(1)                                    128.00 MiB                              1.50 KiB       0 B
+                         3, Offload(parameters=True)                                           0 B                              3.38 KiB       0 B
+              3, Offload(parameters=True, to=folder)                                           0 B                             96.00 MiB  1.50 KiB
+           3, Offload(parameters="files", to=folder)                                           0 B                             96.00 MiB  2.62 KiB
+
+Offload, ZeRO-3, 64.00 MiB on the device, 1.00 GiB in host memory, 0 B in files per rank: parameters of the largest model, and what this one needs
+FSDP size  no offload  optimizer  parameters  files  all in files  offload_policy  on the device  in host memory  in files
+        2        4.6M       0.0M       73.1M   0.0M          0.0M            None       5.62 KiB             0 B       0 B
+       40        7.6M       0.0M        0.1B   0.0M          0.0M            None       3.38 KiB             0 B       0 B
+
+Muon's matrices under muon_policy, blocks only, modelled: ms per step, work relative to the mean
+FSDP size  whole  cut  flights if all are cut  flights  padding  padding %  most loaded rank  bound
+        2      6    0                    0.00     0.00     0.00      64.10              1.00   1.00
+       40      6    0                    0.00     0.00     0.00   1,541.03             14.12   1.00
+
+Recommended FSDP sizes: 2. Their padding is within 70%; 2 needs the least memory per rank, 5.62 KiB under ZeRO-3.
+Not recommended, for padding above 70%: 40 (1,859.18%). At 40:
+decoder.layers.0: padding 1,500.00% on 40 ranks exceeds 70% (at least 1,500.00%: all 160 elements must fit into 40 shards)
+  - FSDP size 4: 60.00%
+decoder.layers.1: padding 1,584.21% on 40 ranks exceeds 70% (at least 1,584.21%: all 152 elements must fit into 40 shards)
+  - FSDP size 4: 68.42%
+rest: padding 3,100.00% on 40 ranks exceeds 70% (at least 3,100.00%: all 80 elements must fit into 40 shards)
+  - FSDP size 2: 60.00%
+""",  # noqa: E501
+        )
+        _, out, _ = run(f"{__name__}:TinyMoE", "--weights", "3,1,0,3,3,3,3,3,3,3,3,3")
+        self.assertExpectedInline(
+            without_ends(out),
+            """\
+TinyMoE: 392 parameters in 16 tensors, 3 groups; elements()
+bfloat16 parameters, float32 gradients, 3 optimizer values in float32; shards are multiples of 64 elements
+
+Padding, % of the parameters
+FSDP size  torch_ragged     bound  FSDP2     LCM
+       12      1,418.37  1,418.37  98.98  487.76
+
+Bytes per collective: of the largest group, and of all groups together
+FSDP size        layout  all-gather  all-gathers  reduce-scatter  reduce-scatters
+       12  torch_ragged    3.88 KiB    11.62 KiB        7.75 KiB        23.25 KiB
+                  FSDP2       696 B     1.52 KiB        1.36 KiB         3.05 KiB
+                    LCM    1.50 KiB     4.50 KiB        3.00 KiB         9.00 KiB
+
+Memory per rank: torch_ragged's, and the totals of the others
+FSDP size  ZeRO  parameters  gradients  optimizer      total     FSDP2        LCM
+       12     1   11.62 KiB  23.25 KiB   6.75 KiB  41.62 KiB  5.33 KiB  15.75 KiB
+              2   11.62 KiB   2.25 KiB   6.75 KiB  20.62 KiB  2.54 KiB   7.50 KiB
+              3    1.12 KiB   2.25 KiB   6.75 KiB  10.12 KiB  1.14 KiB   3.38 KiB
+
+Memory of each rank, ZeRO-3, in proportion to weights
+weight                              ranks  parameters  gradients  optimizer      total
+     3  0, 3, 4, 5, 6, 7, 8, 9 and 2 more    1.12 KiB   2.25 KiB   6.75 KiB  10.12 KiB
+     1                                  1       384 B      768 B   2.25 KiB   3.38 KiB
+     0                                  2         0 B        0 B        0 B        0 B
+""",
+        )
+        _, out, _ = run(f"{__name__}:TinyMoE", "--ranks", 2, "--offload", "0,0")
+        (row,) = [line for line in out.splitlines() if "does not fit" in line]
+        self.assertEqual(row.split(), "2 0.0M 0.0M 0.0M 0.0M 0.0M does not fit".split())
+
     def test_weights_show_the_memory_of_each_rank(self):
         """18 bytes per parameter in proportion to the weights: 4 x 141 + 4 x 80 shares."""
         path = self.folder / "plan.json"
@@ -486,7 +706,9 @@ class CommandLineTest(Folder):
         numel = sum(parameter.numel() for parameter in TinyMoE().parameters())
         expected = dict(parameters=numel, tensors=16, groups=3, param_dtype="float32", reduce_dtype="float32", alignment=32)
         expected |= dict(granularity="tensor() on expert matrices, else elements()", optimizer_states=2, replicas=3, limit=0.05)
-        self.assertEqual({key: found[key] for key in expected}, expected)
+        expected |= dict(model=f"{__name__}:TinyMoE", optimizer_dtype="float32", offload_budget=None)
+        others = {"sizes", "recommended", "advice"}
+        self.assertEqual({key: value for key, value in found.items() if key not in others}, expected)
         two = found["sizes"][0]
         self.assertEqual([(size["ranks"], size["world"]) for size in found["sizes"]], [(2, 6), (4, 12)])
         self.assertEqual([group["names"] for group in two["groups"]], [["decoder.layers.0"], ["decoder.layers.1"], ["rest"]])
@@ -519,8 +741,9 @@ class CommandLineTest(Folder):
         of_8 = [line for line in stages if "Offload" in line][8:12]
         for line, words in zip(of_8, ["0 B", "147.84 GiB 0 B", "82.23 GiB 65.71 GiB", "36.32 GiB 114.99 GiB"], strict=True):
             self.assertTrue(" ".join(line.split()).endswith(words), line)
-        sizes = json.loads(path.read_text())["sizes"]
-        self.assertEqual([size["offload"]["files"]["used"] is None for size in sizes], [True, False, False, False, False])
+        found = json.loads(path.read_text())
+        self.assertEqual(found["offload_budget"], dict(device=60 * 2**30, host=200 * 2**30, files=2000 * 2**30))
+        self.assertEqual([size["offload"]["files"]["used"] is None for size in found["sizes"]], [True, *[False] * 4])
         self.assertNotIn("Offload", run("llama-3-70b", "--ranks", 2)[1])
 
     def test_muon_shows_what_stays_whole_and_the_balance(self):
@@ -528,13 +751,22 @@ class CommandLineTest(Folder):
         status, out, error = run("llama-3-70b", "--ranks", "8,512", "--muon", "--json", path)
         self.assertEqual((status, error), (0, ""))
         table = out[out.index("Muon's matrices under muon_policy") :].splitlines()
-        self.assertRegex(table[1], r"FSDP size +whole +cut .* most loaded rank +bound")
+        self.assertExpectedInline(
+            "\n".join(table[1:4]),
+            """\
+FSDP size  whole  cut  flights if all are cut  flights  padding  padding %  most loaded rank  bound
+        8    160  400                  598.95   587.20     0.00       0.00              1.00   1.00
+      512      0  560                   10.67    10.67     0.00       0.00              1.70   1.70""",
+        )
         few, many = (size["muon"] for size in json.loads(path.read_text())["sizes"])
         for line, plan in zip(table[2:4], (few, many), strict=True):
             size, whole, cut, *_, imbalance, bound = line.split()
             self.assertEqual((int(size), int(whole), int(cut)), (plan["ranks"], plan["whole"], plan["cut"]))
             self.assertEqual((imbalance, bound), (f"{plan['imbalance']:.2f}", f"{plan['bound']:.2f}"))
             self.assertEqual(plan["whole"] + plan["cut"], 80 * 7)  # Seven matrices in each block; embeddings are left out.
+            # Of 1 / ranks of their elements, a rank sends what it does not keep: 2 bytes to the root, 2 bytes back.
+            sent = 80 * (2 * 8192 + 2 * 1024 + 3 * 28672) * 8192 / plan["ranks"] * (1 - 1 / plan["ranks"])
+            self.assertAlmostEqual(plan["flight_time_without"], 2 * 2 * sent / 50e9)
             self.assertLessEqual(plan["bound"], plan["imbalance"])
             # Never worse than without a policy, under the model.
             self.assertLessEqual(plan["flight_time"] + plan["padding_time"], plan["flight_time_without"] * (1 + 1e-9))
@@ -616,7 +848,77 @@ g  norm.bias           (8,)        1         8  2
         texts = re.findall(r">([^<>]+)</text>", (self.folder / "a.svg").read_text())
         for text in ("FSDP2", "LCM", "torch_ragged", "lower bound of torch_ragged", "gpt-oss-120b, elements()", "8", "64"):
             self.assertIn(text, texts)
-        self.assertEqual((self.folder / "b.png").read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
+        png = (self.folder / "b.png").read_bytes()
+        self.assertEqual((png[:8], struct.unpack(">II", png[16:24])), (b"\x89PNG\r\n\x1a\n", (1050, 750)))
+
+    def test_the_plotted_numbers(self):
+        path = self.folder / "plan.json"
+        with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as saved:
+            run("gpt-oss-120b", "--granularity", "rows:128", "--ranks", "64,512", "--plot", "a.png", "--json", path)
+        sizes = json.loads(path.read_text())["sizes"]
+        expected = {name: [100 * size["layouts"][name]["padding"] for size in sizes] for name in sizes[0]["layouts"]}
+        expected["lower bound of torch_ragged"] = [100 * size["bound"] for size in sizes]
+        (axes,) = saved.call_args.args[0].axes
+        *lines, limit = axes.lines
+        self.assertEqual({line.get_label(): line.get_ydata().tolist() for line in lines}, expected)
+        self.assertEqual([line.get_xdata().tolist() for line in lines], [[64, 512]] * 4)
+        self.assertEqual([line.get_marker() for line in lines], ["s", "^", "o", "None"])
+        self.assertEqual([line.get_linestyle() for line in axes.lines], ["-", "-", "-", ":", "--"])
+        self.assertEqual((limit.get_label(), list(limit.get_ydata())), ("limit, 5%", [5.0, 5.0]))
+        self.assertEqual((axes.get_xlabel(), axes.get_ylabel()), ("FSDP size (ranks)", "padding, of the parameters"))
+        bottom, top = axes.get_ylim()
+        self.assertEqual(bottom, 0)
+        self.assertGreater(top, 1.9 * max(max(values) for values in expected.values()))  # Room above the lines.
+        self.assertEqual((axes.get_xscale(), axes.xaxis.get_transform().base), ("log", 2))
+        self.assertEqual((axes.get_yscale(), axes.yaxis.get_transform().linthresh), ("symlog", 0.1))
+        self.assertEqual([axes.yaxis.get_major_formatter()(value, 0) for value in (0.1, 100.0)], ["0.1%", "100%"])
+
+    def test_help_says_what_each_option_does(self):
+        out = io.StringIO()
+        with mock.patch.dict(os.environ, COLUMNS="120"), contextlib.redirect_stdout(out), self.assertRaises(SystemExit):
+            main(["--help"])
+        self.assertExpectedInline(
+            out.getvalue().split("\npositional arguments:\n")[1].split("\nexamples:")[0],
+            """\
+  model                 deepseek-v3, gpt-oss-120b, llama-3-70b, llama-3-8b, qwen3-30b-a3b; or a Hugging Face
+                        config.json; or module:callable, built on the meta device
+
+options:
+  -h, --help            show this help message and exit
+  --ranks RANKS         FSDP sizes, separated by commas (default: 8 to 1024, powers of two)
+  --weights W,W,...     an integer per rank, at least 0: shards in proportion to them, as by fully_shard(weights=...).
+                        The FSDP size is their number; FSDP2 and LCM are shown with equal shards
+  --replicas REPLICAS   HSDP replicas: the world is FSDP size * replicas (default: 1)
+  --granularity GRANULARITY
+                        blocks that are never cut: elements (default), rows:N, rows:N/WITHIN, blocks:HxW or tensor
+  --segments REGEX=SIZE,...
+                        parameters whose names match are fused weights with segments of these sizes along dimension 0;
+                        each is cut by itself. SIZE:GRANULARITY gives a segment its own granularity:
+                        'qkv=4096:tensor,1024:rows:64,1024:rows:64'. May be given several times
+  --apply {experts,all}
+                        matrices that have this granularity (default: experts, or all if the model has no experts)
+  --experts REGEX       pattern of the names of expert matrices (default: the family's names; for module:callable,
+                        'experts')
+  --param-dtype PARAM_DTYPE
+                        dtype in all-gathers (default: bfloat16)
+  --reduce-dtype REDUCE_DTYPE
+                        dtype in reduce-scatters (default: float32)
+  --optimizer-dtype OPTIMIZER_DTYPE
+                        dtype of the optimizer's values (default: float32)
+  --states STATES       optimizer values per parameter (default: 3, Adam's moments and a master copy)
+  --limit LIMIT         recommend FSDP sizes with at most this percentage of padding (default: 5)
+  --offload DEVICE,HOST[,FILES]
+                        GiB per rank on the device, in host memory and in files: shows how large a model fits under
+                        ZeRO-3 by each kind of Offload, and the policy that this one needs. Activations and gathered
+                        parameters are not counted: subtract them
+  --muon                also show Muon's matrices of the blocks under muon_policy: how many stay whole, what the
+                        others and the padding cost, and the balance of the work, all modelled
+  --explain GROUP       draw the buffer of this group at one FSDP size, instead of the tables
+  --svg FILE            with --explain: also draw the buffer to this file
+  --json FILE           also write all results to this file
+  --plot FILE           plot padding against FSDP size (.png, .svg, .pdf; needs matplotlib)
+""",
+        )
 
     def test_as_a_program_it_needs_no_process_group(self):
         command = [sys.executable, "-m", "torch_ragged.offline", "llama-3-70b", "--ranks", "8"]

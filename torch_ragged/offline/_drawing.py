@@ -169,9 +169,7 @@ def _legend(layout: BufferLayout, kinds: list[_TensorKind], height: int) -> list
             (_PADDING, f"padding, in {len(gaps):,} gap{'s' * (len(gaps) > 1)}", "", "", f"{layout.padding_numel:,}", ranks)
         )
     widths = [max(map(len, column)) for column in zip(*table)]
-    lines = [
-        "  ".join([*map(str.ljust, line[:3], widths[:3]), *map(str.rjust, line[3:5], widths[3:5]), line[5]]) for line in table
-    ]
+    lines = ["  ".join([*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:5], widths[3:]), line[5]]) for line in table]
     if hidden:
         lines.insert(1 + len(head), f"... {hidden:,} more kinds of tensors")
     return lines

@@ -71,7 +71,7 @@ def load_model(source: str, experts: str | None = None) -> Model:
         model = _from_callable(source)
         experts = pattern.pattern
     else:
-        close = difflib.get_close_matches(source.lower(), BUILT_IN, 1)
+        close = difflib.get_close_matches(source.lower(), BUILT_IN)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise ValueError(
             f"unknown model {source!r}{hint}: expected {', '.join(BUILT_IN)}, the path of a config.json, or module:callable"
