@@ -221,7 +221,7 @@ class ReaderTest(Folder):
 
         self.save({"w": torch.ones(3)})
         reader = CheckpointReader(self.path)
-        self.assertEqual(reader.doing, "reading the manifest")
+        self.assertEqual((reader.doing, reader.checkpoint_id), ("reading the manifest", self.path))
         dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=Planner())
         self.assertEqual(seen, ["reading chunks.json", "comparing checksums", "reading their shards"])
 

@@ -235,6 +235,7 @@ class RouteTest(unittest.TestCase):
             ((4, 2), (1, 2), (whole, first), (Shard(0), RaggedShard((0,), (4, 0))), True),
             ((1, 4), (3, 2), (Shard(0), whole), (_StridedShard(0, split_factor=3), first), False),
             ((3, 4), (2, 2), (Shard(0), Shard(0)), (Shard(0), halves), False),  # Pieces of two rows and of one.
+            ((3, 4), (2, 2), (Shard(0), Shard(0)), (Shard(0), first), False),  # The ranks with the one row keep it.
             ((4, 4), (2, 2), (Shard(0), Shard(0)), (Shard(0), halves), True),
             ((0, 4), (2, 2), (whole, whole), (Shard(0), halves), True),
         ):

@@ -202,6 +202,18 @@ class PlannerTest(unittest.TestCase):
             ("20/6 10/6 12/6 20/6 10/6 30/6 30/10 10/4", 5, 30, [6, 0, 1, 2, 3, 4, 5, 7]),
             ("6/4 30/6 4/4 12/6 12/1 30/6 4/4 4/4 20/6", 4, 31, [1, 4, 2, 6, 3, 5, 7, 8, 0]),
             ("12/1 10/4 10/10 12/10 6/6", 4, 13, [4, 0, 1, 2, 3]),
+            ("20/6 30/3 2/1 20/6 1/1 1/1 1/1", 3, 25, [4, 1, 5, 0, 6, 2, 3]),  # Whole tensors are a class of their own.
+            ("4/1 2/7 10/10 30/5 6/6 7/7 4/4 1/1", 4, 17, [6, 5, 4, 1, 3, 7, 0, 2]),  # Eight classes.
+            # Classes with two tensors more or less than their share.
+            ("10/4 20/4 20/3 10/4 10/4 20/3 40/3 10/4", 4, 35, [2, 5, 0, 1, 3, 4, 6, 7]),
+            ("2/10 5/5 30/3 60/3 5/5 10/10 5/5 5/5 2/10 10/10 5/5", 4, 38, [5, 1, 4, 2, 0, 3, 8, 9, 6, 7, 10]),
+            ("10/3 60/6 5/5 10/3 12/10 24/10 10/3 30/6 10/3 30/6 10/3", 6, 36, [4, 5, 1, 7, 9, 0, 2, 3, 6, 8, 10]),
+            (
+                "30/6 7/7 30/6 30/6 30/6 5/5 30/6 5/5 30/6 7/7 30/6 5/5 5/5",
+                3,
+                82,
+                [5, 7, 0, 2, 3, 11, 12, 4, 6, 1, 9, 8, 10],
+            ),
         ):
             kinds = [Kind.of(spec(*map(int, one.split("/")))) for one in tensors.split()]
             order = interleaved_order(kinds, ranks, shard)
@@ -209,6 +221,14 @@ class PlannerTest(unittest.TestCase):
             if order is not None:
                 self.assertIsNotNone(place([kinds[i] for i in order], ranks, shard))
         self.assertIsNone(interleaved_order([Kind.of(spec(20, block)) for block in range(1, 10)], 2, 1000))  # Nine classes.
+
+    def test_mixed_orders_are_tried_unless_the_bound_is_close(self):
+        """Within a ten-thousandth of it: 280,028 is, 280,029 is not. All sorted orders need 290,000."""
+        sizes = [tuple(10_000 * int(n) for n in one.split("/")) for one in "4/4 20/4 4/4 12/6 20/6 20/6 12/1 20/6".split()]
+        kinds = [Kind.of(spec(*one)) for one in sizes]
+        self.assertEqual(list(planner._improvements(kinds, 4, 1, 280_000, 280_028)), [])
+        ((name, _, shard),) = planner._improvements(kinds, 4, 1, 280_000, 280_029)
+        self.assertEqual((name, shard), ("interleaved", 280_000))
 
     def test_what_the_search_tries(self):
         three = [Kind.of(spec(*one)) for one in ((60, 6), (40, 10), (9, 1))]
