@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_ragged import checkpoint
-from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, buffer_layouts, fully_shard, reshard_to, token_scale
+from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, buffer_layouts, fully_shard, reshard_to
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.optim import Adam8bit, BlockPolicy, Muon, matrix_groups
 
@@ -168,36 +168,6 @@ class WeightsTest(unittest.TestCase):
             assert_same(whole(model), whole(steady))
         assert train(model, optimizer=optimizer) == train(steady, optimizer=other)
         assert_same(whole(model), whole(steady))
-
-    @ranks(3)
-    def test_token_scale_gives_the_mean_over_all_tokens():
-        """Batches of 7, 0 and 2 rows in one micro-batch, of 1, 0 and 3 in another; on a 1-D and on a 2-D mesh."""
-        single, rank = make(), dist.get_rank()
-        data = torch.randn(13, DIM, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        parts = [part.split([1, 0, 3] if index else [7, 0, 2]) for index, part in enumerate(data.split([9, 4]))]
-        single(data).pow(2).mean(-1).mean().backward()
-        for shape in ((3,), (3, 1)):
-            mesh = init_device_mesh("cpu", shape)
-            model = sharded([1, 1, 4] if shape == (3,) else None, mesh)
-            scale = token_scale(sum(len(part[rank]) for part in parts), mesh)
-            for index, part in enumerate(parts):
-                model.set_requires_gradient_sync(index == 1)
-                (model(part[rank]).pow(2).mean(-1).sum() * scale).backward()
-            for (name, param), plain in zip(model.named_parameters(), single.parameters(), strict=True):
-                torch.testing.assert_close(param.grad.full_tensor(), plain.grad, msg=lambda m, n=name: f"{n}: {m}")
-        assert token_scale(torch.tensor(2)) == 3 / 6
-        for wrong in (-1, 1.5, True, None, torch.ones(1)):
-            mine = error_of(token_scale, wrong if rank == 1 else 3)
-            assert "tokens must be" in mine, (wrong, mine)
-        assert "no rank has tokens" in error_of(token_scale, 0)
-
-    @ranks(2)
-    def test_token_scale_before_any_fully_shard_is_an_error_on_all_ranks_if_they_differ():
-        meshes = [init_device_mesh("cpu", shape) for shape in ((2,), (2, 1))]
-        text = error_of(token_scale, 3, meshes[dist.get_rank()])
-        assert "token_scale was called with different meshes on different ranks" in text, text
-        assert "tokens must be" in error_of(token_scale, -1 if dist.get_rank() else 3)
-        assert token_scale(2) == 0.5
 
     @ranks(3)
     def test_collectives_are_compared_in_debug_mode():

@@ -23,7 +23,9 @@ from torch_ragged.fsdp import (
     Float8Policy,
     blocks,
     elements,
+    float8_weight,
     fully_shard,
+    memory_report,
     monitor,
     plan_layout,
     rows,
@@ -91,7 +93,10 @@ def test_each_element_is_in_one_run_of_one_rank():
             layout = plan_layout(specs, ranks)
             whole, encoding, scales = torch.zeros(layout.numel), Float8Encoding(layout, 0, (1, 128)), [0] * ranks
             for run in encoding._everything.runs:
-                scales[run.values // layout.shard_numel] += math.prod(run.sizes[:2])
+                rank = run.values // layout.shard_numel
+                # Scales lie behind the codes of their rank, without gaps.
+                assert run.scales == (rank * encoding.slices.shard_numel + layout.shard_numel) // 4 + scales[rank]
+                scales[rank] += math.prod(run.sizes[:2])
                 whole[run.values : run.values + math.prod(run.sizes)] += 1
             for spec, offset in zip(layout.tensors, layout.offsets, strict=True):
                 assert torch.equal(whole[offset : offset + spec.numel], torch.ones(spec.numel)), (shapes, ranks)
@@ -148,6 +153,12 @@ def test_a_policy_that_does_not_quantize_a_matrix_says_why():
         if text:
             (line,) = logs.output
             assert f"{type(policy).__name__} has no effect on 1.weight: " in line and text in line, line
+    for layers, names in ((3, "0.weight, 1.weight, 2.weight: "), (4, "0.weight, 1.weight, 2.weight and 1 more: ")):
+        model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(layers)))
+        with case.assertLogs("torch_ragged.fsdp", "DEBUG") as logs:
+            fully_shard(model, mesh=mesh, mp_policy=BFLOAT16)
+        (line,) = logs.output
+        assert f"Float8Policy has no effect on {names}torch.float64 is not quantized" in line, line
 
 
 def test_which_parameters_keep_their_tiles():
@@ -164,6 +175,15 @@ def test_which_parameters_keep_their_tiles():
         assert keeps_tiles(spec, height) == legal, (shape, cut.text, height)
         found[legal] += 1
     assert min(found) > 10, found
+    # Two segments of 2 columns: the rows of each, and where it may be cut. Tiles are counted from the start of the matrix.
+    for parts, legal in (
+        (((256, tensor()), (256, rows(128))), True),
+        (((256, rows(128)), (128, rows(64))), False),
+        (((64, tensor()), (256, rows(128))), False),
+    ):
+        fused = [cut.tensor_spec("s", (height, 2)) for height, cut in parts]
+        spec = TensorSpec.fused("w", (sum(height for height, _ in parts), 2), fused)
+        assert spec.segments and keeps_tiles(spec, 128) == legal, parts
     assert not keeps_tiles(tensor().tensor_spec("b", (256,)), 1) and not keeps_tiles(TensorSpec("e", (0, 4), (0,), 4), 1)
 
 
@@ -214,6 +234,23 @@ def test_the_same_values_on_any_number_of_ranks(mesh_shape):
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (8,)])
 def test_the_same_values_on_any_other_number_of_ranks(mesh_shape):
     run_ranks(math.prod(mesh_shape), _check_ranks, mesh_shape)
+
+
+@fake_group(2)
+def test_what_is_not_used_has_no_memory():
+    """Nor has an all-gather that nothing waits for."""
+    codes = 256 * 256
+    for factory, unsharded in ((None, 2 * codes), (float8_weight, codes + 4 * 4)):  # In bfloat16; and with 4 scales.
+        policy = Float8Policy(torch.bfloat16, weight_factory=factory)
+        model = fully_shard(nn.Linear(256, 256, bias=False), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        held = [memory_report(model).total.gathered]
+        model.unshard(async_op=True)
+        assert memory_report(model).total.gathered > codes
+        model.reshard()
+        held.append(memory_report(model).total.gathered)
+        model.unshard()
+        held.append(memory_report(model).total.gathered)
+        assert held == [0, 0, unsharded], (factory, held)
 
 
 # --- training -------------------------------------------------------------------------------------------------------

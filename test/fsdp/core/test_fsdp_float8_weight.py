@@ -136,11 +136,11 @@ class MemoryTest(unittest.TestCase):
             peaks[name] = {"gathered": peak.gathered / 512**2, "total": peak.total / 512**2}
             # Of a group that is all-gathered: codes, and the scales of 4 x 4 tiles, twice.
             net[0].unshard()
-            gathered = sum(
-                buffer.resident_nbytes for group in net[0]._get_fsdp_state().groups for buffer in group.buffers()["gathered"]
-            )
+            buffers = [buffer for group in net[0]._get_fsdp_state().groups for buffer in group.buffers()["gathered"]]
             if name == "codes":
-                assert gathered == 512**2, gathered
+                assert sum(buffer.resident_nbytes for buffer in buffers) == 512**2
+                # Each rank sends half of the codes, and 8 scales in 128 bytes.
+                assert [buffer.nbytes for buffer in buffers] == [512**2, 2 * 128]
                 assert isinstance(net[0].weight, Float8Weight)
             net[0].reshard()
         # In elements of a layer. What is gathered decides the peak of the others only.
@@ -329,6 +329,8 @@ class FactoryTest(unittest.TestCase):
         values = weight.planes.dequantized()
         assert torch.equal(values[:, :128], 0.5 * codes[:, :128].float())
         assert torch.equal(weight + 0, values) and torch.equal(weight.t() @ weight, values.t() @ values)
+        for left, right in ((weight, values), (weight, weight)):  # As an input of F.linear, it is its values, too.
+            assert torch.equal(F.linear(left, right), values @ values.t())
         assert torch.equal(weight[1], values[1]) and weight.sum() == values.sum() and weight.shape == (2, 256)
         with torch.autocast(DEVICE, torch.bfloat16):
             assert F.linear(torch.ones(1, 256), weight).dtype == torch.bfloat16

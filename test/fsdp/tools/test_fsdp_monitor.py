@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import tempfile
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import error_of, ranks, run_ranks
+from common import error_of, fake_group, ranks, run_ranks
 from fsdp_common import Boom, batch, build, loss_of, step_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,18 +35,13 @@ def numel_of(model):
     return sum(layout.numel for layout in buffer_layouts(model).values())
 
 
-def check_timeline_of_overlaps():
-    """Collectives that are in flight at once are in rows of their own; a wait in an optimizer's step is a wait."""
-    first, second = ("all_gather", "a", -1.0, 1.0, 2.0), ("all_gather", "b", 0.5, 5.0, 6.0)
-    timeline = timeline_of(10.0, [second, first], [(4.0, 8.0)], 3)
-    times = [(span.kind, span.name, span.begin, span.end) for span in timeline.spans]
-    compute = [("compute", "", 0.0, 1.0), ("compute", "", 2.0, 4.0), ("compute", "", 8.0, 10.0)]
-    optimizer = [("optimizer", "", 4.0, 5.0), ("optimizer", "", 6.0, 8.0)]
-    exposed = [("exposed", "a", 1.0, 2.0), ("exposed", "b", 5.0, 6.0)]
-    assert times == compute + optimizer + exposed + [("all_gather", "a", -1.0, 2.0), ("all_gather", "b", 0.5, 6.0)]
-    kinds = ["compute", "optimizer", "exposed", "all_gather", "all_gather"]
-    assert [spans[0].kind for spans in timeline._tracks()] == kinds
-    assert min(event["ts"] for event in timeline._trace()["traceEvents"] if "ts" in event) == 0.0
+# A wait for "b" within an optimizer's step, and a collective so short that its bar has no room for a name.
+TIMELINE = timeline_of(
+    10.0,
+    [("all_gather", "b", 0.5, 5.0, 6.0), ("all_gather", "a", -1.0, 1.0, 2.0), ("other", "c", 9.0, 9.0, 9.25)],
+    [(4.0, 8.0)],
+    3,
+)
 
 
 def check_times(row):
@@ -108,7 +105,7 @@ def errors_of_other_models():
 class MonitorTest(unittest.TestCase):
     @ranks(2)
     def test_a_timeline_has_the_times_of_the_row():
-        """It has the seconds of the row, without overlap of what fills the step, and is saved as a trace and as a picture."""
+        """It has the seconds of the row, without overlap of what fills the step, and is saved as a trace."""
         model = build("ragged", raf=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         with monitor(model, optimizer) as watch:
@@ -129,12 +126,9 @@ class MonitorTest(unittest.TestCase):
             watch.step()
             assert watch.timeline is not timeline and not any(span.kind == "optimizer" for span in watch.timeline.spans)
         with tempfile.TemporaryDirectory() as folder:
-            for name in ("step.json", "step.png", "step.svg"):
-                timeline.save(os.path.join(folder, name))
+            timeline.save(os.path.join(folder, "step.json"))
             with open(os.path.join(folder, "step.json")) as file:
                 events = json.load(file)["traceEvents"]
-            with open(os.path.join(folder, "step.png"), "rb") as file:
-                assert file.read(8) == b"\x89PNG\r\n\x1a\n"
             drawn = [event for event in events if event["ph"] == "X"]
             assert len(drawn) == len(timeline.spans) and all(event["dur"] >= 0 and event["ts"] >= 0 for event in drawn)
             assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {*KINDS, *FILLING}
@@ -142,10 +136,42 @@ class MonitorTest(unittest.TestCase):
                 mine = sorted((event["ts"], event["ts"] + event["dur"]) for event in drawn if event["tid"] == track)
                 assert all(end <= begin + 1e-6 for (_, end), (begin, _) in zip(mine, mine[1:])), mine
             assert "use one of these endings" in error_of(timeline.save, os.path.join(folder, "step.pdf"))
-            assert len(os.listdir(folder)) == 3
+            assert os.listdir(folder) == ["step.json"]
 
     def test_a_timeline_separates_what_overlaps(self):
-        check_timeline_of_overlaps()
+        """Collectives that are in flight at once are in rows of their own; a wait in an optimizer's step is a wait."""
+        compute = [("compute", "", *times) for times in ((0.0, 1.0), (2.0, 4.0), (8.0, 9.0), (9.25, 10.0))]
+        optimizer = [("optimizer", "", 4.0, 5.0), ("optimizer", "", 6.0, 8.0)]
+        exposed = [("exposed", "a", 1.0, 2.0), ("exposed", "b", 5.0, 6.0), ("exposed", "c", 9.0, 9.25)]
+        first, second, other = ("all_gather", "a", -1.0, 2.0), ("all_gather", "b", 0.5, 6.0), ("other", "c", 9.0, 9.25)
+        spans = [(span.kind, span.name, span.begin, span.end) for span in TIMELINE.spans]
+        self.assertEqual(spans, compute + optimizer + exposed + [first, second, other])
+        with tempfile.TemporaryDirectory() as folder:
+            TIMELINE.save(os.path.join(folder, "step.json"))
+            with open(os.path.join(folder, "step.json")) as file:
+                trace = json.load(file)
+        expected = [{"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3"}}]
+        for row, track in enumerate((compute, optimizer, exposed, [first], [second], [other])):
+            where, kind = {"pid": 3, "tid": row}, track[0][0]
+            expected.append({"name": "thread_name", "ph": "M", **where, "args": {"name": kind}})
+            expected.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": row}})
+            for _, name, begin, end in track:
+                times = {"ts": 1e6 * (begin + 1), "dur": 1e6 * (end - begin)}  # None is before 0.
+                expected.append({"name": f"{kind} ({name})" if name else kind, "cat": kind, "ph": "X", **where, **times})
+        self.assertEqual(trace, {"traceEvents": expected, "displayTimeUnit": "ms"})
+
+    def test_a_picture_names_wide_bars_and_the_first_row_of_a_kind(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("step.png", "step.svg"):
+                TIMELINE.save(os.path.join(folder, name))
+            with open(os.path.join(folder, "step.png"), "rb") as file:
+                self.assertEqual(file.read(8), b"\x89PNG\r\n\x1a\n")
+            with open(os.path.join(folder, "step.svg")) as file:
+                texts = re.findall("<text [^>]*>([^<]*)</text>", file.read())
+        kinds, bars = ["compute", "optimizer", "exposed", "all-gather", "other"], ["a", "b", "a", "b"]
+        at = texts.index("milliseconds")  # Before it are numbers.
+        title = "rank 3: 10000.0 ms, 22% in exposed collectives"
+        self.assertEqual(texts[at:], ["milliseconds", *kinds, *bars, title])
 
     @ranks(2)
     def test_the_row_of_a_step_counts_what_the_layouts_say():
@@ -181,6 +207,10 @@ class MonitorTest(unittest.TestCase):
                 model(batch(0, False)[:, :-1])
             row = watch.step()
             assert set(row) == KEYS and (row["all_gather_calls"], row["all_gather_bytes"]) == (4, numel_of(model) * 4)
+            assert row["buffer_bytes"] == numel_of(model) * 4 // 2
+            model.blocks[0].unshard()
+            unsharded = buffer_layouts(model)["blocks.0"].numel * 4
+            assert watch.step()["buffer_bytes"] == row["buffer_bytes"] + unsharded
             assert (
                 row["reduce_scatter_calls"] == row["other_calls"] == row["optimizer_s"] == row["reduce_scatter_exposed_s"] == 0
             )
@@ -205,6 +235,15 @@ class MonitorTest(unittest.TestCase):
             row = watch.step()
             assert (row["other_calls"], row["other_bytes"], row["all_gather_bytes"]) == (1, 40, 0)
             assert row["exposed_s"] == row["other_exposed_s"] == row["other_s"] > 0
+            share, peak = row["exposed_s"] / row["step_s"], row["memory_peak_bytes"] / 2**30
+            text = f"{row['step_s']:.3f} s/step, {share:.0%} in collectives, peak of the process {peak:.2f} GiB"
+            assert watch.postfix() == text, (watch.postfix(), text)
+
+    @fake_group(1)
+    def test_a_system_without_proc_has_no_numbers_of_the_memory(self):
+        with monitor(fully_shard(nn.Linear(4, 4))) as watch, mock.patch("builtins.open", side_effect=FileNotFoundError):
+            row = watch.step()
+        self.assertEqual((row["memory_peak_bytes"], row["memory_reserved_bytes"]), (0.0, 0.0))
 
     @ranks(2)
     def test_a_restart_drops_what_was_counted():

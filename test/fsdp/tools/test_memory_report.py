@@ -11,7 +11,7 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-from common import error_of, ranks, run_ranks
+from common import error_of, fake_group, ranks, run_ranks
 from fsdp_common import batch, build, step_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +25,7 @@ from torch_ragged.fsdp import (
     DBuffer,
     Float8Policy,
     FSDPGrad,
+    MemoryReport,
     MemoryRow,
     buffer_layouts,
     elements,
@@ -251,6 +252,19 @@ class Planned(nn.Module):
         return self.head(x)
 
 
+def four_layers(side=64, trained=slice(None), mesh=None):
+    """Layers in units of their own. Only those of ``trained`` get gradients."""
+    model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(4))).requires_grad_(False)
+    model[trained].requires_grad_(True)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def step_on_ones(model, side=64):
+    model(torch.ones(2, side)).sum().backward()
+
+
 def storages_nbytes(tensors):
     """Bytes of the distinct storages of DTensors' locals."""
     storages = {t.to_local().untyped_storage().data_ptr(): t.to_local().untyped_storage().nbytes() for t in tensors}
@@ -321,6 +335,59 @@ class MemoryReportTest(unittest.TestCase):
                 assert once < predicted == resident.peak, (options, knob, once, predicted, resident.peak)
                 model.zero_grad()
                 getattr(model, knob)(False)
+
+    @fake_group(2)
+    @as_nccl()
+    def test_predicted_peak_knows_which_all_gathers_are_ahead(self):
+        for trained, change, moment, layers in (
+            (slice(1), lambda model: None, "backward of 3", 2),
+            (slice(1), lambda model: model[0].set_modules_to_forward_prefetch([model[1], model[2]]), "forward of 0", 3),
+            (slice(1), lambda model: model[3].set_modules_to_backward_prefetch([model[2], model[1]]), "backward of 3", 3),
+            (slice(4), lambda model: None, "backward of 1", 2),
+            (slice(4), lambda model: model.set_max_all_gathers_ahead(0), "backward of 0", 1),
+        ):
+            model = four_layers(trained=trained)
+            change(model)
+            peak = memory_report(model).peak
+            with Resident(model) as resident:
+                step_on_ones(model)
+            self.assertEqual((peak.name, peak.gathered), (moment, layers * 64 * 64 * 4))
+            self.assertEqual(peak.total, resident.peak)
+
+    @fake_group(2)
+    @as_nccl()
+    def test_predicted_peak_may_be_at_the_end_of_backward(self):
+        """There the root, which stays gathered, gets its reduced shard."""
+        model = fully_shard(nn.Linear(64, 64, bias=False))
+        model.set_reshard_after_backward(False)
+        peak = memory_report(model).peak
+        with Resident(model) as resident:
+            step_on_ones(model)
+        whole = 64 * 64 * 4
+        expected = MemoryRow("end of backward", sharded=whole // 2, gathered=whole, gradients=whole, grad=whole // 2)
+        self.assertEqual((peak, peak.total), (expected, resident.peak))
+
+    @fake_group(2)
+    @as_nccl()
+    def test_predicted_peak_has_one_copy_of_large_gradients(self):
+        """Matmuls add them to the gradient buffer."""
+        model = four_layers(side=256)
+        model.set_requires_gradient_sync(False)
+        predicted = memory_report(model).peak.total
+        with Resident(model) as resident:
+            accumulate(model.set_requires_gradient_sync, lambda: step_on_ones(model, 256))
+        self.assertEqual(predicted, resident.peak)
+
+    @fake_group(4)
+    @as_nccl()
+    def test_predicted_peak_is_a_bound_if_one_module_waits_for_its_replicas(self):
+        model = four_layers(mesh=init_device_mesh("cpu", (2, 2)))
+        once = memory_report(model).peak.total
+        model[0].set_requires_all_reduce(False)
+        predicted = memory_report(model).peak.total
+        with Resident(model) as resident:
+            accumulate(model[0].set_requires_all_reduce, lambda: step_on_ones(model))
+        self.assertTrue(once < resident.peak <= predicted, (once, resident.peak, predicted))
 
     @ranks(2)
     def test_predicted_peak_has_the_second_buffer_of_gloo():
@@ -447,7 +514,10 @@ class MemoryReportTest(unittest.TestCase):
         (note,) = report.notes
         assert note.startswith("Odd has no states yet. Those of its first step cannot be predicted, and are not in the peak: ")
         assert report.peak.optimizer == 0 and str(report).endswith(note)
-        assert memory_report(model, torch.optim.AdamW).notes[0].startswith("AdamW has no states yet. The peak has the ")
+        usual = memory_report(model, torch.optim.AdamW)
+        assert usual.notes[0].startswith("AdamW has no states yet. The peak has the ")
+        # Its step cannot run here, but the states are those of other steps.
+        assert memory_report(model, functools.partial(torch.optim.AdamW, capturable=True)) == usual
         assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
         for wrong in ("adam", lambda params: "adam", [3]):
             assert "TypeError: memory_report got " in error_of(memory_report, model, wrong), wrong
@@ -479,6 +549,21 @@ class MemoryReportTest(unittest.TestCase):
         names = [line.split()[0] for line in lines[1:]]
         assert names == [*buffer_layouts(model), "total", "peak:"] and len(set(map(len, lines))) == 1
         assert f"{report.total.sharded / 1024:.2f} KiB" in lines[-2] and f"{report.peak.total / 1024:.2f} KiB" in lines[-1]
+
+    def test_the_text_has_a_unit_for_any_number_of_bytes(self):
+        rows = [MemoryRow("a", 0, 1, 1023, 1024, 1536, 2**20), MemoryRow("blocks.0", 2**30, 2**40, 2**50, host=2**60)]
+        total, peak = MemoryRow("total", grad=2**20 - 1), MemoryRow("backward of a", gathered=7)
+        report = MemoryReport(tuple(rows), total, peak, ("a note",))
+        *lines, note = str(report).splitlines()
+        expected = [
+            "group, sharded params, gathered params, unreduced grads, .grad, optimizer states, states in host memory, total",
+            "a, 0 B, 1 B, 1023 B, 1.00 KiB, 1.50 KiB, 1.00 MiB, 3.50 KiB",
+            "blocks.0, 1.00 GiB, 1.00 TiB, 1024.00 TiB, 0 B, 0 B, 1048576.00 TiB, 1025.00 TiB",
+            "total, 0 B, 0 B, 0 B, 1024.00 KiB, 0 B, 0 B, 1024.00 KiB",
+            "peak: backward of a, 0 B, 7 B, 0 B, 0 B, 0 B, 0 B, 7 B",
+        ]
+        self.assertEqual([re.sub(" {2,}", ", ", line) for line in lines], expected)
+        self.assertEqual((note, len(set(map(len, lines)))), ("a note", 1))
 
     @ranks(2)
     def test_a_report_is_the_same_in_inference_mode():
