@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch_ragged.fsdp import (
     monitor,
 )
 from torch_ragged.fsdp._groups import named_groups as groups_of
-from torch_ragged.fsdp.tools._peak_flops import flops_per_token_of, peak_flops_of
+from torch_ragged.fsdp.tools._peak_flops import device_peak, flops_per_token_of, peak_flops_of
 from torch_ragged.fsdp.tools._timeline import timeline_of
 
 KINDS = ("all_gather", "reduce_scatter", "other")
@@ -176,7 +177,8 @@ class MonitorTest(unittest.TestCase):
         model = build("ragged", raf=True)
         with monitor(model) as watch:  # A CPU has no peak.
             step_of(model)
-            assert watch.peak_flops is None and "mfu" not in watch.step(tokens=144)
+            assert watch.peak_flops is None or watch._device.type == "cuda"
+            assert ("mfu" in watch.step(tokens=144)) == (watch.peak_flops is not None)
         with monitor(model, flops_per_token=3e6, peak_flops=2e9) as watch:
             step_of(model)
             assert "mfu" not in watch.step()
@@ -218,6 +220,9 @@ class MonitorTest(unittest.TestCase):
         self.assertEqual([peak_flops_of(name) for name in names], [989e12, 756e12, 835e12, 312e12, 1307e12])
         for name in ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GB200", "NVIDIA H200 NVL", "Tesla T4", ""):
             self.assertIsNone(peak_flops_of(name))
+        self.assertIsNone(device_peak(torch.device("cpu")))
+        with mock.patch("torch.cuda.get_device_name", return_value="NVIDIA H200"):
+            self.assertEqual(device_peak(torch.device("cuda", 0)), 989e12)
 
     @ranks(2)
     def test_the_row_of_an_evaluation_has_no_gradients():
