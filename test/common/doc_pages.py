@@ -2,11 +2,12 @@
 
 The blocks of a page follow each other. What the first ones need, such as ``model``, is a folded block of the page, which a
 reader can open and copy. A comment of HTML, ``<!-- ranks: 2 -->``, says how many ranks run a page from there on. A block that
-cannot run has ``<!-- not run: the reason -->`` before it.
+cannot run has ``<!-- not run: the reason -->`` before it, and one that needs a package ``<!-- needs: package -->``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 _REPOSITORY = pathlib.Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\S+\.(?:py|yaml|json))\n")
-_PIECE = re.compile(r"^<!-- (not run|ranks): (.*?)-->\n|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PIECE = re.compile(r"^<!-- (not run|ranks|needs): (.*?)-->\n|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Code:
         ranks: the ranks that run it.
         reason: why it does not run; empty if it does.
         is_file: it is a script, which a command of the page runs.
+        needs: the package without which it is left out; empty if it needs none.
     """
 
     line: int
@@ -38,28 +40,33 @@ class Code:
     ranks: int
     reason: str
     is_file: bool
+    needs: str = ""
+
+    @property
+    def can_run(self) -> bool:
+        return not self.is_file and not self.reason and (not self.needs or importlib.util.find_spec(self.needs) is not None)
 
 
 def code_of(page: str) -> list[Code]:
     """The Python code of ``docs/<page>`` in its order.
 
     Raises:
-        ValueError: a reason stands before no block, or a comment of ranks is no number.
+        ValueError: a reason or a package stands before no block, or a comment of ranks is no number.
     """
     text = (_REPOSITORY / "docs" / page).read_text()
-    found, ranks, reason = [], 1, ""
+    found, ranks, notes = list[Code](), 1, dict[str, str]()
     for piece in _PIECE.finditer(text):
         kind, note, body = piece.groups()
         line = text.count("\n", 0, piece.start()) + 2
         if kind == "ranks":
             ranks = int(note)
-        elif kind == "not run":
+        elif kind:
             if not text.startswith("```python", piece.end()):
-                raise ValueError(f"docs/{page}, line {line}: a reason not to run stands before no block of Python")
-            reason = note.strip()
+                raise ValueError(f"docs/{page}, line {line}: {kind!r} stands before no block of Python")
+            notes[kind] = note.strip()
         else:
-            found.append(Code(line, body, ranks, reason, bool(_FILE.match(body))))
-            reason = ""
+            found.append(Code(line, body, ranks, notes.get("not run", ""), bool(_FILE.match(body)), notes.get("needs", "")))
+            notes = {}
     return found
 
 
@@ -70,7 +77,7 @@ def run_code(page: str, folder: str) -> None:
     os.chdir(folder)
     try:
         for code in code_of(page):
-            if not code.is_file and not code.reason:
+            if code.can_run:
                 exec(compile("\n" * (code.line - 1) + code.text, f"docs/{page}", "exec"), names)
     finally:
         os.chdir(before)

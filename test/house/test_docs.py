@@ -30,7 +30,7 @@ PUBLIC = (
 def pages_with_code():
     """The pages with code that runs in a test's process, and the ranks that it needs."""
     pages = [page for page in PAGES if page != "recipes.md"]  # Each of its blocks is a program: see test_recipes.py.
-    found = {page: [code for code in code_of(page) if not code.is_file and not code.reason] for page in pages}
+    found = {page: [code for code in code_of(page) if code.can_run] for page in pages}
     return {page: max(code.ranks for code in codes) for page, codes in found.items() if codes}
 
 

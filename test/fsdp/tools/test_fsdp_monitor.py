@@ -22,6 +22,7 @@ from torch_ragged.fsdp import (
     monitor,
 )
 from torch_ragged.fsdp._groups import named_groups as groups_of
+from torch_ragged.fsdp.tools._peak_flops import device_peak, flops_per_token_of, peak_flops_of
 from torch_ragged.fsdp.tools._timeline import timeline_of
 
 KINDS = ("all_gather", "reduce_scatter", "other")
@@ -195,6 +196,58 @@ class MonitorTest(unittest.TestCase):
                 assert row["buffer_bytes"] == shards < row["buffer_peak_bytes"]  # Everything gathered is freed.
                 assert row["memory_peak_bytes"] >= row["memory_reserved_bytes"] > 1e7
                 assert "tokens/s, " in watch.postfix() and "% in collectives, peak " in watch.postfix()
+
+    @ranks(2)
+    def test_mfu_is_what_the_formula_says():
+        model = build("ragged", raf=True)
+        with monitor(model) as watch:  # A CPU has no peak.
+            step_of(model)
+            assert watch.peak_flops is None or watch._device.type == "cuda"
+            assert ("mfu" in watch.step(tokens=144)) == (watch.peak_flops is not None)
+        with monitor(model, flops_per_token=3e6, peak_flops=2e9) as watch:
+            step_of(model)
+            assert "mfu" not in watch.step()
+            step_of(model)
+            row = watch.step(tokens=144)
+            assert type(row["mfu"]) is float and abs(row["mfu"] - 144 * 3e6 / row["step_s"] / (2 * 2e9)) < 1e-9
+            assert f"tokens/s, MFU {row['mfu']:.1%}, " in watch.postfix()
+        for wrong in (0, -1.0, "1e9", True):
+            assert "takes a number > 0 as peak_flops" in error_of(lambda: monitor(model, peak_flops=wrong)), wrong
+            assert "as flops_per_token" in error_of(lambda: monitor(model, flops_per_token=wrong)), wrong
+
+    @ranks(2)
+    def test_flops_per_token_are_those_of_products_with_whole_weights():
+        """As torch counts them for tokens that pass the model: of 2 ranks, each has a half of the parameters."""
+        tied = nn.Sequential(
+            nn.Embedding(7, 6), nn.Linear(6, 5, bias=False), nn.Linear(5, 6, bias=False), nn.Linear(6, 7, bias=False)
+        )
+        counted = 6 * (30 + 30 + 42)
+        assert flops_per_token_of(tied) == counted
+        tied[3].weight = tied[0].weight
+        tied[1].weight.requires_grad_(False)
+        assert flops_per_token_of(tied) == counted - 2 * 30
+        assert monitor(fully_shard(tied)).flops_per_token == counted - 2 * 30
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+            net(torch.ones(4, 6, requires_grad=True)).sum().backward()
+        assert counter.get_total_flops() == 4 * flops_per_token_of(
+            nn.Sequential(nn.Linear(6, 5, False), nn.Linear(5, 3, False))
+        )
+
+    def test_peaks_are_of_whole_devices_that_are_known(self):
+        names = (
+            "NVIDIA H100 80GB HBM3",
+            "NVIDIA H100 PCIe",
+            "NVIDIA H100 NVL",
+            "NVIDIA A100-SXM4-80GB",
+            "AMD Instinct MI300X OAM",
+        )
+        self.assertEqual([peak_flops_of(name) for name in names], [989e12, 756e12, 835e12, 312e12, 1307e12])
+        for name in ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GB200", "NVIDIA H200 NVL", "Tesla T4", ""):
+            self.assertIsNone(peak_flops_of(name))
+        self.assertIsNone(device_peak(torch.device("cpu")))
+        with mock.patch("torch.cuda.get_device_name", return_value="NVIDIA H200"):
+            self.assertEqual(device_peak(torch.device("cuda", 0)), 989e12)
 
     @ranks(2)
     def test_the_row_of_an_evaluation_has_no_gradients():

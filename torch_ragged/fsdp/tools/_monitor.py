@@ -23,6 +23,7 @@ from torch_ragged.fsdp._groups import module_states, named_groups
 from torch_ragged.fsdp.comm._collectives import Work, WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.tools._memory_report import optimizers_or_makers, transient_nbytes
+from torch_ragged.fsdp.tools._peak_flops import device_peak, flops_per_token_of
 from torch_ragged.fsdp.tools._replay import high_water
 from torch_ragged.fsdp.tools._timeline import Timeline, timeline_of
 
@@ -32,7 +33,13 @@ _TIMED_KINDS = ("all_gather", "reduce_scatter", "other")
 _TIERS = ("tier_read", "tier_write", "tier_exposed")
 
 
-def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> Monitor:
+def monitor(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    flops_per_token: float | None = None,
+    peak_flops: float | None = None,
+) -> Monitor:
     """Watch the training steps of ``model`` until the end of the ``with`` block, or until :meth:`Monitor.close`.
 
     ::
@@ -45,13 +52,23 @@ def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
 
     It does not communicate. ``torch.profiler`` works without a monitor: collectives are always ranges with the name of their
     group. ``torch_ragged::all_gather (blocks.3)`` is the call, ``torch_ragged::all_gather_wait (blocks.3)`` is the wait. The
-    steps of the optimizers are timed. ``model`` has modules on which ``fully_shard`` was called.
+    steps of the optimizers are timed.
+
+    Args:
+        model: a model with modules on which ``fully_shard`` was called.
+        optimizer: the optimizer, or several of them.
+        flops_per_token: for ``mfu``, the FLOPs per token of a forward and a backward of the whole model. None: 6 per element of
+            the trained parameters and 4 per element of the frozen ones, without those that only an ``nn.Embedding`` has. This
+            leaves out the products of attention, and counts all experts. Give the number for experts, for long sequences, and
+            for a stage of a pipeline, because ``model`` is then not the whole model.
+        peak_flops: for ``mfu``, the most FLOPs per second of the device of one rank. None: those of dense bfloat16 products,
+            from a table of GPUs. On a CPU, an unknown GPU or a part of one (MIG), there is no ``mfu`` then.
 
     Raises:
         ValueError: ``fully_shard`` was called on no module of ``model``, or another monitor watches it.
-        TypeError: ``optimizer`` is neither an optimizer nor several of them.
+        TypeError: ``optimizer`` is neither an optimizer nor several of them, or a number of FLOPs is no number > 0.
     """
-    return Monitor(model, optimizer)
+    return Monitor(model, optimizer, flops_per_token=flops_per_token, peak_flops=peak_flops)
 
 
 class Monitor:
@@ -60,6 +77,8 @@ class Monitor:
     ============================  ====================================================================================
     ``step_s``                    seconds of the step
     ``tokens_per_s``              ``tokens`` of :meth:`step` per second; only if ``tokens`` was given
+    ``mfu``                       model FLOPs utilization: ``tokens_per_s * flops_per_token / (ranks * peak_flops)``, with the
+                                  ``tokens`` of all ranks; only if ``tokens`` was given, and :attr:`peak_flops` is known
     ``optimizer_s``               seconds in ``optimizer.step()``; 0 if ``monitor`` was not given the optimizer
     ``exposed_s``                 seconds in which the step waited for collectives: the sum of ``<kind>_exposed_s``
     ``compute_s``                 the rest of ``step_s``: forward, backward, data, collectives that are not watched
@@ -82,10 +101,25 @@ class Monitor:
 
     On a CPU, seconds are measured on the host. On a GPU, they are measured on the current stream by events, and a wait is the
     time for which the stream waits. :meth:`step` then waits for the stream, and :meth:`restart` resets the allocator's peaks.
+
+    Attributes:
+        flops_per_token: the FLOPs per token of ``mfu``.
+        peak_flops: the FLOPs per second that ``mfu`` takes for the device of one rank. None: unknown, and rows have no ``mfu``.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
         module_states(model)
+        for name, value in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if value is not None and not (is_number and value > 0):
+                raise TypeError(f"monitor takes a number > 0 as {name}, such as 1e9, or None, got {value!r}")
         self._groups = named_groups(model)
         if any(isinstance(group.collectives, _WatchedCollectives) for group in self._groups.values()):
             raise ValueError("another monitor watches this model: close() it first")
@@ -97,6 +131,8 @@ class Monitor:
         self._sharded = sum(group.sharded.nbytes for group in self._groups.values())
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._clock = _Clock(self._device.type == "cuda")
+        self.flops_per_token = flops_per_token_of(model) if flops_per_token is None else float(flops_per_token)
+        self.peak_flops = device_peak(self._device) if peak_flops is None else float(peak_flops)
         memories = [group.memory for group in self._groups.values()]
         self._logs = [("buffers", log) for memory in memories for log in (memory.gathered, memory.gradients)]
         self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
@@ -179,6 +215,9 @@ class Monitor:
         row: dict[str, float] = {"step_s": seconds, **dict.fromkeys(("optimizer_s", "exposed_s", "compute_s"), 0.0)}
         if tokens is not None:
             row["tokens_per_s"] = tokens / max(seconds, 1e-9)
+            if self.peak_flops is not None:
+                ranks = dist.get_world_size() if dist.is_initialized() else 1
+                row["mfu"] = row["tokens_per_s"] * self.flops_per_token / (ranks * self.peak_flops)
         for kind in ("optimizer", "exposed", "compute", *_TIMED_KINDS, *(_TIERS if self._offloaded else ())):
             row[f"{kind}_s"] = sum(span.end - span.begin for span in self._timeline.spans if span.kind == kind)
         for kind in _TIMED_KINDS:
@@ -207,6 +246,7 @@ class Monitor:
         if not row:
             return ""
         speed = f"{row['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row else f"{row['step_s']:.3f} s/step"
+        speed += f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
         share = row["exposed_s"] / max(row["step_s"], 1e-9)
         whose = "GPU" if self._device.type == "cuda" else "process"
         return f"{speed}, {share:.0%} in collectives, peak of the {whose} {row['memory_peak_bytes'] / 2**30:.2f} GiB"
