@@ -265,7 +265,7 @@ def test_runs_of_parameters_take_the_steps_of_the_whole_ones(options):
     optimizer = make(params, **({"stochastic_rounding": True} if options else {}))
     (group,) = optimizer.param_groups
     cuts = [[optimizer.piece_cut(param, param.numel(), at) for at in (-9, 31, 200, 1000, 2000, 5000)] for param in params]
-    # Bands of 8 rows, a last one of 5 x 8 rows; without blocks, multiples of 64.
+    # Bands of 8 rows have 384 and 192 elements. Without blocks, multiples of 64.
     assert cuts == [[0, 0, 384, 1152, 1920, 3072], [0, 0, 192, 960, 1920, 4800], [0, 0, 192, 1000, 1000, 1000]]
     pieces = []
     for index, (param, edges) in enumerate(zip(params, cuts)):
