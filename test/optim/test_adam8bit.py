@@ -20,7 +20,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import blocks, fully_shard
 from torch_ragged.optim import Adam8bit, AdamW8bit, BlockPolicy
-from torch_ragged.optim._blocks import aligned_placements, grid_placements
+from torch_ragged.optim._adam8bit import AdamStep
+from torch_ragged.optim._blocks import aligned_placements, flat_indices, grid_placements, regions_of
+from torch_ragged.optim._gather import Placed
 from torch_ragged.optim._quantize import code_book, dequantize, encode, quantize, round_to_bfloat16
 from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._ownership import owned
@@ -107,6 +109,35 @@ def test_grid_placements_against_counting():
     strided = (StridedRaggedShard((0,), (8, 24), split_factor=2), Shard(0))
     assert grid_placements((64, 48), (2, 2), strided, SMALL) == (StridedRaggedShard((0,), (1, 3), split_factor=2), Shard(0))
     assert grid_placements((64, 48), (2, 2), (StridedRaggedShard((0,), (1, 31), split_factor=2), Shard(0)), SMALL) is None
+
+
+def test_regions_are_the_blocks_of_a_rank_whatever_their_size():
+    rng, found = random.Random(1), 0
+    for _ in range(60):
+        shape = rng.choice([(64, 48), (5, 40, 24), (33, 65)])
+        mesh_shape, placements = _random_placements(shape, rng)
+        grid = grid_placements(shape, mesh_shape, placements, SMALL)
+        if grid is None:
+            continue
+        coordinate = tuple(rng.randrange(size) for size in mesh_shape)
+        elements, scales = (
+            flat_indices(Placed(shape_of, mesh_shape, cuts_of(cut)), coordinate, torch.device("cpu"))
+            for shape_of, cut in ((shape, placements), (SMALL.grid(shape), grid))
+        )
+        *_, blocks_down, blocks_across = SMALL.grid(shape)
+        most = rng.choice([1, 500, 2500, 1 << 30])
+        regions = regions_of(Placed(shape, mesh_shape, cuts_of(placements)), coordinate, SMALL, most)
+        assert sum(region.numel for region in regions) == len(elements)
+        assert sum(math.prod(region.grid) for region in regions) == len(scales)
+        for region in regions:
+            assert region.numel <= most or region.grid[:2] == (1, 1), (region, most)
+            indices = region.indices(torch.device("cpu"))
+            assert torch.equal(indices, region.of(elements))
+            rows, columns = indices[:, ::8, ::16] // shape[-1], indices[:, ::8, ::16] % shape[-1]
+            bands = rows // shape[-2] * blocks_down + rows % shape[-2] // 8
+            assert torch.equal(region.scales(scales), bands * blocks_across + columns // 16)
+            found += 1
+    assert found > 100, found
 
 
 # --- codes ----------------------------------------------------------------------------------------------------------
@@ -215,6 +246,52 @@ def test_a_step_moves_no_weight_by_much_more_than_the_learning_rate(gradients, c
             optimizer.step()
             largest = float((param.detach() - before).abs().max())
             assert largest < 2, f"step {step}: {largest} learning rates"
+
+
+def test_square_roots_are_those_of_float64_rounded_once():
+    """As on a GPU. Roots of the CPU's library err in the last place, by elements and by their place in a vector."""
+    gradient, (param, m), v = value(0, 0, (4099,)), torch.zeros(2, 4099), value(1, 0, (4099,)).abs()
+    expected = -gradient / v.double().sqrt().float()
+    numbers = AdamStep(1.0, 0.0, beta1=0.0, beta2=1.0, eps=0.0, step_size=1.0, correction=1.0, rounding_key=None)
+    numbers.update(param, gradient, m, v)
+    assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "stochastic_rounding": True}])
+def test_runs_of_parameters_take_the_steps_of_the_whole_ones(options):
+    """As offloaded(AdamW8bit) steps: each run has its own memory, and begins and ends between bands of blocks."""
+    dtype = options.get("dtype", torch.float32)
+    params = make_params("", None, ((64, 48), (5, 40, 24), (1000,)), dtype)
+    optimizer = make(params, **({"stochastic_rounding": True} if options else {}))
+    (group,) = optimizer.param_groups
+    cuts = [[optimizer.piece_cut(param, param.numel(), at) for at in (-9, 31, 200, 1000, 2000, 5000)] for param in params]
+    # Bands of 8 rows have 384 and 192 elements. Without blocks, multiples of 64.
+    assert cuts == [[0, 0, 384, 1152, 1920, 3072], [0, 0, 192, 960, 1920, 4800], [0, 0, 192, 1000, 1000, 1000]]
+    pieces = []
+    for index, (param, edges) in enumerate(zip(params, cuts)):
+        flat = param.detach().flatten()
+        pieces += [
+            (nn.Parameter(flat[start:stop].clone()), param, index, start, stop)
+            for start, stop in zip(edges, edges[1:])
+            if start < stop
+        ]
+    of_runs = optimizer.piece_optimizer(pieces, [{**group, "params": [leaf for leaf, *_ in pieces]}])
+    for step in (1, 2):
+        set_gradients(params, step)
+        for leaf, param, _, start, stop in pieces:
+            leaf.grad = param.grad.flatten()[start:stop].clone()
+        optimizer.step()
+        of_runs.step()
+    for leaf, param, _, start, stop in pieces:
+        assert torch.equal(leaf, param.flatten()[start:stop]), (param.shape, start, stop)
+        sizes = optimizer.piece_states(param, group, start, stop)
+        for name, whole_state in optimizer.state[param].items():
+            if name != "step":
+                first, last = optimizer.piece_run(param, name, start, stop)
+                state = of_runs.state[leaf][name]
+                assert torch.equal(state, whole_state.flatten()[first:last]), (param.shape, start, stop, name)
+                assert sizes.pop(name) == (last - first, state.dtype)
+        assert not sizes
 
 
 def test_state_takes_two_bytes_per_element():
@@ -458,6 +535,10 @@ def test_bad_input_is_refused():
     for name, bad in {"lr": -1.0, "betas": (0.9, 1.0), "eps": -1.0, "weight_decay": -1.0, "code": "x"}.items():
         message = error_of(AdamW8bit, [param], **{name: bad})
         assert message.startswith("ValueError: AdamW8bit") and name in message, message
+    for name in ("lr", "eps", "weight_decay", "betas"):
+        pair = torch.tensor([0.5, 0.25])
+        error = error_of(AdamW8bit, [param], **{name: (pair, 0.9) if name == "betas" else pair})
+        assert error.startswith(f"ValueError: AdamW8bit {name} must be ") and "tensor([0.5000, 0.2500])" in error, error
     assert error_of(AdamW8bit, [param], policy=blocks(32, 32)).startswith("TypeError: AdamW8bit policy")
     assert "bfloat16" in error_of(AdamW8bit, [param], stochastic_rounding=True)
     embedding = nn.Embedding(4, 4, sparse=True)

@@ -523,9 +523,12 @@ def test_flights_hold_the_cap_and_share_the_cost():
             ]
             assert sum(held) <= 256
     assert "max_root_bytes=255" in error_of(split_flights, stacks, roots.of, 2, 255)
-    for count, expected in ((64, 4), (640, 8)):  # Roots of 1 and 10 GiB.
-        large = [Stack((count, 4096, 4096), 1.0)]
-        assert max(split_flights(large, assign_roots(large, 2).of, itemsize=2)[0]) == expected - 1
+    # Roots of 1 and of 10 GiB; and of 8 GiB, where one matrix takes a third of a root's time.
+    some, many, uneven = [(64, 1.0)], [(640, 1.0)], [(500, 1.0), (1, 90.0)]
+    for stacks, expected in ((some, 4), (many, 8), (uneven, 3)):
+        large = [Stack((count, 4096, 4096), cost) for count, cost in stacks]
+        flights = split_flights(large, assign_roots(large, 2).of, itemsize=2)
+        assert max(map(max, flights)) == expected - 1, stacks
     assert split_flights([], [], 2) == ()
 
 
@@ -785,6 +788,8 @@ def test_bad_input_is_refused():
         message = error_of(Muon, [matrix], **{name: "2e-2"})
         assert message.startswith(f"ValueError: Muon {name} must be a") and message.endswith("got '2e-2'"), message
     assert "betas must be two numbers in [0, 1), got 0.9" in error_of(Muon, [matrix], betas=0.9)
+    error = error_of(Muon, [matrix], lr=torch.tensor([1.0, 2.0]))
+    assert error == "ValueError: Muon lr must be a number >= 0, got tensor([1., 2.])", error
     for bad in ((32, 32), {"w": ((4, 4), 0)}, (("4", "4"), 0), ((), 0)):
         assert error_of(Muon, [matrix], segments=bad).startswith("TypeError: Muon segments must be the sizes"), bad
         text = error_of(matrix_groups, nn.Linear(8, 8), segments={"weight": bad})

@@ -73,6 +73,17 @@ class PolicyTest(unittest.TestCase):
         choose(policy, params, 4)
         self.assertEqual(policy.groups[0].whole, ("w",))
 
+    def test_one_rank_keeps_the_plan_without_a_policy(self):
+        """All matrices are at home there: a plan that keeps them whole takes as long, and no less."""
+        policy = muon_policy()
+        choose(policy, [("w", Shaped(8, 8))], 1)
+        self.assertEqual((policy.groups[0].whole, policy.groups[0].cut), ((), ("w",)))
+
+    def test_ranks_without_matrices_have_even_work(self):
+        policy = muon_policy(lambda name, param: False)
+        choose(policy, [("w", Shaped(8, 8))], 2)
+        self.assertEqual(policy.imbalance(2), (1.0, 1.0))
+
     def test_no_plan_of_a_model_is_worse_than_without_a_policy(self):
         for model, size in (("qwen3-30b-a3b", 8), ("gpt-oss-120b", 8), ("gpt-oss-120b", 64), ("llama-3-70b", 512)):
             policy, total, without_padding = muon_policy(lambda name, _: not name.endswith("bias")), 0.0, 0.0

@@ -110,7 +110,7 @@ class ByKind(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.kind = kind
+        self.kind, self.mask = kind, 0.0
         self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in range(3))
 
     def logits(self, x):
@@ -133,7 +133,7 @@ class ByKind(nn.Module):
                     None, None, False, 0.0, self.v.weight, None, need_weights=False
                 )[0]  # fmt: skip
             case "products":
-                return logits.softmax(-1) @ v
+                return (logits + self.mask).softmax(-1) @ v
             case "nn.Softmax in float32":
                 return nn.Softmax(-1)(logits.bfloat16().float()) @ v
             case "einsum":
@@ -168,6 +168,18 @@ def test_logits_are_seen_however_attention_is_computed(kind):
     (found,) = clip.step()
     torch.testing.assert_close(found, largest, rtol=1e-2 if "float32" in kind else 1e-5, atol=0)
     torch.testing.assert_close(attention.logits(x)[2].amax((0, 2, 3)), torch.ones(2), rtol=1e-2, atol=0)
+
+
+def test_logits_of_zeros_are_seen_with_and_without_a_mask():
+    """As in a layer that starts with weights of zeros: the largest of each row is 0, but no maximum was subtracted."""
+    for mask in (0.0, -1e4, -torch.inf):
+        attention = ByKind("products")
+        attention.q.weight.data.zero_()
+        attention.mask = torch.full((5, 5), mask).triu(1)
+        clip = QKClip([QKLayer.of(attention.q, attention.k, heads=2)], threshold=1.0)
+        clip.watch([attention])
+        attention(torch.randn(3, 5, 16))
+        assert torch.equal(clip.step()[0], torch.zeros(2)), mask
 
 
 @pytest.mark.parametrize("kind", ["exponentials", "shifted", "nothing", "not called"])

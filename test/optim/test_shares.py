@@ -2,6 +2,7 @@
 
 import itertools
 import unittest
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.optim import SOAP, Muon, Shampoo, matrix_groups
+from torch_ragged.optim._gather import Placed, shares_of
 from torch_ragged.optim._roots import Stack, assign_roots
+from torch_ragged.tensor._ownership import Run, Units, Whole
 
 SHARES = (([3, 2, 1, 0], False), ([0, 1, 0, 1], True), ([3, 2, 1, 0], True), ([9, 1, 1, 1], True))
 KINDS = ((Muon, {}), (Muon, {"neuron_beta": 0.9}), (Muon, {"row_blocks": 4}), (SOAP, {}), (Shampoo, {}))
@@ -74,6 +77,21 @@ class WeightsTest(unittest.TestCase):
             params, optimizer = trained(kind, options, [1, 0], mesh, apart=True)
             assert (nbytes_of(optimizer) == 0) is (mesh.get_coordinate()[1] == 1), (kind, options)
             assert_same(wholes(params, optimizer), wholes(*trained(kind, options, None, mesh)), kind.__name__)
+
+
+class SharesTest(unittest.TestCase):
+    def test_shares_are_those_of_all_elements_with_a_mean_of_one(self):
+        """Units count by their elements: there are 2 on the first rank, 6 + 20 and 20 on the others."""
+
+        def placed(shape, *units):
+            return Placed(shape, (3,), (Run(len(shape), Units.of(units)),))
+
+        first, second = placed((2, 4), 1, 3, 0), placed((5, 8), 0, 1, 1)
+        self.assertEqual(shares_of([first, second]), (0.125, 1.625, 1.25))
+        replicas = [replace(each, mesh_shape=(2, 3), cuts=(Whole(), *each.cuts)) for each in (first, second)]
+        self.assertEqual(shares_of(replicas), (0.125, 1.625, 1.25) * 2)
+        for about_equal in ([placed((4, 4), 1, 2, 1)], [placed((0, 4), 1, 3, 0)], []):
+            self.assertIsNone(shares_of(about_equal))
 
 
 class AssignTest(unittest.TestCase):

@@ -273,16 +273,20 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
 
 def check_numbers(name: str, group: dict[str, Any], *options: str) -> None:
     """Raise ``ValueError`` if one of these options is no number >= 0, or ``betas`` are not two numbers in [0, 1)."""
-    kinds: Any = numbers.Real, torch.Tensor
     for option in options:
         value = group[option]
         # ``not >=`` and not ``<``: NaN must raise, too.
-        if not isinstance(value, kinds) or not value >= 0.0:
+        if not _is_number(value) or not value >= 0.0:
             raise ValueError(f"{name} {option} must be a number >= 0, got {value!r}")
     betas = group["betas"]
     is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-    if not is_pair or not all(isinstance(beta, kinds) and 0.0 <= beta < 1.0 for beta in betas):
+    if not is_pair or not all(_is_number(beta) and 0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"{name} betas must be two numbers in [0, 1), got {betas!r}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a real number, or a tensor of one element."""
+    return isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def check_placement(param: torch.Tensor, name: str) -> None:

@@ -97,9 +97,6 @@ class MatrixOptimizer(RaggedOptimizer):
         given = group["params"]
         group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
         self._check_algorithm(group["algorithm"])
-        lr = group["lr"]
-        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            raise ValueError(f"{name} lr must be a number or a tensor of one element, got {lr.numel()} elements")
         check_numbers(name, group, "lr", "weight_decay", "eps", "adamw_eps")
         for entry in group["params"]:
             self._check_param(entry[1] if isinstance(entry, tuple) else entry, group["algorithm"], group.get("segments"))
