@@ -62,8 +62,10 @@ class Odd(nn.Module):
         with torch.random.fork_rng():
             self.before = nn.Parameter(torch.rand(4, 3))
         self.same_numbers = nn.Parameter(torch.rand(4, 3))
-        self.filled = nn.ParameterList([torch.full((3, 2), 2.5), torch.full_like(self.before, 3), self.before.new_full((3,), 4)])
-        self.from_overlapping = nn.Parameter(torch.empty_strided((2, 3), (1, 1)).copy_(torch.rand(2, 3)).clone())
+        self.filled = nn.ParameterList(
+            [torch.full((3, 2), 2.5), torch.full_like(self.before, 3), self.before.new_full((3,), 4)]
+        )
+        self.from_overlapping = nn.Parameter(torch.empty_strided((2, 3), (1, 1)).copy_(torch.rand(2, 3)).contiguous())
         generator = torch.Generator(torch.get_default_device()).manual_seed(5)
         self.given = nn.ParameterList([torch.randn(20, generator=generator), torch.empty(20).normal_(generator=generator)])
         self.permuted, self.odd_count = nn.Parameter(torch.randperm(9).float()), nn.Parameter(torch.randn(17))
@@ -391,10 +393,10 @@ class DeferredInitTest(unittest.TestCase):
             def __init__(self):
                 super().__init__()
                 self.uniform, self.chosen = nn.Parameter(torch.rand(512, 512)), nn.Parameter(torch.rand(144, 512).bernoulli())
-                self.scaled, self.pair = nn.Parameter(torch.randn(512, 512)), nn.Parameter(torch.empty(2, 1 << 17))
+                self.scaled, self.pair = nn.Parameter(torch.randn(512, 512)), nn.Parameter(torch.empty(1 << 17, 2))
                 with torch.no_grad():
                     self.scaled.mul_(0.5).add_(1)
-                    self.pair[:, 1:5].fill_(2)
+                    self.pair[1:5].fill_(2)
 
         def function():
             module = nn.Sequential(*(nn.Linear(512, 513) for _ in range(4)))  # Of 513 rows, the first rank has one more.
