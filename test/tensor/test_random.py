@@ -546,6 +546,7 @@ class RandomTest(ExpectTestCase):
         self.assertEqual([op for op in ruled if "like" in op and "generator" in op], [])
         self.assertLessEqual({f"aten.{name}.generator" for name in _random._FACTORIES}, set(decomposed))
         self.assertLessEqual({f"aten.{name}.default" for name in _random._FACTORIES}, set(ruled))
+        self.assertLessEqual({"aten.bernoulli.p", "aten.random_.default", "aten.rrelu_with_noise.default"}, set(ruled))
 
     def test_compiled_code_draws_the_numbers_of_eager(self):
         run_ranks(2, check_compiled, without_draws, ((0, 1),))

@@ -281,7 +281,7 @@ def _agree_on_starts(
                 if tape not in changes:
                     changes[tape] = Counter(storage for entry in tape.entries.values() for storage in entry.changed)
                 # Not of all tensors: one rank may have imported the module's package in the construction, another one before.
-                lines.add(f"{changes[tape][origin.part.storage]} ops on {name}")
+                lines.add(f"{name}: {changes[tape][origin.part.storage]} ops")
                 states = (bytes(stream.start.numpy()) for stream in tape.streams.values())
                 lines.update(f"random state {hashlib.sha256(state).hexdigest()[:12]}" for state in states)
     # In the order of names, which the ranks of a mesh have in common: ranks of several meshes agree in the same order. A rank
