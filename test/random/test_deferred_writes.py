@@ -414,6 +414,23 @@ class DeferredWritesTest(unittest.TestCase):
         other.a.weight = got.a.weight
         self.assertIs(materialize(other).a.weight, got.a.weight)
 
+    def test_a_change_that_puts_the_generator_back_leaves_it_where_the_construction_ends(self):
+        def fork(model):
+            with torch.random.fork_rng():
+                torch.manual_seed(7)
+                nn.init.normal_(model[0].weight)
+
+        def set_back(model):
+            state = torch.get_rng_state()
+            nn.init.normal_(model[0].weight)
+            torch.set_rng_state(state)
+
+        for change in (fork, set_back):
+            want = changed(build, change)
+            numbers = torch.rand(3)
+            check_equal(materialize(changed(lambda: deferred_init(build), change)), want, change.__name__)
+            self.assertTrue(torch.equal(torch.rand(3), numbers), change.__name__)
+
     def test_streams_that_are_continued_in_turns_are_those_of_one_device(self):
         def program(make):
             torch.manual_seed(0)

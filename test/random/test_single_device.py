@@ -496,6 +496,7 @@ class SingleDeviceTest(unittest.TestCase):
             lambda x, out, g: aten.geometric.out(x, 0.3, out=out, generator=g),
             lambda x, out, g: aten.random.from_out(x, 0, 9, out=out, generator=g),
             lambda x, out, g: aten.rand_like.out(x, out=out),
+            lambda x, out, g: aten.rand_like.generator_out(x, out=out, generator=g),
             lambda x, out, g: aten.randint_like.low_dtype_out(x, 3, 10, out=out),
             lambda x, out, g: aten.native_dropout.out(x, 0.5, True, out0=out, out1=torch.empty_like(out, dtype=torch.bool))[0],
         )

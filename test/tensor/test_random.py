@@ -9,7 +9,7 @@ import unittest.mock
 import pytest
 import torch
 import torch.nn.functional as F
-from common import error_of, ranks, run_ranks
+from common import enter_fake_group, error_of, ranks, run_ranks
 from oracle import local_of, random_placement
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,8 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.common_utils import TestCase as ExpectTestCase
 
 from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged.tensor import _random
 from torch_ragged.tensor._cut_placement import has_flat
-from torch_ragged.tensor._random import before_draw
+from torch_ragged.tensor._ops import _rules
+from torch_ragged.tensor._random import Holding, before_draw
 from torch_ragged.tensor.placement_types import normalize_placements
 
 FLOATS, INTS = (torch.float32, torch.bfloat16, torch.float64), (torch.int64, torch.int32, torch.uint8)
@@ -525,6 +527,26 @@ class RandomTest(ExpectTestCase):
         with torch.inference_mode():
             torch.manual_seed(1)
             assert torch.equal(torch.rand_like(x).full_tensor(), torch.manual_seed(1) and torch.rand(4, 3))
+
+    def test_what_a_rank_holds_is_spread_over_zeros_and_kept_again(self):
+        enter_fake_group(self, 2, rank=1)
+        local = torch.arange(1.0, 10)
+        x = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [RaggedShard((0,), (1, 3))], shape=(4, 3), stride=(3, 1))
+        holding = Holding(x._spec)
+        whole = holding.spread(local)
+        self.assertEqual(whole.tolist(), [[0, 0, 0], [1, 2, 3], [4, 5, 6], [7, 8, 9]])
+        self.assertTrue(torch.equal(holding.keep(whole), local))
+
+    def test_all_forms_of_random_ops_have_rules_but_those_with_out(self):
+        """Those of factories that take a generator are decomposed: torch 2.11 finds no dispatch key for them."""
+        with unittest.mock.patch.dict(_rules._rules, clear=True), unittest.mock.patch.dict(_rules._decompositions, clear=True):
+            _random._register_rules()
+            ruled, decomposed = (sorted(map(str, ops)) for ops in (_rules._rules, _rules._decompositions))
+        self.assertEqual([op for op in [*ruled, *decomposed] if "out" in op.split(".")[-1]], [])
+        self.assertEqual([op for op in ruled if "like" in op and "generator" in op], [])
+        self.assertLessEqual({f"aten.{name}.generator" for name in _random._FACTORIES}, set(decomposed))
+        self.assertLessEqual({f"aten.{name}.default" for name in _random._FACTORIES}, set(ruled))
+        self.assertLessEqual({"aten.bernoulli.p", "aten.random_.default", "aten.rrelu_with_noise.default"}, set(ruled))
 
     def test_compiled_code_draws_the_numbers_of_eager(self):
         run_ranks(2, check_compiled, without_draws, ((0, 1),))

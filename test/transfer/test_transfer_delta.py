@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch_ragged import RaggedShard, transfer
 from torch_ragged.fsdp import fully_shard, rows
 from torch_ragged.optim import AdamW8bit, Muon, Shampoo
+from torch_ragged.transfer._changes import _weights
 
 MODES = (None, "checksum")
 
@@ -181,6 +182,13 @@ def seen_ways(kind, modes):
 
 
 class TransferDeltaTest(unittest.TestCase):
+    def test_weights_of_checksums_are_the_numbers_of_splitmix64(self):
+        """Its published numbers after the seed 1234567, made odd."""
+        published = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
+        row, other = _weights(torch.device("cpu"), 6, (1234567, 0)).tolist()
+        self.assertEqual([weight % 2**64 for weight in row[1:]], [number | 1 for number in published])
+        self.assertEqual(other[1] % 2**64, 0xE220A8397B1DCDAF)
+
     def test_every_way_to_write_is_seen(self):
         for kind, modes in {"Shard": MODES, "RaggedShard": ("checksum",), "fully_shard": ("checksum", None)}.items():
             answers = run_ranks(2, seen_ways, kind, modes)

@@ -1,5 +1,6 @@
 """transfer.plan() and Plan.run(): tensors move between any meshes of one world; errors end on every rank."""
 
+import contextlib
 import io
 import itertools
 import os
@@ -12,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from common import context_of_ranks, error_of, ranks, run_ranks
+from common import context_of_ranks, enter_fake_group, error_of, ranks, run_ranks
 from doc_pages import run_page
 from oracle import SIZES, local_of, random_placement
 from soon import soon
@@ -405,7 +406,7 @@ class TransferPlanTest(unittest.TestCase):
             "ValueError: plan(target=): ranks [7] hold tensors": lambda: transfer.plan(w, to(mesh=[1, 7])),
             "ValueError: transfer.plan: no rank gave a target": lambda: transfer.plan(w, None),
             "ValueError: plan(max_bytes=)": lambda: transfer.plan(w, to(), max_bytes=0),
-            "ValueError: max_bytes is too small: w needs": lambda: transfer.plan(w, to(), max_bytes=8),
+            "ValueError: max_bytes is too small: w needs": lambda: transfer.plan(w, to(), max_bytes=1),
             "TypeError: plan(source=): w is int": lambda: transfer.plan({"w": 3}, to()),
             "TypeError: plan(source=) takes": lambda: transfer.plan([w], to()),
         }
@@ -542,6 +543,22 @@ class TransferPlanTest(unittest.TestCase):
         self.assertEqual(text.splitlines(), lines)
         self.assertEqual(short.splitlines()[1:], ["from \\ to  ...  copies", "...        ...     ..."])
         self.assertEqual([sent for _, _, sent in others], [8192, 0])
+
+    def test_a_picture_of_many_ranks_leaves_out_those_in_the_middle(self):
+        enter_fake_group(self, 8)
+        source = {"w": transfer.Spec((4, 256), torch.float32, [0, 1, 2, 3], [Shard(0)])}
+        target = {"w": transfer.Spec((4, 256), torch.float32, [4, 5, 6, 7], [Shard(1)])}
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            text = transfer.visualize(transfer.plan(source, target), max_ranks=3)
+        lines = [
+            "from \\ to      4  ...      7  copies",
+            "0          256 B  ...  256 B",
+            "...          ...  ...    ...     ...",
+            "3          256 B  ...  256 B",
+        ]
+        self.assertEqual(text.splitlines()[1:], lines)
+        self.assertEqual(printed.getvalue(), text)
 
 
 class OwnedBoxesTest(unittest.TestCase):

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from common import error_of, ranks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ragged import RaggedShard, transfer
+from torch_ragged.tensor._box_tensor import with_layout
+from torch_ragged.tensor._global_layout import GlobalLayout
 from torch_ragged.transfer import _execution, _plan, _watch
+from torch_ragged.transfer._check import check_memory
 
 
 def mesh_of(ranks, shape=None):
@@ -26,6 +29,49 @@ def dtensor(full, mesh, placements):
 
 
 class TransferRunTest(unittest.TestCase):
+    @ranks(2)
+    def test_a_source_that_is_read_in_place_needs_no_more_than_its_plan():
+        """The fewest bytes that plan() takes for it. A source with other strides needs more, and run() says so."""
+        mesh, full = mesh_of([0, 1]), torch.arange(16.0).view(4, 4)
+        source, target = ({"w": dtensor(each, mesh, [Replicate()])} for each in (full, torch.zeros(4, 4)))
+        assert "w needs at least 24 bytes" in error_of(lambda: transfer.plan(source, target, max_bytes=23))
+        plan = transfer.plan(source, target, max_bytes=24)
+        plan.run(source, target)
+        assert plan.is_complete and torch.equal(target["w"].to_local(), full)
+        turned = {"w": DTensor.from_local(full.t(), mesh, [Replicate()], run_check=False)}
+        assert "w needs at least 32 bytes" in error_of(plan.run, turned, target)
+
+    @ranks(2)
+    def test_a_padded_source_with_other_strides_keeps_within_max_bytes():
+        """What is copied of two of its rows has the padding between them: it is read row by row."""
+        whole, padded = torch.arange(24.0).view(6, 4), torch.full((6, 64), -1.0)
+        padded[:, :4] = whole
+        padded = with_layout(padded.t().contiguous().t(), GlobalLayout((6, 4), ((0, 0),), ((0, 0),), ((6, 4),)))
+        target = {"w": dtensor(torch.zeros(6, 4), mesh_of([0, 1]), [Replicate()])}
+        plan = transfer.plan({"w": padded}, target, max_bytes=256)
+        plan.run({"w": padded}, target)
+        assert torch.equal(target["w"].to_local(), whole) and 0 < plan.last_peak_bytes <= 256
+
+    def test_a_tensor_on_another_device_than_the_messages_is_refused(self):
+        text = "ValueError: run(): w is on cpu, and this group's messages are on cuda:1: move it there"
+        for source, target in (({"w": torch.ones(2)}, {}), ({}, {"w": torch.ones(2)})):
+            self.assertEqual(error_of(check_memory, source, target, torch.device("cuda", 1)), text)
+
+    def test_a_store_that_is_lost_is_named_with_what_was_on_its_way(self):
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        dist.init_process_group("fake", store=dist.TCPStore("127.0.0.1", server.port, is_master=False), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        with mock.patch.object(_watch, "announce"):  # It would listen in this process.
+            watch = _watch.Watch([0], "lost", timedelta(seconds=1), torch.device("cpu"))
+        del server
+        error = watch.failed(OSError("no memory"), "Plan.run()", ("a", "b"))
+        self.assertIsInstance(error, transfer.TransferError)
+        self.assertRegex(
+            str(error),
+            r"^Plan.run\(\) failed while a, b was on its way: no memory. The store of the process group does not answer "
+            r"\(.*\). The source is unchanged. The target is not complete$",
+        )
+
     @ranks(2)
     def test_a_plan_says_whether_its_last_run_is_complete():
         """It says so of the last run only, also if that one ended before its first collective."""
@@ -62,13 +108,13 @@ class TransferRunTest(unittest.TestCase):
         source = {name: dtensor(torch.ones(64), mesh, [Shard(0)]) for name in "abc"}
         target = {name: dtensor(torch.zeros(64), there, [Shard(0)]) for name in "abc"}
         plan = transfer.plan(source, target, timeout=timedelta(minutes=10), max_bytes=512)
-        broken = mock.patch.object(_execution.Execution, "_send", side_effect=OSError("no memory is left"))
+        broken = mock.patch.object(_execution, "pack", side_effect=OSError("no memory is left"))
         soon = mock.patch.multiple(_watch, _TRANSFER_SLICE=0.1, _TRANSFER_PATIENCE=5.0)
         with soon, broken if rank == 0 else contextlib.nullcontext():
             text = error_of(plan.run, source, target)
         assert "rank 0: OSError: no memory is left" in text and "is unchanged" in text, text
         assert not plan.is_complete
-        assert rank == 0 or re.search("failed while [abc] was on its way", text), text
+        assert re.search(f"failed while {'a' if rank == 0 else '[abc]'} was on its way", text), text
         # Rank 0 lives until the others have ended: they have heard it, and not its connections close.
         store = dist.PrefixStore("heard", dist.distributed_c10d._get_default_store())
         store.set(f"rank {rank}", "")

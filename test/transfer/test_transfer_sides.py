@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch_ragged import RaggedShard, owned_boxes, transfer
 from torch_ragged._ranks.groups import can_order_groups
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.transfer._sides import RelocatedSide, TensorSide, specs_of
 
 REDUCE = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin}
 PARALLEL = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -70,6 +71,29 @@ def owned_boxes_at(spec, index):
 
 
 class TransferSidesTest(unittest.TestCase):
+    def test_a_plain_tensor_lies_on_the_mesh_beside_it_that_has_all_ranks(self):
+        """As a replicated DTensor of the only mesh; of several meshes, as one of all their ranks."""
+        grid, column = (
+            transfer.Spec((4,), torch.float32, torch.tensor(mesh), [Shard(0)] * 2) for mesh in ([[0, 1], [2, 3]], [[2], [0]])
+        )
+        plain = torch.zeros(6, dtype=torch.int64)
+        found = specs_of({"a": grid, "b": grid, "plain": plain}, "source")
+        self.assertEqual(found["plain"], transfer.Spec((6,), torch.int64, grid.mesh, [Replicate(), Replicate()]))
+        for given in ({"a": grid, "b": column}, {"b": column, "a": grid}):
+            found = specs_of({"plain": plain, **given}, "source")
+            self.assertEqual(found, {"plain": transfer.Spec((6,), torch.int64, [0, 1, 2, 3], [Replicate()]), **given})
+
+    def test_relocated_pieces_are_read_of_the_first_replica_that_has_a_holder(self):
+        spec = transfer.Spec((4, 2), torch.float32, torch.tensor([[0, 1], [2, 3]]), [Replicate(), Shard(0)])
+        side = RelocatedSide({"w": spec}, {2: 5, 1: 4, 3: 4})
+        found = {rank: [(h.ranks, h.key, h.owned.boxes[0].offsets) for h in side.held_by("w", rank)] for rank in (0, 1, 4, 5)}
+        rows = {4: [((4,), "w of rank 1", (2, 0))], 5: [((5,), "w of rank 2", (0, 0))]}
+        self.assertEqual(found, {0: [], 1: [], **rows})
+        (whole,) = TensorSide({"w": transfer.Spec((4, 2), torch.float32, [0], [Replicate()])}).held_by("w", 0)
+        near = [(h.ranks, h.key, h.owned.boxes[0].offsets) for h in side.near("w", whole.owned)]
+        self.assertEqual(sorted(near), [rows[4][0], rows[5][0]])
+        self.assertEqual(side.ranks, {4, 5})
+
     @ranks(4)
     def test_modules_with_tensor_parallelism_move_to_and_from_others():
         """As docs/meshes.md makes it: parameters are on the mesh of all ranks, on columns of it, or on rows of it."""

@@ -48,6 +48,8 @@ class TransferTilesTest(unittest.TestCase):
         self.assertEqual(len(tiles(spec((32, 8), many, Shard(0)), spec((32, 8), few, Shard(1))).tiles), 32)
         self.assertEqual(len(tiles(spec((32, 8), many, Shard(0)), spec((32, 8), few, Shard(0))).tiles), 1)  # 8 feed one.
         self.assertEqual(len(tiles(spec((32, 8), many, Shard(0)), spec((32, 8), [32], Shard(0))).tiles), 32)
+        for rows, count in ((16, 1), (17, 17)):  # All of them feed one.
+            self.assertEqual(len(tiles(spec((rows, 8), range(rows), Shard(0)), spec((rows, 8), [32], Shard(0))).tiles), count)
         wide = list(range(1, 129))
         self.assertEqual(len(tiles(spec((2, 128), [0], Shard(0)), spec((2, 128), wide, Shard(1))).tiles), 128)
         self.assertEqual(len(tiles(spec((2, 128), [0], Shard(0)), spec((2, 128), wide[:64], Shard(1))).tiles), 1)

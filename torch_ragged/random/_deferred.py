@@ -80,7 +80,7 @@ def deferred_init(function: Callable[..., Module], *args: Any, **kwargs: Any) ->
         if not isinstance(module, nn.Module):
             raise TypeError(f"deferred_init: {function} returned {type(module).__name__}, expected a torch.nn.Module")
         # The attributes that each fake tensor has. All others were set by the program, and go to the parameter.
-        ordinary = {*vars(torch.empty(0, device="cpu")), "_is_param"}
+        ordinary = set(vars(torch.empty(0, device="cpu")))
     found: dict[int, torch.Tensor] = {}
     for each in module.modules():
         for tensors in (each._parameters, each._buffers):
@@ -151,11 +151,11 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
             # To the last entry, also if a later tensor was replaced or is another module's: the generator must end where a
             # single device leaves it.
             replay(tape, wanted, until=max(tape.entries, default=-1))
-        for device_type, stream in tape.streams.items():
-            end = known_ends.get((device_type, stream.marker))
-            is_last = end is not None and end.tape is tape  # Not another recording after the same seed.
-            if is_last and bytes(read_state(device_type).numpy()) == stream.marker:
-                write_state(device_type, state_at(tape, device_type, stream.end))
+        for device_type in tape.streams:
+            # Any state that this recording has left: the program may have drawn in a fork_rng() since the construction.
+            end = known_ends.get((device_type, bytes(read_state(device_type).numpy())))
+            if end is not None and end.tape is tape:  # Not another recording after the same seed.
+                write_state(device_type, state_at(tape, device_type, end.point))
     return module
 
 
@@ -281,7 +281,7 @@ def _agree_on_starts(
                 if tape not in changes:
                     changes[tape] = Counter(storage for entry in tape.entries.values() for storage in entry.changed)
                 # Not of all tensors: one rank may have imported the module's package in the construction, another one before.
-                lines.add(f"{changes[tape][origin.part.storage]} ops on {name}")
+                lines.add(f"{name}: {changes[tape][origin.part.storage]} ops")
                 states = (bytes(stream.start.numpy()) for stream in tape.streams.values())
                 lines.update(f"random state {hashlib.sha256(state).hexdigest()[:12]}" for state in states)
     # In the order of names, which the ranks of a mesh have in common: ranks of several meshes agree in the same order. A rank

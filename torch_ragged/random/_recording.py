@@ -203,9 +203,8 @@ class Recorder(TorchDispatchMode):
         """Note where the default generators are: the next recording may begin there."""
         self._has_drawn = False
         for device_type, stream in self.tape.streams.items():
-            stream.marker = bytes(read_state(device_type).numpy())
-            stream.end = self._point(device_type, stream.marker)
-            end = known_ends[device_type, stream.marker] = _last[device_type] = End(self.tape, stream.end)
+            marker = bytes(read_state(device_type).numpy())
+            end = known_ends[device_type, marker] = _last[device_type] = End(self.tape, self._point(device_type, marker))
             # known_ends is weak, and _last holds one end only. This one lives as long as the tape.
             stream.ends.append(end)
 

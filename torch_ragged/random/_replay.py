@@ -325,7 +325,7 @@ class _Run:
             if "zeros" in name or "ones" in name:
                 local.fill_("ones" in name)
             elif "full" in name:
-                local.fill_(entry.args[-1] if len(entry.args) > 1 else entry.kwargs["fill_value"])
+                local.fill_(entry.args[-1])
             return
         written = [part for part in entry.parts if part.storage in entry.written]
         if written and not self.is_base(written[0]):

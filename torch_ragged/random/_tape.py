@@ -89,16 +89,12 @@ class Stream:
     Attributes:
         start: the state before the first draw.
         after: where another tape ends, if that is the start: nothing was drawn between them.
-        end: the point where the generator is left.
-        marker: the state in which recording has left the real generator. If it is still in this state, nothing was drawn since.
-        ends: all that recordings of this tape have left. Other tapes may begin there. They live as long as the tape.
+        ends: where recordings of this tape have left the generator. Other tapes may begin there. They live as long as the tape.
         known: the state after each entry that was drawn already, of 5 KB on CPU: later ones are reached without it.
     """
 
     start: torch.Tensor
     after: Optional[End] = None
-    end: Point = START
-    marker: bytes = b""
     ends: list[End] = field(default_factory=list)
     known: dict[int, torch.Tensor] = field(default_factory=dict)
 

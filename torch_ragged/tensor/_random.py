@@ -82,9 +82,11 @@ def _register_rules() -> None:
         packet = getattr(_aten, name)
         for op in (getattr(packet, overload) for overload in packet.overloads()):
             arguments = op._schema.arguments
+            if any(argument.is_out for argument in arguments):
+                continue
             if name in _FACTORIES and any(argument.name == "generator" for argument in arguments):
                 decomposition(op)(like_of_generator)
-            elif not any(argument.is_out for argument in arguments):
+            else:
                 rule(op)(random_rule)
     rule(_aten.rrelu_with_noise.default)(rrelu_rule)
 

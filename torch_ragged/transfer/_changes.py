@@ -78,8 +78,9 @@ def _weights(device: torch.device, count: int, seeds: tuple[int, int]) -> torch.
     rows = []
     for seed in seeds:
         x = index * -7046029254386353131 + seed
-        x = (x ^ (x >> 30)) * -4658895280553007687
-        x = (x ^ (x >> 27)) * -7723592293110705685
+        for bits, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+            # Without copies of the sign, which int64 shifts in: with them, two numbers would become one.
+            x = (x ^ (x >> bits & (1 << 64 - bits) - 1)) * factor
         # Odd: then no change of a word is lost by the product, which an even weight could shift out.
-        rows.append((x ^ (x >> 31)) | 1)
+        rows.append(x | 1)
     return torch.stack(rows)
