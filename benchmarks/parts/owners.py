@@ -33,7 +33,7 @@ ALIGNMENT = 64  # 128 bytes of bfloat16.
 
 def row_of(model: str, ranks: int) -> dict[str, Any]:
     """The plan of a model under the policy, beside the plan without one: as ``torch-ragged plan --muon`` shows it."""
-    plan = muon_plan(Model(model, BUILT_IN[model]()), ranks, lambda _: elements(), ALIGNMENT)
+    plan = muon_plan(Model(model, BUILT_IN[model]().groups), ranks, lambda _: elements(), ALIGNMENT)
     return {
         "model": model,
         "ranks": ranks,
@@ -51,7 +51,7 @@ def shared_row_of(model: str, ranks: int) -> dict[str, Any]:
     """Matrices at roots, whole or shared by neighbours."""
     shapes = [
         one.shape
-        for group, parameters in BUILT_IN[model]().items()
+        for group, parameters in BUILT_IN[model]().groups.items()
         for one in parameters
         if group != "rest" and len(one.shape) > 1 and not one.name.endswith("bias")
     ]

@@ -137,24 +137,32 @@ class ModelTest(Folder):
             sizes,
             {
                 "deepseek-v3": (671_026_419_200, 45_395, 62),
+                "gemma-3-4b": (3_880_263_168, 444, 35),
                 "gpt-oss-120b": (116_829_156_672, 471, 37),
+                "gpt-oss-20b": (20_914_757_184, 315, 25),
                 "llama-3-70b": (70_553_706_496, 723, 81),
                 "llama-3-8b": (8_030_261_248, 291, 33),
+                "llama-3.2-1b": (1_235_814_400, 146, 17),
+                "mistral-7b": (7_241_732_096, 291, 33),
+                "mixtral-8x7b": (46_702_792_704, 995, 33),
+                "qwen3-0.6b": (596_049_920, 310, 29),
                 "qwen3-30b-a3b": (30_532_122_624, 18_867, 49),
+                "qwen3-8b": (8_190_735_360, 399, 37),
             },
         )
 
     def test_expert_matrices_of_built_in_models(self):
         found = {}
         for name, model in map(named, BUILT_IN):
-            found[name] = dict(Counter(one.shape for group in model.groups.values() for one in group if one.expert))
+            if model.has_experts:
+                found[name] = dict(Counter(one.shape for group in model.groups.values() for one in group if one.expert))
         self.assertEqual(
             found,
             {
                 "deepseek-v3": {(2048, 7168): 58 * 257 * 2, (7168, 2048): 58 * 257},
                 "gpt-oss-120b": {(128, 5760, 2880): 36, (128, 2880, 2880): 36},
-                "llama-3-70b": {},
-                "llama-3-8b": {},
+                "gpt-oss-20b": {(32, 5760, 2880): 24, (32, 2880, 2880): 24},
+                "mixtral-8x7b": {(14336, 4096): 32 * 8 * 2, (4096, 14336): 32 * 8},
                 "qwen3-30b-a3b": {(768, 2048): 48 * 128 * 2, (2048, 768): 48 * 128},
             },
         )
@@ -244,8 +252,8 @@ class ModelTest(Folder):
             self.assertEqual(default, biased if family == "gpt_oss" else without)
             texts.append(textwrap.fill(" ".join([f"{family}:", *biased]), 125))
             texts.append(f"  without biases: all but {len(biased) - len(without)}")
-            rest = "model.embed_tokens.weight=10x8 model.norm.weight=8 lm_head.weight=10x8"
-            self.assertEqual(described(loaded[0]["rest"]), rest.split())
+            rest = "model.embed_tokens.weight=10x8 model.norm.weight=8 lm_head.weight=10x8".split()
+            self.assertEqual(described(loaded[0]["rest"]), rest[:2] if "gemma3" in family else rest)  # Gemma's head is tied.
             if family in ("deepseek_v3", "qwen3_moe"):
                 dense = [one for one in described(loaded[0]["model.layers.0"], "model.layers.0.") if "mlp" in one]
                 self.assertEqual(" ".join(dense), "mlp.gate_proj.weight=12x8 mlp.up_proj.weight=12x8 mlp.down_proj.weight=8x12")
@@ -263,6 +271,18 @@ mlp.experts.1.gate_proj.weight*=6x8 mlp.experts.1.up_proj.weight*=6x8 mlp.expert
 mlp.gate.e_score_correction_bias=2 mlp.shared_experts.gate_proj.weight*=18x8 mlp.shared_experts.up_proj.weight*=18x8
 mlp.shared_experts.down_proj.weight*=8x18 input_layernorm.weight=8 post_attention_layernorm.weight=8
   without biases: all but 3
+gemma3: self_attn.q_proj.weight=1024x8 self_attn.q_proj.bias=1024 self_attn.k_proj.weight=512x8 self_attn.k_proj.bias=512
+self_attn.v_proj.weight=512x8 self_attn.v_proj.bias=512 self_attn.o_proj.weight=8x1024 self_attn.o_proj.bias=8
+self_attn.q_norm.weight=256 self_attn.k_norm.weight=256 mlp.gate_proj.weight=12x8 mlp.up_proj.weight=12x8
+mlp.down_proj.weight=8x12 input_layernorm.weight=8 post_attention_layernorm.weight=8 pre_feedforward_layernorm.weight=8
+post_feedforward_layernorm.weight=8
+  without biases: all but 4
+gemma3_text: self_attn.q_proj.weight=1024x8 self_attn.q_proj.bias=1024 self_attn.k_proj.weight=512x8
+self_attn.k_proj.bias=512 self_attn.v_proj.weight=512x8 self_attn.v_proj.bias=512 self_attn.o_proj.weight=8x1024
+self_attn.o_proj.bias=8 self_attn.q_norm.weight=256 self_attn.k_norm.weight=256 mlp.gate_proj.weight=12x8
+mlp.up_proj.weight=12x8 mlp.down_proj.weight=8x12 input_layernorm.weight=8 post_attention_layernorm.weight=8
+pre_feedforward_layernorm.weight=8 post_feedforward_layernorm.weight=8
+  without biases: all but 4
 gpt_oss: self_attn.sinks=4 self_attn.q_proj.weight=256x8 self_attn.q_proj.bias=256 self_attn.k_proj.weight=128x8
 self_attn.k_proj.bias=128 self_attn.v_proj.weight=128x8 self_attn.v_proj.bias=128 self_attn.o_proj.weight=8x256
 self_attn.o_proj.bias=8 mlp.router.weight=2x8 mlp.router.bias=2 mlp.experts.gate_up_proj*=2x8x24
@@ -634,7 +654,7 @@ FSDP size  whole  cut  flights if all are cut  flights  padding  padding %  most
         2      6    0                    0.00     0.00     0.00      64.10              1.00   1.00
        40      6    0                    0.00     0.00     0.00   1,541.03             14.12   1.00
 
-Recommended FSDP sizes: 2. Their padding is within 70%; 2 needs the least memory per rank, 5.62 KiB under ZeRO-3.
+Recommended FSDP sizes: 2. Their padding is within 70%; 2 needs the least memory per rank, 5.62 KiB under ZeRO-3 without activations.
 Not recommended, for padding above 70%: 40 (1,859.18%). At 40:
 decoder.layers.0: padding 1,500.00% on 40 ranks exceeds 70% (at least 1,500.00%: all 160 elements must fit into 40 shards)
   - FSDP size 4: 60.00%
@@ -888,8 +908,9 @@ g  norm.bias           (8,)        1         8  2
         self.assertExpectedInline(
             out.getvalue().split("\npositional arguments:\n")[1].split("\nexamples:")[0],
             """\
-  model                 deepseek-v3, gpt-oss-120b, llama-3-70b, llama-3-8b, qwen3-30b-a3b; or a Hugging Face
-                        config.json; or module:callable, built on the meta device
+  model                 deepseek-v3, gemma-3-4b, gpt-oss-120b, gpt-oss-20b, llama-3-70b, llama-3-8b, llama-3.2-1b,
+                        mistral-7b, mixtral-8x7b, qwen3-0.6b, qwen3-30b-a3b, qwen3-8b; or a Hugging Face config.json;
+                        or module:callable, built on the meta device
 
 options:
   -h, --help            show this help message and exit
@@ -915,6 +936,10 @@ options:
                         dtype of the optimizer's values (default: float32)
   --states STATES       optimizer values per parameter (default: 3, Adam's moments and a master copy)
   --limit LIMIT         recommend FSDP sizes with at most this percentage of padding (default: 5)
+  --memory SIZE         bytes that a rank may use on the device, such as 80GB or 74GiB: does a training step fit?
+                        CUDA's context, NCCL's buffers and fragmentation are not counted: leave some GB for them
+  --batch BATCH         with --memory: sequences per rank (default: 1)
+  --sequence SEQUENCE   with --memory: tokens per sequence (default: 4096)
   --offload DEVICE,HOST[,FILES]
                         GiB per rank on the device, in host memory and in files: shows how large a model fits under
                         ZeRO-3 by each kind of Offload, and the policy that this one needs. Activations and gathered
@@ -945,8 +970,8 @@ class BadInputTest(Folder):
 
     def test_unknown_models_are_refused(self):
         expected = (
-            "expected deepseek-v3, gpt-oss-120b, llama-3-70b, llama-3-8b, qwen3-30b-a3b, the path of a config.json, or "
-            "module:callable"
+            "expected deepseek-v3, gemma-3-4b, gpt-oss-120b, gpt-oss-20b, llama-3-70b, llama-3-8b, llama-3.2-1b, mistral-7b, "
+            "mixtral-8x7b, qwen3-0.6b, qwen3-30b-a3b, qwen3-8b, the path of a config.json, or module:callable"
         )
         self.assertEqual(self.error("deepseek-v2"), f"unknown model 'deepseek-v2' (did you mean deepseek-v3?): {expected}")
         self.assertEqual(self.error("nothing"), f"unknown model 'nothing': {expected}")
@@ -968,8 +993,11 @@ class BadInputTest(Folder):
             "missing.json": (None, "cannot read {}: No such file or directory"),
             "broken.json": ("{", "cannot read {}: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
             "list.json": ("[]", "cannot read {}: expected a JSON object, got list"),
-            "none.json": ({}, "{}: model_type must be one of deepseek_v3, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, "
-                          "qwen3_moe, got None"),
+            "none.json": (
+                {},
+                "{}: model_type must be one of deepseek_v3, gemma3, gemma3_text, gpt_oss, llama, mistral, mixtral, qwen2, "
+                "qwen3, qwen3_moe, got None",
+            ),
             "field.json": ({"model_type": "llama"}, "{} has no field 'hidden_size', which its model_type needs"),
             "type.json": (dict(llama, vocab_size="many"), "{}: vocab_size must be an integer of at least 1, got 'many'"),
             "flag.json": (dict(llama, mlp_bias=1), "{}: mlp_bias must be true or false, got 1"),

@@ -447,20 +447,23 @@ def test_collectives_are_constant_and_owners_move_nothing():
 # --- roots ----------------------------------------------------------------------------------------------------------
 
 
+MODELS = ("deepseek-v3", "gpt-oss-120b", "llama-3-70b", "llama-3-8b", "qwen3-30b-a3b")
+
+
 def _stacks(model):
     """The matrices of the blocks: embeddings and heads are in the group "rest", stacked biases are none."""
-    blocks = [group for name, group in BUILT_IN[model]().items() if name != "rest"]
+    blocks = [group for name, group in BUILT_IN[model]().groups.items() if name != "rest"]
     shapes = [p.shape for group in blocks for p in group if len(p.shape) > 1 and not p.name.endswith("bias")]
     return [Stack(shape, newton_schulz_cost(*shape[-2:])) for shape in shapes]
 
 
-@pytest.mark.parametrize("model", sorted(BUILT_IN))
+@pytest.mark.parametrize("model", MODELS)
 def test_roots_are_balanced(model):
     _check_balance(model, (64, 256))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", sorted(BUILT_IN))
+@pytest.mark.parametrize("model", MODELS)
 def test_roots_of_more_ranks_are_balanced(model):
     _check_balance(model, (128, 512, 1024))
 

@@ -87,7 +87,7 @@ class PolicyTest(unittest.TestCase):
     def test_no_plan_of_a_model_is_worse_than_without_a_policy(self):
         for model, size in (("qwen3-30b-a3b", 8), ("gpt-oss-120b", 8), ("gpt-oss-120b", 64), ("llama-3-70b", 512)):
             policy, total, without_padding = muon_policy(lambda name, _: not name.endswith("bias")), 0.0, 0.0
-            blocks = [group for name, group in BUILT_IN[model]().items() if name != "rest"][:6]
+            blocks = [group for name, group in BUILT_IN[model]().groups.items() if name != "rest"][:6]
             for group in blocks:
                 params = [(one.name, one) for one in group]
                 layout, matrices = choose(policy, params, size), [p.shape for p in group if len(p.shape) in (2, 3)]

@@ -5,12 +5,13 @@ Nothing here may change torch: functions that torch itself calls are extended by
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any
@@ -40,7 +41,7 @@ __all__ = [
     "dtensor_like",
     "dynamo_disabled",
     "dynamo_disabled_in_backward",
-    "fake_store",
+    "fake_world",
     "flatten",
     "forget_shardings",
     "fsdp2_keeps_wide_gradients",
@@ -301,11 +302,19 @@ def makes_fakes() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def fake_store() -> dist.Store:
-    """A store for a process group of backend ``"fake"``, whose collectives move no data. (2.11 to 2.15)"""
+@contextlib.contextmanager
+def fake_world(ranks: int) -> Iterator[None]:
+    """This process is rank 0 of a process group whose collectives return at once and move no data. (2.11 to 2.15)"""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    return FakeStore()
+    # A mesh of this group may be equal to an earlier or a later one.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    forget_shardings()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_shardings()
 
 
 def forget_shardings() -> None:

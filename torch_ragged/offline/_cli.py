@@ -21,6 +21,7 @@ from torch_ragged.fsdp import Granularity, blocks, elements, rows, segments, ten
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.layout._weighted import check_weights
 from torch_ragged.offline._drawing import draw_svg, draw_text
+from torch_ragged.offline._fit import Setting, fitting
 from torch_ragged.offline._memory import Budget, Precision
 from torch_ragged.offline._model_plan import ModelPlan, ModelPlanner, granularity_policy
 from torch_ragged.offline._models import BUILT_IN, Model, load_model
@@ -37,6 +38,7 @@ Megatron-FSDP; torch_ragged/offline/_peers.py describes the model of it).
 """
 _EPILOG = """\
 examples:
+  %(prog)s llama-3-8b --ranks 8 --memory 80GB --batch 1 --sequence 4096
   %(prog)s deepseek-v3 --granularity rows:128
   %(prog)s path/to/config.json --ranks 64,320,1024 --replicas 4 --json plan.json --plot plan.png
   %(prog)s my_package.models:build --granularity blocks:128x128 --apply all
@@ -53,6 +55,7 @@ _FORMS: dict[str, Callable[..., Granularity]] = {
     r"blocks:(\d+)x(\d+)": lambda h, w: blocks(int(h), int(w)),
 }
 _FORMS_TEXT = "elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor"
+_SEQUENCE = 4096
 Fused = dict[str, list[tuple[int, Optional[Granularity]]]]
 """By parameter: the size and the granularity of each segment; None for that of the parameter."""
 
@@ -76,10 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.muon and not options.explain
         else None
     )
+    setting = Setting(options.batch or 1, options.sequence or _SEQUENCE, replicas=options.replicas)
+    of_step = options.memory and {plan.ranks: fitting(planner, plan, precision, setting, options.memory) for plan in plans}
     where = "all matrices" if every_matrix else "expert matrices"
     words = granularity.text if granularity.kind == "elements" else f"{granularity.text} on {where}, else elements()"
     words += f"; segments of {len(fused):,} fused weight{'s' * (len(fused) > 1)}" if fused else ""
-    report = Report(model, words, precision, options.replicas, options.limit / 100, plans, options.offload, of_muon)
+    report = Report(model, words, precision, options.replicas, options.limit / 100, plans, options.offload, of_muon, of_step)
     if options.explain:
         print(_explain(plans[0], options.explain, report, options.svg))
     else:
@@ -155,6 +160,15 @@ def _plan_parser() -> argparse.ArgumentParser:
     )
     add("--limit", type=_percent, default=5.0, help="recommend FSDP sizes with at most this percentage of padding (default: 5)")
     add(
+        "--memory",
+        type=_memory_option,
+        metavar="SIZE",
+        help="bytes that a rank may use on the device, such as 80GB or 74GiB: does a training step fit? CUDA's context, NCCL's "
+        "buffers and fragmentation are not counted: leave some GB for them",
+    )
+    add("--batch", type=_positive_option, help="with --memory: sequences per rank (default: 1)")
+    add("--sequence", type=_positive_option, help=f"with --memory: tokens per sequence (default: {_SEQUENCE})")
+    add(
         "--offload",
         type=_budget,
         metavar="DEVICE,HOST[,FILES]",
@@ -187,6 +201,11 @@ def _check_options(options: argparse.Namespace) -> tuple[Granularity, Fused, Pre
     precision = Precision(options.param_dtype, options.reduce_dtype, options.optimizer_dtype, options.states)
     if options.svg and not options.explain:
         raise ValueError("--svg needs --explain GROUP: it draws the same buffer")
+    for name in ("batch", "sequence"):
+        if getattr(options, name) and not options.memory:
+            raise ValueError(f"--{name} needs --memory SIZE: it belongs to the step that may fit")
+    if options.explain and options.memory:
+        raise ValueError("--explain and --memory do not go together: leave one out")
     if options.explain and len(options.ranks or ()) != 1:
         raise ValueError("--explain draws one FSDP size: give one size with --ranks")
     for option in ("svg", "json", "plot"):
@@ -208,7 +227,7 @@ def _check_options(options: argparse.Namespace) -> tuple[Granularity, Fused, Pre
 
 def _check_weights(options: argparse.Namespace) -> None:
     """Check ``--weights``, and take the FSDP size from it."""
-    others = [name for name in ("ranks", "explain", "offload", "muon", "plot") if getattr(options, name)]
+    others = [name for name in ("ranks", "explain", "memory", "offload", "muon", "plot") if getattr(options, name)]
     if others:
         raise ValueError(f"--weights and --{others[0]} do not go together: leave one out")
     try:
@@ -275,6 +294,14 @@ def _integer(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
     return int(text)
+
+
+def _memory_option(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|MiB|GB|GiB|TB|TiB)", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a number with MB, MiB, GB, GiB, TB or TiB, such as 80GB, got {text!r}")
+    power = "MGT".index(match[2][0]) + 2
+    return int(float(match[1]) * (1024 if "i" in match[2] else 1000) ** power)
 
 
 def _budget(text: str) -> Budget:

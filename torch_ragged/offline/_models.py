@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_ragged.offline._shapes import FAMILIES, Config, Groups, Parameter, gpt_oss_original
+from torch_ragged.offline._shapes import FAMILIES, Config, Decoder, Groups, Parameter, gpt_oss_original
 
 __all__ = ["BUILT_IN", "Model", "load_model", "module_groups"]
 
@@ -27,10 +27,17 @@ _EXPERTS = r"experts(?!.*bias)"  # Names of expert matrices in modules. Stacked 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as groups of parameters: one group per transformer block, and ``"rest"`` for all other parameters."""
+    """A model as groups of parameters: one group per transformer block, and ``"rest"`` for all other parameters.
+
+    Attributes:
+        name: how it was asked for.
+        groups: its parameters.
+        decoder: what a step keeps of its tokens; None if that is not known, as for ``module:callable``.
+    """
 
     name: str
     groups: Groups
+    decoder: Decoder | None = None
 
     @property
     def numel(self) -> int:
@@ -64,7 +71,7 @@ def load_model(source: str, experts: str | None = None) -> Model:
     except re.error as error:
         raise ValueError(f"--experts {experts!r} is not a regular expression: {error}") from None
     if source.lower() in BUILT_IN:
-        model = Model(source.lower(), BUILT_IN[source.lower()]())
+        model = _of_decoder(source.lower(), BUILT_IN[source.lower()]())
     elif source.endswith(".json") or Path(source).is_dir():
         model = _from_config(Path(source))
     elif ":" in source:
@@ -86,7 +93,7 @@ def _mark_experts(model: Model, pattern: re.Pattern[str]) -> Model:
         name: [one._replace(expert=len(one.shape) >= 2 and pattern.search(one.name) is not None) for one in group]
         for name, group in model.groups.items()
     }
-    return Model(model.name, marked)
+    return Model(model.name, marked, model.decoder)
 
 
 # --- Hugging Face config.json --------------------------------------------------------------------------------------
@@ -104,7 +111,11 @@ def _from_config(path: Path) -> Model:
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {kind!r}")
-    return Model(str(path), FAMILIES[kind](Config(fields, str(path))))
+    return _of_decoder(str(path), FAMILIES[kind](Config(fields, str(path))))
+
+
+def _of_decoder(name: str, decoder: Decoder) -> Model:
+    return Model(name, decoder.groups, decoder)
 
 
 # --- any module ----------------------------------------------------------------------------------------------------
@@ -155,17 +166,29 @@ def _blocks(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 # --- built in ------------------------------------------------------------------------------------------------------
 
 
-def _family(build: Callable[[Config], Groups], **fields: Any) -> Callable[[], Groups]:
+def _family(build: Callable[[Config], Decoder], **fields: Any) -> Callable[[], Decoder]:
     return lambda: build(Config(fields, "a built-in model"))
 
 
-BUILT_IN: dict[str, Callable[[], Groups]] = {
+_LLAMA_8B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+_GPT_OSS = dict(
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    num_experts_per_tok=4,
+    vocab_size=201088,
+)
+
+BUILT_IN: dict[str, Callable[[], Decoder]] = {
     "deepseek-v3": _family(
         FAMILIES["deepseek_v3"],
         hidden_size=7168,
         intermediate_size=18432,
         moe_intermediate_size=2048,
         n_routed_experts=256,
+        num_experts_per_tok=8,
         n_shared_experts=1,
         first_k_dense_replace=3,
         num_hidden_layers=61,
@@ -177,17 +200,9 @@ BUILT_IN: dict[str, Callable[[], Groups]] = {
         v_head_dim=128,
         vocab_size=129280,
     ),
-    "gpt-oss-120b": _family(
-        gpt_oss_original,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_local_experts=128,
-        num_hidden_layers=36,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
-        vocab_size=201088,
-    ),
+    "gemma-3-4b": _family(FAMILIES["gemma3"], hidden_size=2560, intermediate_size=10240, num_hidden_layers=34),
+    "gpt-oss-120b": _family(gpt_oss_original, **_GPT_OSS, num_local_experts=128, num_hidden_layers=36),
+    "gpt-oss-20b": _family(gpt_oss_original, **_GPT_OSS, num_local_experts=32, num_hidden_layers=24),
     "llama-3-70b": _family(
         FAMILIES["llama"],
         hidden_size=8192,
@@ -197,14 +212,30 @@ BUILT_IN: dict[str, Callable[[], Groups]] = {
         num_key_value_heads=8,
         vocab_size=128256,
     ),
-    "llama-3-8b": _family(
+    "llama-3-8b": _family(FAMILIES["llama"], **_LLAMA_8B, intermediate_size=14336, vocab_size=128256),
+    "llama-3.2-1b": _family(
         FAMILIES["llama"],
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
         num_attention_heads=32,
         num_key_value_heads=8,
         vocab_size=128256,
+        tie_word_embeddings=True,
+    ),
+    "mistral-7b": _family(FAMILIES["mistral"], **_LLAMA_8B, intermediate_size=14336, vocab_size=32000),
+    "mixtral-8x7b": _family(
+        FAMILIES["mixtral"], **_LLAMA_8B, intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2, vocab_size=32000
+    ),
+    "qwen3-0.6b": _family(
+        FAMILIES["qwen3"],
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=151936,
+        tie_word_embeddings=True,
     ),
     "qwen3-30b-a3b": _family(
         FAMILIES["qwen3_moe"],
@@ -212,11 +243,21 @@ BUILT_IN: dict[str, Callable[[], Groups]] = {
         intermediate_size=6144,
         moe_intermediate_size=768,
         num_experts=128,
+        num_experts_per_tok=8,
         num_hidden_layers=48,
         num_attention_heads=32,
         num_key_value_heads=4,
         head_dim=128,
         vocab_size=151936,
     ),
+    "qwen3-8b": _family(
+        FAMILIES["qwen3"],
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=151936,
+    ),
 }
-"""By name: a function that makes the groups of DeepSeek-V3 without MTP, GPT-OSS-120B, Llama-3-70B and 8B, or Qwen3-30B-A3B."""
+"""By name: a function that describes a published model. DeepSeek-V3 is without MTP, Gemma 3 without its vision tower."""

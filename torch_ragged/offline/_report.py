@@ -5,12 +5,13 @@ Nothing here plans a layout, except for the advice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from torch_ragged.fsdp.layout._advice import advise
+from torch_ragged.offline._fit import Fitting
 from torch_ragged.offline._memory import Budget, Precision, collectives, offload_fits, weighted_memory, zero_memory
 from torch_ragged.offline._model_plan import ModelPlan
 from torch_ragged.offline._models import Model
@@ -33,6 +34,7 @@ class Report:
         limit: a size is recommended if the padding of the whole model, relative to its parameters, is at most this.
         plans: one plan per FSDP size, in ascending order.
         budget: the bytes of each rank, for the table of offload; None: no such table.
+        fitting: by FSDP size, whether a step fits; None: no such table.
         muon: Muon's matrices at each FSDP size; None: no such table.
     """
 
@@ -44,10 +46,14 @@ class Report:
     plans: tuple[ModelPlan, ...]
     budget: Budget | None = None
     muon: tuple[MuonPlan, ...] | None = None
+    fitting: Mapping[int, Fitting] | None = None
 
     @property
     def recommended(self) -> list[ModelPlan]:
-        return [plan for plan in self.plans if plan.ragged.padding_fraction <= self.limit]
+        return [plan for plan in self.plans if plan.ragged.padding_fraction <= self.limit and self._may_fit(plan)]
+
+    def _may_fit(self, plan: ModelPlan) -> bool:
+        return self.fitting is None or self.fitting[plan.ranks].fits
 
     @cached_property
     def advice(self) -> list[str]:
@@ -78,6 +84,8 @@ class Report:
             given = ", ".join(f"{bytes_text(value)} {where}" for where, value in self._tiers(self.budget).items())
             title_of_offload = f"Offload, ZeRO-3, {given} per rank: parameters of the largest model, and what this one needs"
             tables.append(_grid(title_of_offload, self._offload_rows(self.budget)))
+        if self.fitting:
+            tables.append(self._fitting_text(list(self.fitting.values())))
         if self.muon is not None:
             title_of_muon = "Muon's matrices under muon_policy, blocks only, modelled: ms per step, work relative to the mean"
             tables.append(_grid(title_of_muon, self._muon_rows(self.muon)))
@@ -157,6 +165,36 @@ class Report:
             rows.append({**row, "total": bytes_text(memory.total)})
         return rows
 
+    def _fitting_text(self, fittings: Sequence[Fitting]) -> str:
+        setting, limit = fittings[0].setting, bytes_text(fittings[0].limit)
+        rows, verdicts = [], []
+        for fitting in fittings:
+            for index, (way, memory) in enumerate(fitting.ways.items()):
+                row = {"FSDP size": "" if index else f"{fitting.ranks:,}", "checkpointing": way}
+                row |= {part: bytes_text(nbytes) for part, nbytes in memory.parts.items()}
+                row |= {"total": bytes_text(memory.total), limit: "fits" if memory.total <= fitting.limit else "does not fit"}
+                rows.append({**row, "peak": memory.moment})
+            verdicts += self._verdict(fitting)
+        tokens = f"{setting.batch:,} x {setting.sequence:,} tokens"
+        known = "" if self.model.decoder else ", WITHOUT activations, which are not known for this model"
+        return "\n".join([_grid(f"Peak of a step per rank, ZeRO-3, {tokens}{known}", rows), *verdicts])
+
+    @staticmethod
+    def _verdict(fitting: Fitting) -> list[str]:
+        first = next(iter(fitting.ways.values()))
+        largest = max(first.parts, key=lambda part: first.parts[part])
+        share = f"{bytes_text(first.parts[largest])} of {bytes_text(first.total)} are {largest}"
+        if first.total <= fitting.limit:
+            return [f"{fitting.ranks:,} ranks: fits, {bytes_text(fitting.limit - first.total)} are free. {share}."]
+        lines = [
+            f"{fitting.ranks:,} ranks: does not fit. {share}. What to change, the least harm first, each with those above:"
+        ]
+        lines += [f"  {change.text}: {bytes_text(change.total)}" for change in fitting.changes]
+        lines[-1] += ", fits" if fitting.changes[-1].total <= fitting.limit else ", does not fit: use tensor parallelism too"
+        if fitting.enough_ranks:
+            lines.append(f"  or {fitting.enough_ranks:,} ranks with checkpointing, without offload")
+        return lines
+
     @staticmethod
     def _tiers(budget: Budget) -> dict[str, int]:
         return {"on the device": budget.device, **dict(zip(_BESIDE, (budget.host, budget.files)))}
@@ -195,15 +233,23 @@ class Report:
         if any(plan.ragged.weights for plan in self.plans):
             return []  # One size only: that of the weights.
         good = self.recommended
-        over = [plan for plan in self.plans if plan not in good]
+        over = [plan for plan in self.plans if plan.ragged.padding_fraction > self.limit]
         lines = []
         if good:
             largest = good[-1]
-            memory = bytes_text(zero_memory(largest.ragged, self.precision)[3].total)
+            if self.fitting is None:
+                memory = bytes_text(zero_memory(largest.ragged, self.precision)[3].total)
+                what = f"{memory} under ZeRO-3 without activations"
+            else:
+                memory = bytes_text(min(way.total for way in self.fitting[largest.ranks].ways.values()))
+                what = f"{memory} at the peak of a step"
             lines.append(
                 f"Recommended FSDP sizes: {', '.join(f'{plan.ranks:,}' for plan in good)}. Their padding is within "
-                f"{100 * self.limit:g}%; {largest.ranks:,} needs the least memory per rank, {memory} under ZeRO-3."
+                f"{100 * self.limit:g}%; {largest.ranks:,} needs the least memory per rank, {what}."
             )
+        too_large = [plan for plan in self.plans if not self._may_fit(plan)]
+        if too_large:
+            lines.append(f"Not recommended, as a step does not fit: {', '.join(f'{plan.ranks:,}' for plan in too_large)}.")
         if over:
             sizes = ", ".join(f"{plan.ranks:,} ({100 * plan.ragged.padding_fraction:,.2f}%)" for plan in over)
             lines.append(f"Not recommended, for padding above {100 * self.limit:g}%: {sizes}. At {over[0].ranks:,}:")
@@ -239,6 +285,17 @@ class Report:
         if self.budget is not None:
             fits = offload_fits(plan.ragged, self.precision, self.budget)
             sizes["offload"] = {kind: asdict(fit) for kind, fit in fits.items()}
+        if self.fitting is not None:
+            fitting = self.fitting[plan.ranks]
+            sizes["step"] = {
+                "batch": fitting.setting.batch,
+                "sequence": fitting.setting.sequence,
+                "memory": fitting.limit,
+                "fits": fitting.fits,
+                "peaks": {way: {**asdict(one), "total": one.total} for way, one in fitting.ways.items()},
+                "changes": [asdict(change) for change in fitting.changes],
+                "enough_ranks": fitting.enough_ranks,
+            }
         if self.muon is not None:
             sizes["muon"] = next(asdict(each) for each in self.muon if each.ranks == plan.ranks)
         return {**sizes, "layouts": schemes, "groups": groups}

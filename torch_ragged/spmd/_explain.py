@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Optional, Union
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_ragged._register._spmd import compute_as_before
-from torch_ragged._register._torch import fake_store, forget_shardings
+from torch_ragged._register._torch import fake_world
 from torch_ragged.fsdp._groups import named_groups
 from torch_ragged.random import single_device
 from torch_ragged.spmd._boundary import wrap_changes
@@ -93,7 +93,7 @@ def explain(plan: Plan, model: nn.Module, mesh: Union[DeviceMesh, MeshShape], *i
     with contextlib.ExitStack() as stack:
         # Each undoes at its end, also after an error, what it or parallelize() changes in this process: the process group, the
         # handlers of DTensor, the generators and the warnings.
-        stack.enter_context(_fake_world(math.prod(shape.sizes)))
+        stack.enter_context(fake_world(math.prod(shape.sizes)))
         stack.enter_context(compute_as_before())
         stack.enter_context(single_device())
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -105,20 +105,6 @@ def explain(plan: Plan, model: nn.Module, mesh: Union[DeviceMesh, MeshShape], *i
 
 # Attached here, as a plan knows no models, and these two need one.
 Plan.check, Plan.explain = check, explain  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _fake_world(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of a process group whose collectives return at once."""
-    # DTensor's cache of ops has meshes as keys, and a mesh of this group may be equal to an earlier one. So it is dropped on
-    # both sides of this group's life.
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
-    forget_shardings()
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        forget_shardings()
 
 
 class _Step:

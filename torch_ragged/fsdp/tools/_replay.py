@@ -22,7 +22,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core._hooks import hook_modules
 
-__all__ = ["Replay", "high_water"]
+__all__ = ["Activations", "Replay", "high_water"]
 
 _COPIED_FROM_STATE = (
     "reshard_after_forward",
@@ -35,10 +35,28 @@ _COPIED_FROM_STATE = (
 )
 
 
-class Replay:
-    """Stand-ins of the states of a model, by name, as modules that call each other."""
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """Bytes of a module's own activations, without those of sharded modules inside.
 
-    def __init__(self, states: dict[str, FSDPState]) -> None:
+    Attributes:
+        kept: bytes from its forward until its backward.
+        computed_again: further bytes during its backward, if its forward runs again.
+        loss: further bytes from its forward until its backward begins: of the loss, after the last module.
+        output: further bytes from its forward on: the caller keeps them.
+    """
+
+    kept: int = 0
+    computed_again: int = 0
+    loss: int = 0
+    output: int = 0
+
+
+class Replay:
+    """Stand-ins of the states of a model, by name, as modules that call each other. ``activations``: by name, too."""
+
+    def __init__(self, states: dict[str, FSDPState], activations: Mapping[str, Activations] | None = None) -> None:
+        self._activations = dict(activations or {})
         self._names = {state: name for name, state in states.items()}
         self._inside = {s: {child for module in s.modules for child in module.modules()} for s in states.values()}
         self._modules = {state: [_StandIn(self, name) for _ in state.modules] for name, state in states.items()}
@@ -48,6 +66,10 @@ class Replay:
         self._clock = MemoryLog()
         self._clock.start()
         self.labels: list[str] = []  # The names of the moments that began, in order, such as "backward of blocks.0".
+        self._kept = MemoryLog()
+        if activations is not None:
+            self._kept.start()
+            self._logs.append(("activations", self._kept))
         self._made = made = {state: self._stand_in(state) for state in self._names}
         for state, twin in made.items():
             for knob in ("forward_prefetch", "backward_prefetch"):
@@ -102,8 +124,22 @@ class Replay:
         self._clock.note(0)
         self.labels.append(label)
 
+    def compute(self, name: str, x: torch.Tensor, params: Sequence[nn.Parameter]) -> torch.Tensor:
+        """The computation of the module ``name`` itself: its activations are held from here until its gradients are made."""
+        own = self._activations.get(name, Activations())
+        x = x.view_as(x)
+        x.register_hook(lambda gradient: self._kept.note(-own.kept - own.computed_again))
+        x = _Compute.apply(x, *params)
+        if own.loss:
+            self.begin("the loss")
+        self._kept.note(own.kept + own.loss + own.output)
+        x.register_hook(lambda gradient: self._kept.note(own.computed_again - own.loss))
+        return x
+
     def play(self, order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
-        """The moment of a training step at which the buffers hold most bytes, and "gathered", "gradients" and "grad" then.
+        """The moment of a training step at which most bytes are held, and "gathered", "gradients" and "grad" then.
+
+        If activations were given, also "activations".
 
         ``order``: the calls of a forward. If a module is inside another one, its call is part of the last call of that one.
         """
@@ -129,7 +165,7 @@ class Replay:
             for group in groups:
                 group.settings.requires_all_reduce = True
         self._pass(calls)
-        moment, held = high_water(self._logs, {"gathered": 0, "gradients": 0, "grad": 0})
+        moment, held = high_water(self._logs, {"gathered": 0, "gradients": 0, "grad": 0, **{kind: 0 for kind, _ in self._logs}})
         begun = [label for (when, _), label in zip(self._clock.events, self.labels) if when <= moment]
         return (begun[-1] if begun else "before forward"), held
 
@@ -174,7 +210,7 @@ class _StandIn(nn.Module):
         for call in calls:
             x = call.run(x)
         params = [param for param in self._parameters.values() if param is not None]
-        return _Compute.apply(x, *params)
+        return self.replay.compute(self.name, x, params)
 
     def before_backward(self, label: str, x: torch.Tensor) -> torch.Tensor:
         """``x``: when backward reaches it, the moment named ``label`` begins."""
