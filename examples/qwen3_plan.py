@@ -25,7 +25,7 @@ from tqdm import trange
 from torch_ragged.optim import Muon, matrix_groups
 from torch_ragged.spmd import deferred_init, parallelize, zoo
 
-CONTEXT, PROMPTS = 64, (b"def main(", b"import os")  # Two prompts: each rank of dp generates for one.
+CONTEXT, PROMPTS = 64, (b"def main(", b"import os")  # At least as many as dp has ranks.
 
 
 def write_base(folder: Path) -> None:
