@@ -130,8 +130,9 @@ $(DEMO_READY): EXTRA = demo
 $(DOCS_READY): EXTRA = docs
 $(READY) $(DEMO_READY) $(DOCS_READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install torch==$(TORCH)
-	$(BIN)/python -m pip install -e ".[$(EXTRA)]"
+	@echo "Once, in minutes: torch $(TORCH) and what make needs go into $(VENV)"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q torch==$(TORCH)
+	$(BIN)/python -m pip install -q -e ".[$(EXTRA)]"
 	touch $@
 
 clean:

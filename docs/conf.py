@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from sphinx import addnodes
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
 import torch_ragged
@@ -87,6 +89,19 @@ def skip_parts(app: Any, what: str, name: str, object: Any, skip: bool, options:
     return True if name in vars(FeaturePart) and not name.startswith("__") else None
 
 
+class AlsoCalled(SphinxTransform):
+    """Other words for a heading, in ``<!-- also called: ... -->`` below it: the search finds the heading by them."""
+
+    default_priority = 840  # Before Sphinx collects the entries of the index.
+
+    def apply(self, **kwargs: Any) -> None:
+        for comment in list(self.document.findall(nodes.raw)):
+            if words := re.fullmatch(r"<!-- also called: (.*) -->", comment.astext().strip()):
+                (anchor, *_) = comment.parent["ids"]
+                entries = [("single", word.strip(), anchor, "main", None) for word in words[1].split(",")]
+                comment.replace_self(addnodes.index(entries=entries, inline=False))
+
+
 class Made(SphinxDirective):
     """What a function of a script of docs/ writes when the site is built, for the directive's argument."""
 
@@ -112,6 +127,7 @@ class Made(SphinxDirective):
 
 def setup(app: Any) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
+    app.add_transform(AlsoCalled)
     for name in Made.scripts:
         app.add_directive(name, Made)
     analyzer = ModuleAnalyzer.for_module("torch_ragged.fsdp._fully_shard")

@@ -89,16 +89,19 @@ def resume(args: argparse.Namespace, model: MoETransformer, state: checkpoint.Tr
     known = torch.load(args.out / "losses.pt", weights_only=True)
     data.position = state.data_position
     begin = state.step
-    losses = train(model, state, data, len(known))
+    losses, ranks = train(model, state, data, len(known)), dist.get_world_size()
+    worst = max(abs(a - b) for a, b in zip(losses, known[begin:])) / known[0]
     if dist.get_rank() == 0:
-        ranks = dist.get_world_size()
-        print(f"saved by {manifest.world_size} ranks, resumed on {ranks} as {args.layout} at step {begin}")
         curves = {
             f"uninterrupted on {manifest.world_size} ranks": (range(1, len(known) + 1), known),
             f"resumed on {ranks} ranks as {args.layout}": (range(begin + 1, begin + 1 + len(losses)), losses),
         }
         write_curves(args.out / "loss.png", "one checkpoint, two layouts", curves, checkpoint=begin)
-    return max(abs(a - b) for a, b in zip(losses, known[begin:])) / known[0]
+        print(
+            f"saved by {manifest.world_size} ranks, resumed on {ranks} as {args.layout} at step {begin}: losses differ from "
+            f"the uninterrupted run by {worst:.1e} of the first loss at most; drawn in {args.out / 'loss.png'}"
+        )
+    return worst
 
 
 def main() -> None:
@@ -130,10 +133,12 @@ def main() -> None:
         losses += train(model, state, data, args.steps)
         if rank == 0:
             torch.save(losses, args.out / "losses.pt")
-            print(f"wrote {args.out}/half; look at it: python -m torch_ragged.checkpoint inspect {args.out}/half")
             write_curves(args.out / "loss.png", f"{ranks} ranks, {args.layout}", {"loss": (range(1, len(losses) + 1), losses)})
-    if rank == 0 and args.resume:
-        print(f"largest difference to the uninterrupted run: {worst:.1e} of the first loss")
+            print(f"look at the checkpoint: torch-ragged checkpoint inspect {args.out / 'half'}")
+            print(
+                f"trained {args.steps} steps on {ranks} ranks, saved step {args.steps // 2} in {args.out / 'half'}; "
+                f"drawn in {args.out / 'loss.png'}"
+            )
     dist.destroy_process_group()
     if not worst < LIMIT:  # On all ranks: losses are equal there.
         raise SystemExit(f"checkpoint_reshard: losses differ by {worst:.1e} of the first one, expected less than {LIMIT}")

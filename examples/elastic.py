@@ -125,11 +125,14 @@ def main() -> None:
     losses, expected, difference = train(args, [whole, fewer, whole])
     worst = max(abs(a - b) for a, b in zip(losses, expected)) / expected[0]
     if dist.get_rank() == 0:
-        print(f"largest difference to the uninterrupted run: {worst:.1e} of the first loss; of a parameter {difference:.1e}")
         steps = range(1, len(losses) + 1)
         curves = {"uninterrupted": (steps, expected), "elastic": (steps, losses)}
         marks = {f"{ranks - 1}_ranks": args.steps + 0.5, f"{ranks}_ranks_again": 2 * args.steps + 0.5}
         write_curves(args.out / "elastic.png", f"{args.optimizer} on {ranks} ranks, fewer, and all again", curves, **marks)
+        print(
+            f"trained on {ranks} ranks, on {ranks - 1}, on {ranks} again: losses differ from the uninterrupted run by "
+            f"{worst:.1e} of the first loss at most, parameters by {difference:.1e}; drawn in {args.out / 'elastic.png'}"
+        )
     dist.destroy_process_group()
     if not worst < LIMITS[args.optimizer]:  # On all ranks: losses are equal there.
         raise SystemExit(f"elastic: losses differ by {worst:.1e} of the first one, expected less than {LIMITS[args.optimizer]}")

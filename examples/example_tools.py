@@ -47,4 +47,3 @@ def write_curves(path: Path, title: str, curves: Mapping[str, tuple[Sequence[flo
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
-    print(f"wrote {path}")

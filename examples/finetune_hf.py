@@ -176,18 +176,21 @@ def main() -> None:
     after = train(shard(model, mesh), english, held_out, f"fine-tune, {args.method}", args)
     save(model, args.out / "finetuned")
     if rank == 0:
-        print(f"held-out docstrings: loss {before[-1]:.3f} before fine-tuning, {after[-1]:.3f} after")
         written = LlamaForCausalLM.from_pretrained(args.out / "finetuned")
         inputs, targets = ByteData(held_out, CONTEXT, 4 * args.batch, seed=1).next_batch(0, 1)
         with torch.no_grad():
             loss = nn.functional.cross_entropy(written(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
-        print(f"from_pretrained({str(args.out / 'finetuned')!r}) has loss {loss:.3f} there")
         steps = [args.every * index for index in range(len(before))]
         curves = {
             "pre-training on code": (steps, before),
             f"fine-tuning ({args.method})": ([args.steps + s for s in steps], after),
         }
         write_curves(args.out / "finetune.png", "loss on held-out docstrings", curves, fine_tuning_begins=args.steps)
+        print(
+            f"fine-tuned on {ranks} ranks, {args.method}: loss on held-out docstrings {before[-1]:.3f} -> {after[-1]:.3f}; "
+            f"from_pretrained({str(args.out / 'finetuned')!r}) has {loss:.3f} in one process; "
+            f"drawn in {args.out / 'finetune.png'}"
+        )
     dist.destroy_process_group()
 
 

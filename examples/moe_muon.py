@@ -142,11 +142,14 @@ def main() -> None:
     text, held_out = load_bytes(args.data)
     losses = {name: train(name, args, config, text) for name in ("muon", "adamw")}
     if rank == 0:
-        print(", ".join(f"{name}: last loss {curve[-1]:.4f}" for name, curve in losses.items()))
-        print(f"entropy of single bytes: {unigram_entropy(text, held_out):.3f}")
         steps = list(range(1, args.steps + 1))
         curves = {name: (steps, curve) for name, curve in losses.items()}
         write_curves(args.out / "moe_muon.png", f"{args.experts} experts over {args.expert_ranks} ranks, {ranks} ranks", curves)
+        last = ", ".join(f"last loss {curve[-1]:.4f} with {name}" for name, curve in losses.items())
+        print(
+            f"trained {args.experts} experts on {ranks} ranks, twice on the same batches: {last} (entropy of single bytes: "
+            f"{unigram_entropy(text, held_out):.3f}); drawn in {args.out / 'moe_muon.png'}"
+        )
     dist.destroy_process_group()
 
 

@@ -267,7 +267,8 @@ def write_plot(path: Path, history: dict[str, Any], unigram: float) -> None:
     plt.close(figure)
 
 
-def report(trainer: Trainer, result: dict[str, Any], unigram: float) -> None:
+def report(trainer: Trainer, result: dict[str, Any], unigram: float, what: str) -> None:
+    """Write the picture and the report, and say what has happened."""
     args, history = trainer.args, trainer.history
     args.out.mkdir(parents=True, exist_ok=True)
     write_plot(args.out / "loss.png", history, unigram)
@@ -283,8 +284,11 @@ def report(trainer: Trainer, result: dict[str, Any], unigram: float) -> None:
         "history": history,
     }
     (args.out / "report.json").write_text(json.dumps(document, indent=1))
-    print(f"held-out loss {history['held_out'][-1]:.3f} nats per byte; unigram entropy {unigram:.3f}")
-    print(f"wrote {args.out / 'loss.png'} and {args.out / 'report.json'}")
+    print(f"wrote {args.out / 'report.json'}: throughput, collectives, and the layout of each buffer")
+    print(
+        f"{what}; held-out loss {history['held_out'][-1]:.3f} at step {trainer.step} (entropy of single bytes: {unigram:.3f}); "
+        f"drawn in {args.out / 'loss.png'}"
+    )
 
 
 def main() -> None:
@@ -297,17 +301,19 @@ def main() -> None:
     trainer = agree(lambda: Trainer(args, config, train_bytes, held_out))
     unigram = unigram_entropy(train_bytes, held_out)
     if trainer.rank == 0:
-        print(f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters; {train_bytes.numel():,} bytes to train on")
-        for name, layout in buffer_layouts(trainer.model).items():
-            print("  " + layout.describe(name, 4))
-    begin = 0
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        print(
+            f"{trainer.ranks} ranks train a mixture of experts of {parameters:,} parameters on {train_bytes.numel():,} bytes "
+            f"of {args.data or 'Python source'}"
+        )
+    begin, what = 0, f"trained on {trainer.ranks} ranks"
     if args.resume:
         manifest = trainer.load(args.resume)
         begin, again = trainer.step, trainer.evaluate()
-        if trainer.rank == 0:
-            known = dict(zip(trainer.history["eval_steps"], trainer.history["held_out"]))
-            before = f"{known[begin]:.6f} -> " if begin in known else ""
-            print(f"resumed step {begin} of {manifest.world_size} ranks on {trainer.ranks}: held-out {before}{again:.6f}")
+        known = dict(zip(trainer.history["eval_steps"], trainer.history["held_out"])).get(begin)
+        before = "" if known is None else f"{known:.6f} there, "
+        what = f"saved on {manifest.world_size} ranks at step {begin}, resumed on {trainer.ranks}: held-out loss {before}"
+        what += f"{again:.6f} here"
         agree(lambda: _check_steps(args, trainer.step))
     result = train(trainer, args.steps)
     if args.resume and trainer.rank == 0:
@@ -316,7 +322,7 @@ def main() -> None:
         print(f"losses before the resume ... {before} | after {after} ...")
     if trainer.rank == 0:
         print(memory_report(trainer.model, trainer.optimizer))
-        report(trainer, result, unigram)
+        report(trainer, result, unigram, what if args.resume or not args.checkpoint else f"{what}, saved in {args.checkpoint}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -35,6 +35,11 @@ def run_example(ranks, *arguments, file="train_moe.py"):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
+def ending(done):
+    """The last line that a program printed: what has happened, and where its picture is."""
+    return done.stdout.splitlines()[-1]
+
+
 def run_without_torchrun(ranks, *arguments, file="train_moe.py"):
     """The exit code of each rank, and what it has written to stderr. The ranks start seconds earlier than under torchrun."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -62,12 +67,16 @@ class ExampleTest(unittest.TestCase):
             saving = ("--checkpoint", out / "ckpt", "--save-every", 1)
             whole = run_example(2, *common, "--steps", 3, *saving, "--out", out / "whole")
             self.assertEqual(whole.returncode, 0, whole.stderr)
-            self.assertIn("padding", whole.stdout)
+            self.assertIn("padding", json.loads((out / "whole" / "report.json").read_text())["plans"]["blocks.0"])
+            self.assertRegex(ending(whole), r"^trained on 2 ranks, saved in .*; drawn in .*/whole/loss.png$")
             saved = sorted((out / "ckpt").iterdir())
             self.assertEqual([folder.name for folder in saved], ["step-00000002", "step-00000003"])  # --keep 2
             shutil.rmtree(saved[-1])
             resumed = run_example(1, *common, "--steps", 3, "--resume", out / "ckpt", "--out", out / "second")
             self.assertEqual(resumed.returncode, 0, resumed.stderr)
+            told = r"^saved on 2 ranks at step 2, resumed on 1: held-out loss (\S+) there, (\S+) here; .*/loss.png$"
+            before, after = map(float, re.search(told, ending(resumed)).groups())
+            self.assertAlmostEqual(before, after, delta=2e-6)
             want, got = (json.loads((out / name / "report.json").read_text())["history"] for name in ("whole", "second"))
             self.assertEqual(got["resumed_at"], [2])
             torch.testing.assert_close(torch.tensor(got["train"]), torch.tensor(want["train"]), rtol=1e-4, atol=1e-4)

@@ -1,5 +1,6 @@
 """docs/recipes.md: each recipe runs behind the setup that the page shows, in a file of its own; each task has a heading."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -18,7 +19,7 @@ from doc_pages import code_of
 PAGE = "recipes.md"
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / PAGE).read_text()
-TASKS = {  # An everyday word, and the heading of its recipe.
+TASKS = {  # What somebody types into the search, and the heading of its recipe.
     "bf16": "bf16",
     "mixed precision": "bf16",
     "gradient accumulation": "Gradient accumulation",
@@ -27,8 +28,8 @@ TASKS = {  # An everyday word, and the heading of its recipe.
     "evaluation": "Evaluation",
     "generation": "Generation",
     "hugging face": "Hugging Face",
-    "plain state dict": "Plain state dict",
-    "dcp": "DCP",
+    "plain state dict": "Load pre-trained weights",
+    "dcp": "Checkpoints of torch (DCP)",
     "resume": "Save and resume",
     "full state dict": "Full state dict",
     "safetensors": "safetensors",
@@ -48,8 +49,37 @@ TASKS = {  # An everyday word, and the heading of its recipe.
     "memory": "Memory",
     "hang": "Hang",
     "several nodes": "Several nodes",
-    "engine": "Engine",
+    "engine": "Send weights to an inference engine",
+    "export weights": "Send weights to an inference engine",
+    "accumulate": "Gradient accumulation",
+    "clip": "Gradient clipping",
+    "freeze": "Freezing",
+    "learning rate groups": "Learning-rate groups",
+    "pipeline": "Pipeline parallelism",
+    "tensor parallel": "Tensor parallelism",
+    "expert parallel": "Expert parallelism",
+    "evaluate": "Evaluation",
+    "generate": "Generation",
+    "huggingface": "Hugging Face",
+    "offload": "CPU offload",
+    "8-bit": "Adam with 8-bit states",
+    "multi node": "Several nodes",
 }
+ELSEWHERE = {  # And what other pages are about: the page, and its heading.
+    "out of memory": ("troubleshooting", "Memory"),
+    "OOM": ("troubleshooting", "Memory"),
+    "nan": ("troubleshooting", "The numbers are wrong"),
+    "checkpoint": ("checkpoints", "Checkpoints"),
+    "qwen": ("tutorials/qwen3_plan", "An unchanged Qwen3: TP, FSDP, Muon, and back to `from_pretrained`"),
+    "gemma": ("plans", "Plans that exist"),
+    "context parallel": ("plans", "Context parallelism"),
+    "sequence parallel": ("plans", "A sample"),
+    "dataloader": ("plans", "What each rank passes"),
+    "fp8": ("hopper", "Half-size all-gathers"),
+    "dropout": ("random", "Random numbers on any number of ranks"),
+    "zero-2": ("meshes", "ZeRO, by placement"),
+}
+WANTED = {**{word: ("recipes", heading) for word, heading in TASKS.items()}, **ELSEWHERE}
 SEARCH = """
 const fs = require("fs"), vm = require("vm"), site = process.argv[1];
 const nothing = { readyState: "loading", addEventListener() {}, getElementById: () => null, documentElement: { dataset: {} } };
@@ -69,6 +99,16 @@ def recipes():
     return found[0][1], found[1:]
 
 
+def anchor(heading):
+    return "#" + re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-")
+
+
+def other_words(page):
+    """What ``also called`` says below each heading of a page."""
+    found = re.findall(r"^#+ (.*)\n\n<!-- also called: (.*) -->\n\n", (DOCS / f"{page}.md").read_text(), re.MULTILINE)
+    return {heading: [word.strip().lower() for word in words.split(",")] for heading, words in found}
+
+
 def run(text, line, folder):
     os.chdir(folder)
     exec(compile(text, f"docs/{PAGE}, line {line}", "exec"), {"__name__": "__main__"})
@@ -78,6 +118,27 @@ class RecipesTest(unittest.TestCase):
     def test_each_task_has_a_heading_with_its_word(self):
         headings = re.findall(r"^## (.*)$", TEXT, re.MULTILINE)
         self.assertEqual(set(TASKS.values()) - set(headings), set())
+
+    def test_what_people_type_is_a_heading_or_is_called_so_below_one(self):
+        for word, (page, heading) in WANTED.items():
+            words = [heading.lower(), heading.lower().removesuffix("s"), *other_words(page).get(heading, [])]
+            self.assertIn(word.lower(), words, f"docs/{page}.md: add <!-- also called: {word} --> below {heading!r}")
+
+    def test_other_words_stand_below_a_heading_and_lead_to_one_place(self):
+        pages = [path.relative_to(DOCS).as_posix().removesuffix(".md") for path in DOCS.rglob("*.md")]
+        placed = {page: other_words(page) for page in pages}
+        for page in pages:
+            comments = (DOCS / f"{page}.md").read_text().count("<!-- also called:")
+            self.assertEqual(comments, len(placed[page]), f"docs/{page}.md: one follows its heading, between empty lines")
+        words = [word for found in placed.values() for group in found.values() for word in group]
+        self.assertEqual(sorted({word for word in words if words.count(word) > 1}), [])
+        self.assertGreater(len(words), 80)
+
+    def test_each_recipe_prints_at_its_end(self):
+        for line, text, _ in recipes()[1]:
+            end = ast.parse(text).body[-1]
+            end = end.body[-1] if isinstance(end, ast.If) else end
+            self.assertTrue(ast.unparse(end).startswith("print("), f"line {line}")
 
     def test_recipes_are_short(self):
         _, found = recipes()
@@ -100,13 +161,12 @@ class RunTest(unittest.TestCase):
                 run_ranks(ranks, run, f"{setup}\n{text}", line, folder)
 
     @unittest.skipUnless(importlib.util.find_spec("sphinx") and shutil.which("node"), "needs Sphinx (the extra docs) and node")
-    def test_the_search_of_the_site_finds_each_recipe_first(self):
+    def test_the_search_of_the_site_finds_each_word_at_its_heading_first(self):
         with tempfile.TemporaryDirectory() as site:
             command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", str(DOCS), site]
             subprocess.run(command, check=True, capture_output=True, timeout=280, cwd=DOCS.parent)
             found = subprocess.run(
-                ["node", "-e", SEARCH, site, json.dumps(list(TASKS))], check=True, capture_output=True, text=True, timeout=60
+                ["node", "-e", SEARCH, site, json.dumps(list(WANTED))], check=True, capture_output=True, text=True, timeout=60
             )
-        for task, (page, title, *_) in zip(TASKS, json.loads(found.stdout), strict=True):
-            self.assertEqual(page, "recipes", f"{task}: {title}")
-            self.assertIn(title, ("Recipes", f"Recipes > {TASKS[task]}"), task)
+        for (word, (page, heading)), found_first in zip(WANTED.items(), json.loads(found.stdout), strict=True):
+            self.assertEqual((found_first[0], found_first[2]), (page, anchor(heading)), f"{word}: {found_first}")
