@@ -26,7 +26,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz pairs delays mutants patches upstream matrix clients rehearsal rehearse lint clean
+.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz pairs delays mutants patches upstream matrix clients rehearsal rehearse packages lint clean
 demo: $(DEMO_READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -119,6 +119,14 @@ $(REHEARSAL)/.ready:
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install torch==2.11.0 "nvidia-cuda-crt==13.0.*" numpy pytest hypothesis expecttest
 	touch $@
+
+# What a registry gets, in $(OUT)/dist: an sdist and a wheel.
+packages: $(READY)
+	$(BIN)/python -m pip install -q build twine check-wheel-contents
+	rm -rf $(OUT)/dist build
+	$(BIN)/python -m build --outdir $(OUT)/dist
+	$(BIN)/python -m twine check --strict $(OUT)/dist/*
+	$(BIN)/check-wheel-contents $(OUT)/dist/*.whl
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import json
 import os
 import re
 import shutil
@@ -166,6 +167,42 @@ class PackagingTest(unittest.TestCase):
             self.check_with_mypy(folder, python)
             if importlib.util.find_spec("pyright"):
                 self.check_with_pyright(folder, python)
+
+    @pytest.mark.slow
+    def test_the_quickstart_runs_from_an_installed_wheel(self):
+        with tempfile.TemporaryDirectory() as folder:
+            _, python = environment_with_a_wheel(folder)
+            shutil.copy(ROOT / "examples/quickstart.py", folder)
+            torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+            where = run(python, "-c", "import torch_ragged; print(torch_ragged.__file__)", cwd=folder)
+            self.assertIn(f"{folder}/venv/lib", where.stdout)
+            done = run(python, *torchrun, "quickstart.py", "--steps", 3, cwd=folder)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertTrue((Path(folder) / "out/loss.png").stat().st_size)
+
+    @pytest.mark.slow
+    def test_the_commands_of_the_dockerfile_run(self):
+        """In an empty environment, and folders of their own in place of the image's. pip's own index stands for torch's."""
+        lines = (ROOT / "Dockerfile").read_text().splitlines()
+        version = dict(line.split("=", 1) for line in lines if line.startswith("ARG "))["ARG TORCH"]
+        with tempfile.TemporaryDirectory() as folder:
+            done = run(sys.executable, "-m", "venv", f"{folder}/venv")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            for line in lines:
+                words = line.split()
+                if words[:1] == ["COPY"]:
+                    for name in words[1:-1]:
+                        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                        copy(ROOT / name, Path(folder) / name)
+                elif words[:1] == ["RUN"]:
+                    command = line.removeprefix("RUN ").replace("${TORCH}", version).replace(" --index-url ${TORCH_INDEX}", "")
+                    self.assertNotIn("${", command)
+                    done = run("bash", "-ec", f"PATH={folder}/venv/bin:$PATH; {command}", cwd=folder)
+                    self.assertEqual(done.returncode, 0, f"{command}\n{done.stdout}{done.stderr}")
+            (command,) = (line.removeprefix("CMD ") for line in lines if line.startswith("CMD "))
+            program, *arguments = json.loads(command)
+            done = run(f"{folder}/venv/bin/{program}", *arguments, "--steps", 3, cwd=folder)
+            self.assertEqual(done.returncode, 0, done.stderr)
 
     def check_with_mypy(self, folder, python):
         mypy = (sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--follow-imports", "silent")
