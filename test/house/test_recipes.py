@@ -77,6 +77,11 @@ ELSEWHERE = {  # And what other pages are about: the page, and its heading.
     "dataloader": ("plans", "What each rank passes"),
     "fp8": ("hopper", "Half-size all-gathers"),
     "dropout": ("random", "Random numbers on any number of ranks"),
+    "wandb": ("operations", "Metrics"),
+    "tensorboard": ("operations", "Metrics"),
+    "docker": ("running", "Docker and Kubernetes"),
+    "fsdp1": ("moving_here", "From FSDP1"),
+    "deepspeed": ("moving_here", "From DeepSpeed"),
     "zero-2": ("meshes", "ZeRO, by placement"),
 }
 WANTED = {**{word: ("recipes", heading) for word, heading in TASKS.items()}, **ELSEWHERE}
