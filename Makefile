@@ -132,6 +132,7 @@ lint: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	$(BIN)/python docs/words.py
 
 $(READY): EXTRA = dev
 $(DEMO_READY): EXTRA = demo

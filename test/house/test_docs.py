@@ -115,6 +115,12 @@ class PagesTest(unittest.TestCase):
         listed = {name.rpartition("<")[2].rstrip(">") for name in contents.split("\n")}
         self.assertEqual({page.removesuffix(".md").rpartition("/")[2] for page in PAGES} - listed, {"index"})
 
+    def test_pages_use_the_words_of_the_field(self):
+        words = load("words")
+        self.assertEqual(words.main(), 0)
+        text = "One flight, `two flights`.\n```\nplanes\n```\nIn flight. It stands on planes. <!-- mend -->"
+        self.assertEqual([each[:2] for each in words.found(text)], [(1, "flight"), (5, "planes"), (5, "stands on")])
+
     def test_the_readme_is_short(self):
         self.assertLessEqual(len((ROOT / "README.md").read_text().splitlines()), 120)
 

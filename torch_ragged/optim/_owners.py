@@ -203,7 +203,7 @@ def muon_policy(
 ) -> MuonPolicy:
     """An ``orig_param_policy`` that knows Muon: matrices stay whole on an owner where this takes less time than moving them.
 
-    A matrix that is whole on a rank is not moved by :class:`Muon`; a step with all matrices at home issues no collective. But
+    A matrix that is whole on a rank is not moved by :class:`Muon`; a step with all matrices local issues no collective. But
     whole matrices may need padding, which every all-gather and reduce-scatter sends::
 
         policy = muon_policy()
