@@ -389,6 +389,22 @@ class RegroupTest(unittest.TestCase):
             self.assertEqual("ZERO1 or ZERO2" in error_of(check_kept, group, replicas), kept == "all")
 
     @fake_group(4)
+    def test_weights_are_refused_for_what_keeps_equal_shards(self):
+        mesh = init_device_mesh("cpu", (4,))
+        for options, text in (
+            ({"reshard_after_forward": 2}, "reshard_after_forward=2 .*because neighbours keep equal parts"),
+            ({"shard_placement_fn": lambda param: Shard(0)}, "the placement Shard.* of weight .*leave weights out"),
+            ({}, ""),
+        ):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh, **options)
+            group = model._ragged_groups(recurse=True)[0]
+            self.assertEqual(error_of(check_kept, group, group.dp), "")
+            self.assertRegex(error_of(check_kept, group, group.dp, [1, 2, 3, 4]), text or "^$")
+            model.set_reshard_after_forward(True)  # Neighbours keep no parts any more.
+            after = error_of(check_kept, group, group.dp, [1, 2, 3, 4])
+            self.assertEqual("leave weights out" in after, "shard_placement_fn" in options, after)
+
+    @fake_group(4)
     def test_what_the_user_has_set_is_copied(self):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         old, new = (fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2))

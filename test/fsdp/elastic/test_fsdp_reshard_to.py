@@ -294,6 +294,12 @@ def errors():
     weight.grad = torch.zeros_like(weight) if rank == 2 else None
     found["gradients differ"] = error_of(reshard_to, model, optimizer, fewer)
     weight.grad = None
+    last = optimizer.state[list(model.parameters())[-1]]
+    for having, case in (((2,), "a state more"), ((0, 1, 3), "a state less")):
+        if rank in having:
+            last["more"] = 1.0
+        found[case] = error_of(reshard_to, model, optimizer, fewer)
+        last.pop("more", None)
     group = dist.new_group([0, 1, 2])
     found["group"] = error_of(reshard_to, model, optimizer, fewer, group=group)
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -475,6 +481,32 @@ class ReshardToTest(unittest.TestCase):
             assert all(torch.equal(value, after[name]) for name, value in before.items() if value is not None)
             train(model, optimizer, new, 1)
 
+    @ranks(2)
+    def test_a_parameter_that_was_replaced_moves_with_its_new_values():
+        """In a model whose root has no parameters of its own."""
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model[0].weight = nn.Parameter(torch.full_like(model[0].weight.detach(), 7.0))
+        reshard_to(model, optimizer, mesh, weights=[3, 1])
+        assert model[0].weight.full_tensor().eq(7.0).all()
+        assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+    @ranks(2)
+    def test_what_is_in_no_group_is_refused_by_name():
+        mesh = init_device_mesh("cpu", (2,))
+        text = error_of(reshard_to, fully_shard(nn.Identity(), mesh=mesh), None, mesh)
+        assert text == "ValueError: fully_shard has found no parameters in FSDPIdentity: there is nothing to move", text
+        table = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        for name in ("0", ""):
+            model = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)
+            model.get_submodule(name).register_buffer("table", table)
+            text = error_of(reshard_to, model, None, mesh)
+            fqn = f"{name}.table" if name else "table"
+            assert text == f"ValueError: {fqn} is a DTensor that is in no group of fully_shard: reshard_to cannot move it", text
+
     @ranks(4)
     def test_replicated_states_of_other_shapes_move():
         """Replicated states of other shapes than the parameters need no method of the optimizer; new ranks get them too."""
@@ -519,6 +551,12 @@ class ReshardToTest(unittest.TestCase):
             self.assertRegex(found["meshes differ"], r"to a mesh of \(4,\) over ranks \[0, 1, 2, 3\]")
             self.assertRegex(found["unordered"], "ranks in ascending order|rank [01]: ValueError")
             self.assertRegex(found["plain state"], "plain tensors of several elements")
-            self.assertRegex(found["gradients differ"], "ranks of the mesh differ: rank 2 has gradient")
+            failed = "" if rank == 2 else "RuntimeError: reshard_to failed on rank 2: "
+            for case, words in (
+                ("gradients differ", "gradient head.weight torch.float32, its lowest rank has kept [None, None, None]"),
+                ("a state more", "state head.bias more float, its lowest rank has nothing more"),
+                ("a state less", "nothing more, its lowest rank has state head.bias more float"),
+            ):
+                self.assertEqual(found[case], f"{failed}ValueError: ranks of the mesh differ: rank 2 has {words}")
             outside = r"has the ranks \[3\], which are not in the group of 3 ranks"
             self.assertRegex(found["group"], outside if rank < 3 else "ValueError: rank 3 is not in the group")

@@ -5,11 +5,13 @@ import os
 import signal
 import time
 import unittest
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import context_of_ranks, error_of, ranks, run_mortal_ranks, run_ranks
+from common import error_of, ranks, run_mortal_ranks, run_ranks
 from delays import delays
 from soon import soon
 from torch import nn
@@ -34,10 +36,10 @@ def make(mesh, optimizer="adamw"):
 
 
 def step(model, optimizer, number):
+    optimizer.zero_grad()  # Not after the step: copies are made while there are gradients, which they do not have.
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     model(torch.randn(8, 6, generator=generator)).square().mean().backward()
     optimizer.step()
-    optimizer.zero_grad()
 
 
 def whole(model, optimizer):
@@ -58,11 +60,9 @@ def same(got, wanted):
     return [name for name, value in got.items() if not torch.equal(torch.as_tensor(value), torch.as_tensor(wanted[name]))]
 
 
-def train_and_die(rank, port, victims, kind, pipe):
-    """A process of its own: trains 3 steps with copies, loses ranks in the fourth, recovers and trains on."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+def train_and_die(victims, kind):
+    """Trains 3 steps with copies, loses ranks in the fourth, recovers and trains on."""
+    rank = dist.get_rank()
     model, optimizer = make(init_device_mesh("cpu", (4,)), kind)
     copies, states = NeighbourCopies(model, optimizer, distance=1), []
     for number in range(3):
@@ -81,19 +81,14 @@ def train_and_die(rank, port, victims, kind, pipe):
     mesh = DeviceMesh.from_group(dist.new_group(left, use_local_synchronization=True), "cpu")
     lost = error_of(copies.recover, mesh)
     if lost:
-        pipe.send((failure, lost, None, None))
-        pipe.recv()
-        os._exit(0)
+        return failure, lost, None
     different = same(whole(model, optimizer), states[-1]) or optimizer.param_groups[0]["lr"] != 0.025
     step(model, optimizer, 3)
     copies = NeighbourCopies(model, optimizer)
     copies.update()
     copies.wait()
     step(model, optimizer, 4)
-    after = sum(value.double().sum().item() for value in whole(model, optimizer).values() if isinstance(value, torch.Tensor))
-    pipe.send((failure, "", different, after))
-    pipe.recv()
-    os._exit(0)
+    return failure, "", different
 
 
 class CopiedBy:
@@ -223,21 +218,6 @@ def delayed_copies(seed):
 
 
 class NeighbourCopiesTest(unittest.TestCase):
-    def run_world(self, victims, kind):
-        context = context_of_ranks()
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pipes = [context.Pipe() for _ in range(4)]
-        for rank, (_, theirs) in enumerate(pipes):
-            context.Process(target=train_and_die, args=(rank, store.port, victims, kind, theirs), daemon=True).start()
-        left = [ours for rank, (ours, _) in enumerate(pipes) if rank not in victims]
-        answers = []
-        for pipe in left:
-            self.assertTrue(pipe.poll(100), "a rank hangs")
-            answers.append(pipe.recv())
-        for pipe in left:
-            pipe.send("end")
-        return answers
-
     def test_the_ranks_that_are_left_go_on_with_the_last_copy(self):
         self.check_one_death("adamw")
 
@@ -246,13 +226,13 @@ class NeighbourCopiesTest(unittest.TestCase):
         self.check_one_death("adamw8bit")
 
     def check_one_death(self, kind):
-        for failure, lost, different, _ in self.run_world((2,), kind):
+        for failure, lost, different in run_mortal_ranks(4, {2}, train_and_die, {2}, kind).values():
             self.assertIn("PeerError", failure)
             self.assertEqual((lost, different), ("", False))
 
     @pytest.mark.slow
     def test_a_rank_that_dies_with_its_copy_is_an_error(self):
-        for _, lost, *_ in self.run_world((1, 2), "adamw"):
+        for _, lost, _ in run_mortal_ranks(4, {1, 2}, train_and_die, {1, 2}, "adamw").values():
             self.assertEqual(lost, "RuntimeError: recover(): rank 1 with its copy on rank 2 are gone: load a checkpoint")
 
     @ranks(4)
@@ -267,10 +247,10 @@ class NeighbourCopiesTest(unittest.TestCase):
             )
         copies = NeighbourCopies(model, optimizer, every=2, distance=3)
         assert "no complete copy" in error_of(copies.recover, flat)
-        for number in range(4):
+        for number in range(6):  # The third copy takes the place of the first one.
             step(model, optimizer, number)
             copies.update()
-            if number == 1:
+            if number == 3:
                 wanted = copied(whole(model, optimizer))
         copies.wait()
         # Of all ranks, two generations of two copies; each tensor starts at a multiple of 16 bytes.
@@ -279,15 +259,16 @@ class NeighbourCopiesTest(unittest.TestCase):
         total = torch.tensor([held, copies.nbytes])
         dist.all_reduce(total)
         assert int(total[1]) == 4 * int(total[0]), total
-        third = copied(whole(model, optimizer))
+        last = copied(whole(model, optimizer))
         for each in copies._generations:  # As if a rank had died before the last copy was complete.
-            if each.step == 4 and dist.get_rank() == 1:
+            if each.step == 6 and dist.get_rank() == 1:
                 each.step = -1
-        assert copies.recover(flat) == 2
+        assert copies.recover(flat) == 4
+        assert all(param.grad is None for param in model.parameters())
         buffers = [name for name, _ in model.named_buffers()]
         got = whole(model, optimizer)
         assert not [name for name in same(got, wanted) if name not in buffers], same(got, wanted)
-        assert same(got, third)
+        assert same(got, last)
 
     @ranks(4)
     def test_new_copies_follow_a_model_to_other_meshes():
@@ -405,7 +386,9 @@ class NeighbourCopiesTest(unittest.TestCase):
         mesh = init_device_mesh("cpu", (2,))
         (model, optimizer), other = make(mesh), make(mesh)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        copies, others = NeighbourCopies(model, optimizer, stateful=[scheduler]), NeighbourCopies(*other)
+        stateful = [scheduler]
+        copies, others = NeighbourCopies(model, optimizer, stateful=stateful), NeighbourCopies(*other)
+        stateful.clear()  # The copies have a list of their own.
         wanted = []
         for number in range(3):
             step(model, optimizer, number)
@@ -485,6 +468,31 @@ class NeighbourCopiesTest(unittest.TestCase):
         for failure, left in run_mortal_ranks(4, {1}, lose_a_rank_while_others_are_busy).values():
             self.assertIn("RuntimeError", failure)
             self.assertEqual(left, [0, 2, 3])
+
+    @ranks(3)
+    def test_ranks_that_wait_in_any_group_with_a_dead_rank_get_an_error():
+        """Rank 2 only seems to be dead. In a forward, rank 1 waits for rank 0 in a group that the copies do not know."""
+        rank, done = dist.get_rank(), SharedStore("done")
+        model, optimizer = make(init_device_mesh("cpu", (3,)))
+        copies, other = NeighbourCopies(model, optimizer), dist.new_group()
+
+        def lose_rank_2(*_):
+            if rank == 1:
+                assert error_of(dist.broadcast, torch.ones(1), src=0, group=other).startswith("RuntimeError")
+            if rank < 2:
+                assert copies.ranks_left(20) == [0, 1]
+                done.set(f"rank {rank}", "")
+            assert done.wait(["rank 0", "rank 1"], 60)  # The connections of rank 2 stay.
+            raise KeyError("the end of this forward")
+
+        model[2].register_forward_hook(lose_rank_2)
+        fates = lambda asked: {each: SimpleNamespace(is_alive=each != 2) for each in asked}  # noqa: E731
+        # No rank finds the standstill first.
+        with mock.patch.object(_neighbour_copies, "fates_of", fates), mock.patch.object(peers, "HELD", 1000.0):
+            assert error_of(model, torch.ones(2, 6)) == "KeyError: 'the end of this forward'"
+        if rank == 2:
+            text = error_of(copies.ranks_left)
+            assert text == "RuntimeError: rank 2 has reported too late: ranks [0, 1] have gone on without it", text
 
     @pytest.mark.slow
     def test_a_stopped_rank_is_waited_for_as_long_as_patience_lasts(self):

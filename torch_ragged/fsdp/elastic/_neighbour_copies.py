@@ -390,9 +390,10 @@ class NeighbourCopies:
         """Tell the keeper what this rank sends, if it is not what it sent before, and make room for what this rank keeps."""
         index = generation.own.index
         text = b"" if index == self._told_index else pickle.dumps(index)
-        numbers = torch.tensor([[len(text), generation.steps], [0, 0]], device=self._device)
-        self._exchange(numbers[0], numbers[1], watch)
-        size, steps = numbers[1].tolist()
+        own = torch.tensor([len(text), generation.steps], device=self._device)
+        kept = torch.empty_like(own)
+        self._exchange(own, kept, watch)
+        size, steps = kept.tolist()
         if steps != generation.steps:
             raise ValueError(
                 f"this rank copies the state after {generation.steps} optimizer steps, and rank {self._kept} that after "

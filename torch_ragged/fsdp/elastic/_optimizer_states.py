@@ -220,7 +220,7 @@ def compare_options(optimizer: Optimizer, mesh: DeviceMesh, parent: dist.Process
         _option_hooks.pop(optimizer).remove()
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
-    group = functools.partial(group_of, sorted(mesh.mesh.flatten().tolist()), "", parent)
+    group = functools.partial(group_of, sorted(mesh.mesh.flatten().tolist()), parent=parent)
     group()  # Made now, where all ranks are: a step must not make a process group.
     names = mesh.mesh_dim_names or ("replicate", "shard")[-mesh.ndim :]
     what = f"the steps of {type(optimizer).__name__}"
