@@ -447,6 +447,9 @@ class StaticTest(unittest.TestCase):
                     if step == when:
                         model.blocks[0].compile(backend="eager")
                     losses = [each(ids) for each in (model, eager)]
+                    if when == 0:  # From the first forward on.
+                        reasons = model.static_modules.report.reasons
+                        assert reasons["blocks.0.up"] == "blocks.0 is compiled", reasons
                     assert losses[0].item() == losses[1].item()
                     for loss in losses:
                         loss.backward()
@@ -454,8 +457,6 @@ class StaticTest(unittest.TestCase):
                 torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), msg=name)
             report = model.static_modules.report
             assert "blocks.1" in report.modules, report
-            if when == 0:
-                assert report.reasons["blocks.0.up"] == "blocks.0 is compiled", report.reasons
 
     @ranks(2)
     def test_an_error_of_the_model_is_raised_at_once_and_changes_nothing():
@@ -1026,14 +1027,17 @@ class ProgramTest(unittest.TestCase):
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
         plan = Plan().shard("<in:input>", Shard(0), "a").default(Replicate())
         gc.disable()
-        for kind in (Reads, AsksForClasses):
-            model = parallelize(nn.Sequential(nn.Linear(4, 4), kind(4, 4)), plan, mesh, mode="static")
+        for kind, width in ((Reads, 4), (AsksForClasses, 5)):
+            model = parallelize(nn.Sequential(nn.Linear(width, width), kind(width, width)), plan, mesh, mode="static")
             for step in range(4):
-                x = torch.randn(2, 4)
+                x = torch.randn(2, width)
                 given = weakref.ref(x)
                 model(x).mean().backward()
                 del x
                 assert given() is None, (kind, step)
+            gc.collect()
+            weights = [t for t in gc.get_objects() if isinstance(t, DTensor) and t.shape == (width, width)]
+            assert {*map(id, weights)} == {id(t) for layer in model for t in (layer.weight, layer.weight.grad)}, kind
             assert "1" in model.static_modules.report.reasons, model.static_modules.report
         gc.enable()
 
@@ -1144,9 +1148,9 @@ class Scaled(Block):
 class Logits(nn.Module):
     """The loss is computed outside."""
 
-    def __init__(self):
+    def __init__(self, bias=False):
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=bias)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
@@ -1349,8 +1353,126 @@ class OutputTest(unittest.TestCase):
             model(torch.randn(2, 6, 8))
         return model.static_modules.report
 
+    def test_what_local_tensors_cannot_do_is_told(self):
+        class Twice(nn.Linear):
+            def forward(self, x):
+                return (x @ self.weight).sin() @ self.weight
+
+        class Prints(nn.Linear):
+            def forward(self, x):
+                print(end="")
+                return super().forward(x)
+
+        class Stored(nn.Linear):
+            def forward(self, x):
+                return super().forward(x), self.table
+
+        class Checkpointed(nn.Linear):
+            """What runs again in backward is not of DTensors."""
+
+            def forward(self, x):
+                local = x.to_local() if isinstance(x, DTensor) else x
+                local = checkpoint(lambda h: h.sin().exp(), local, use_reentrant=False)
+                return super().forward(DTensor.from_local(local, mesh, x.placements) if isinstance(x, DTensor) else local)
+
+        class Doubles(nn.Linear):
+            def forward(self, x):
+                y = super().forward(x)
+                return torch.add(x, y, alpha=2) if isinstance(x, DTensor) else torch.add(y, x, alpha=2)
+
+        enter_fake_group(self, 2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for kind, told in (
+            (Twice, "it uses parameter weight several times"),
+            (Prints, f"its code calls print() in {Prints.forward.__qualname__}"),
+            (Stored, "on local tensors, it has other outputs"),
+            (Checkpointed, "activation checkpointing in it runs code again in backward"),
+            (Doubles, "on local tensors, output 0 is computed in another way"),
+        ):
+            plan = Plan().shard("<in>", Replicate(), "tp").default(Replicate())
+            model = parallelize(kind(8, 8), plan, mesh, mode="static")
+            model.table = distribute_tensor(torch.ones(2), mesh, [Replicate()])
+            for _ in range(2):
+                pytree.tree_leaves(model(torch.randn(4, 8, requires_grad=True)))[0].sum().backward()
+            self.assertEqual(model.static_modules.report.reasons, {"": told})
+
+    def test_each_backward_of_a_retained_graph_brings_the_gradients_of_eager_mode(self):
+        """With the cut gradient, eager mode computes those of static modules, and draws again what forward has drawn."""
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = nn.Linear(8, 8)
+                self.last = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 8))
+                self.calls = 0
+
+            def forward(self, x):
+                self.calls += 1  # So it is eager, and modules in it may be static.
+                return self.last(self.first(x))
+
+        enter_fake_group(self, 2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard("<in>", Replicate(), "tp").default(Replicate())
+        torch.manual_seed(0)
+        single, factor = Net(), torch.randn(4, 6, 8)
+        by = {
+            "whole": DTensor.from_local(factor, mesh, [Replicate()], run_check=False),
+            "cut": DTensor.from_local(factor[:, :3].contiguous(), mesh, [Shard(1)], run_check=False),
+        }
+        eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        for step, order in enumerate((["whole"], ["whole"], ["whole", "cut", "whole"], ["whole"])):
+            found = []
+            for model in (eager, static):
+                torch.manual_seed(step)
+                x, grads = torch.randn(4, 6, 8, requires_grad=True), []
+                y = model(x)
+                for name in order:
+                    model.zero_grad()
+                    x.grad = None
+                    (y * by[name]).sin().mean().backward(retain_graph=True)
+                    grads += [x.grad, *(whole(param.grad) for param in model.parameters())]
+                found.append(grads)
+            self.assertTrue(all(map(torch.equal, *found)), step)
+            self.assertEqual("last" in static.static_modules.report.modules, step in (1, 2))
+
+    def test_a_use_in_the_second_of_two_forwards_is_seen_when_it_comes_again(self):
+        """RMSNorm uses its input twice. A forward before the backward of another one runs as that one."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.norm, self.last, self.calls = nn.Linear(3, 8), nn.RMSNorm(8), nn.Linear(8, 8), 0
+
+            def forward(self, x, adds=False):
+                self.calls += 1  # So it is eager, and modules in it may be static.
+                x = self.first(x).sin()
+                y = self.last(self.norm(x))
+                return x * 0.7 + y if adds else y
+
+        enter_fake_group(self, 2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard("<in>", Replicate(), "tp").default(Replicate())
+        torch.manual_seed(0)
+        single = Model()
+        eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+        for step in range(7):
+            found = []
+            for model in (eager, static):
+                generator = torch.Generator().manual_seed(step)
+                model.zero_grad()
+                calls = [
+                    model(torch.randn(6, 3, generator=generator), adds=adds)
+                    for adds in ((False, True) if step > 2 else (False,))
+                ]
+                sum(y.square().mean() for y in calls).backward()
+                found.append([whole(param.grad) for param in model.parameters()])
+            if step != 3:  # In which nobody has seen the second one yet.
+                self.assertTrue(all(map(torch.equal, *found)), step)
+        reason = "the gradient of input 0 would be added up in another order"
+        self.assertEqual(static.static_modules.report.reasons["norm"], reason)
+
     def test_a_model_that_returns_logits_is_static(self):
-        self.assertEqual(self.static(Logits()).modules, ("",))
+        self.assertEqual(self.static(Logits(bias=True)).modules, ("",))
 
     def test_modules_that_return_dataclasses_are_eager_and_those_in_them_are_static(self):
         report = self.static(Records(), r"inner\.")

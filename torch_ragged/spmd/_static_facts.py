@@ -43,6 +43,8 @@ _SITE = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib",
 # What these modules answer, and what these functions do, no guard sees.
 _UNSEEN = {"datetime", "os", "random", "secrets", "socket", "subprocess", "time", "uuid"}
 _CONSTANT_TYPES = {"torch", "torch_ragged", "builtins", "re", "typing", "types", "operator", "functools", "weakref", "abc"}
+# No code names these methods: torch calls them, and Python for operators and statements.
+_UNNAMED = ("forward", "__call__", "__bool__", "__len__", "__getitem__", "__contains__", "__eq__", "__getattr__", "__iter__")
 _EFFECTS = {"breakpoint", "exec", "eval", "input", "open", "print"}
 # Hooks for all modules of the process. torch keeps their dicts for ever, so they are looked at in each call.
 _GLOBAL_HOOKS = [hooks for name, hooks in vars(nn_module).items() if name.startswith("_global_") and isinstance(hooks, dict)]
@@ -334,8 +336,7 @@ class Facts:
         for each in kind.__mro__:
             if each not in self._classes and each.__module__ != "builtins":
                 self._classes[each] = f"{each.__module__}.{each.__qualname__}"
-                # Called by torch, so no code names them.
-                for name in ("forward", "__call__"):
+                for name in _UNNAMED:
                     if name in vars(each) and each is not nn.Module:
                         self._watch_name(vars(each), self._classes[each], name)
 
@@ -372,13 +373,14 @@ class Facts:
                         self._cells.append((cell, content, path))
                         self._visit(content, path)
                 self._visit(function.__defaults__, path)
+                self._visit(function.__kwdefaults__, path)
                 # torch's own code reads the attributes and modes that are watched anyway. To follow it would find much of
                 # torch.
                 if function.__code__ in done or _is_others(function.__module__, function.__code__.co_filename):
                     continue
                 done.add(function.__code__)
                 names = _names_of(function.__code__)
-                self._code |= names
+                self._code |= names | _texts_of(function.__code__)  # getattr() takes a text.
                 for name in names:
                     try:
                         self._read_global(function, name, names)
@@ -405,13 +407,22 @@ class Facts:
             return
         value = place[name]
         if isinstance(value, types.ModuleType):
-            _check_seen(
-                value.__name__ if value.__name__ != "numpy" or "random" not in names else "random", function.__qualname__
-            )
-            for inner in names & set(vars(value)):
-                if not isinstance(vars(value)[inner], types.ModuleType) and not _is_others(value.__name__):
-                    self._watch_name(vars(value), value.__name__, inner)
+            self._read_module(value, function, names, set())
         self._watch_name(place, function.__module__ or "a function", name)
+
+    def _read_module(self, module: types.ModuleType, function: types.FunctionType, names: set[str], done: set[str]) -> None:
+        """The code may read ``module.name``, also of modules in it, as ``package.options.name``."""
+        home = module.__name__
+        done.add(home)
+        is_random = home == "numpy.random" or (home == "numpy" and "random" in names)
+        _check_seen("random" if is_random else home, function.__qualname__)
+        if _is_others(home):
+            return
+        for inner in names & set(vars(module)):
+            value = vars(module)[inner]
+            if isinstance(value, types.ModuleType) and value.__name__ not in done:
+                self._read_module(value, function, names, done)
+            self._watch_name(vars(module), home, inner)
 
 
 class Surroundings:
@@ -500,13 +511,20 @@ def _one(name: Any, place: Any) -> tuple[Any, ...]:
     return (place[name],)
 
 
-def _names_of(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """``code``, and that of inner functions, comprehensions and lambdas."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            # Of inner functions, comprehensions and lambdas.
-            names |= _names_of(constant)
-    return names
+            yield from _codes_in(constant)
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    return {name for each in _codes_in(code) for name in each.co_names}
+
+
+def _texts_of(code: types.CodeType) -> set[str]:
+    return {text for each in _codes_in(code) for text in each.co_consts if isinstance(text, str)}
 
 
 @functools.cache

@@ -293,8 +293,9 @@ class Ledger:
         result = func(*args, **kwargs)
         with _disable_current_modes():
             name = str(func)
-            if name in _COMMUTE and len(tensors) == 2:  # Autograd may sum in either order.
-                given[:2] = sorted(given[:2], key=hash)
+            # Autograd may sum in either order. With a factor of the second one (alpha), the order counts.
+            if name in _COMMUTE and len(tensors) == len(given) == 2:
+                given.sort(key=hash)
             expression = hash((name.replace("_.", "."), tuple(given), str(tree)))
             for index, tensor in enumerate(written):
                 storage, whole = self._storage(tensor), tensor.untyped_storage().nbytes()
