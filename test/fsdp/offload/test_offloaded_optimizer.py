@@ -9,7 +9,7 @@ from common import error_of, ranks
 from offload_cases import ADAMW, BLOCKS, POLICY, SGD, assert_equal, backward, build, check, make, train, window_tier
 from tested_device import DEVICE
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
@@ -283,6 +283,10 @@ class OrdinaryOptimizerTest(unittest.TestCase):
         assert "cannot be pickled or copied" in error_of(copy.deepcopy, optimizer)
         model.to(torch.bfloat16)
         assert "was converted after offloaded()" in error_of(optimizer.step)
+        plain = build(None)
+        reshard_to(plain, make(plain, torch.optim.AdamW, None), DeviceMesh("cpu", [0]))
+        text = "rank 1 is not in the mesh" if rank else "offloaded found no Offload policy"
+        assert text in error_of(offloaded, torch.optim.AdamW, plain)
 
 
 class MemoryTest(unittest.TestCase):

@@ -527,7 +527,7 @@ class OffloadedOptimizer(Optimizer):
         """Load as ``torch.optim.Optimizer.load_state_dict`` does, of any fraction, and without offload. States are copied.
 
         Raises:
-            ValueError: a state is missing, or is no DTensor with the placements of its parameter. Nothing is changed.
+            ValueError: a state is missing, or is no DTensor with the shape and placements of its parameter. Nothing is changed.
             RuntimeError: options of ``state_dict`` need states that have no memory. Nothing is changed.
         """
         saved, given = state_dict["state"], [{**self.defaults, **group} for group in state_dict["param_groups"]]
@@ -543,15 +543,20 @@ class OffloadedOptimizer(Optimizer):
         super().load_state_dict({**state_dict, "state": shells})
 
     def _check_states(self, member: SteppedParam, options: Mapping[str, Any], index: Any, states: Mapping[str, Any]) -> None:
-        for name in self._rules.piece_states(member.param, options, 0, member.numel):
-            value, wanted = states.get(name), self._rules.piece_placements(member.param, name)
-            found = value.placements if isinstance(value, DTensor) else type(value).__name__
-            if not isinstance(value, DTensor) or tuple(value.placements) != tuple(wanted):
-                raise ValueError(
-                    f"the state {name} of parameter {index} of shape {tuple(member.param.shape)} is placed as {found}, "
-                    f"expected a DTensor placed as {tuple(wanted)}: load the state dict of the same model, or one that "
-                    "torch.distributed.checkpoint has distributed"
-                )
+        for name, (numel, dtype) in self._rules.piece_states(member.param, options, 0, member.numel).items():
+            value, placements = states.get(name), tuple(self._rules.piece_placements(member.param, name))
+            # With this rank's part alone, ranks would not agree: parts of other shapes may have as many elements.
+            wanted = self._rules.piece_joined(member.param, name, torch.empty(numel, dtype=dtype, device="meta")).shape
+            found = type(value).__name__
+            if isinstance(value, DTensor):
+                if value.shape == wanted and tuple(value.placements) == placements:
+                    continue
+                found = f"of shape {tuple(value.shape)} placed as {value.placements}"
+            raise ValueError(
+                f"the state {name} of parameter {index} of shape {tuple(member.param.shape)} is {found}, expected a "
+                f"DTensor of shape {tuple(wanted)} placed as {placements}: load the state dict of the same model, or one that "
+                "torch.distributed.checkpoint has distributed"
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.param_groups = state["param_groups"]
