@@ -40,6 +40,7 @@ class Counting:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
+        assert async_op  # The host goes on, while it runs.
         self.calls += 1
         options = {} if op is None else {"op": op}
         return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from alone import ALONE, OTHERS, outcomes
 from common import enter_fake_group, error_of, ranks, run_mortal_ranks, run_ranks
+from soon import soon
 from torch import nn
 
 from torch_ragged._ranks import peers
@@ -249,6 +250,18 @@ def end_messages_beside_a_dead_rank():
     return error_of(work.wait)
 
 
+@soon()
+@mock.patch.dict(os.environ, {"TORCH_RAGGED_WATCH": "0"})
+def call_beside_a_dead_rank():
+    """Rank 1 ends before it makes a call, for which rank 0 waits. Nobody watches, as over NCCL."""
+    log = CallLog([0, 1], datetime.timedelta(seconds=300), "root")
+    log.start()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    return error_of(log.add, "a")
+
+
 def check_other_expectations():
     """Rank 1 expects the first call, so it does not count itself; rank 0 waits for it there, and rank 1 at the second call."""
     log = CallLog([0, 1], datetime.timedelta(seconds=30), "root")
@@ -269,7 +282,7 @@ def check_other_expectations():
 class CallLogTest(unittest.TestCase):
     def test_a_call_costs_each_rank_one_counter(self):
         answers = run_ranks(2, check_calls_of_the_store)
-        calls = 4 + 2  # The root and its modules; the root among roots, and the end.
+        calls = 4 + 1  # The root and its modules; the root among roots.
         for first, both in answers:
             self.assertEqual((first["add"], first["get"], first["append"], first["swap"]), (calls, 0, 0, 0))
             self.assertEqual(both, first)  # The second forward is expected.
@@ -297,10 +310,48 @@ class CallLogTest(unittest.TestCase):
             model(torch.ones(1, SIZE))
         if dist.get_rank() == 0:
             store.set("rank 0 has ended its forward", "")
-        log = fully_shard.state(model).context.gate.log
-        log.start()
-        with mock.patch.object(log, "_count", side_effect=dist.DistStoreError("connection refused")):
-            log.finish()  # The rank with the store has ended.
+
+    def test_a_call_beside_a_dead_rank_raises_long_before_the_timeout(self):
+        text = run_mortal_ranks(2, {1}, call_beside_a_dead_rank)[0]
+        self.assertRegex(text, "PeerError: the forward of .* failed: rank 1 died")
+
+    @ranks(2)
+    @soon()
+    def test_what_ranks_have_called_in_one_root_says_nothing_of_another():
+        logs = [CallLog([0, 1], datetime.timedelta(seconds=30), "root") for _ in range(2)]
+        texts = []
+        for log, call in zip(logs, ("a", "ab"[dist.get_rank()]), strict=True):
+            log.start()
+            texts.append(error_of(log.add, call))
+        assert texts[0] == "" and "different modules in forward (rank 0: a; rank 1: b)" in texts[1], texts
+
+    @ranks(1)
+    def test_the_store_keeps_what_the_last_call_of_each_root_has_written():
+        """Forwards that nothing predicts, and roots that are gone, leave no more there."""
+        keys, kept = set(), []
+
+        def noted(name, change):
+            method = getattr(SharedStore, name)
+
+            def call(store, key, *arguments):
+                change((store._store, key))
+                return method(store, key, *arguments)
+
+            return call
+
+        changes = {"add": keys.add, "set": keys.add, "delete": keys.remove}
+        with mock.patch.multiple(SharedStore, **{name: noted(name, change) for name, change in changes.items()}):
+            for root in range(4):
+                log = CallLog([0], datetime.timedelta(seconds=30), "root")
+                for forward in range(3):
+                    log.start()
+                    for call in range(3):
+                        log.add(f"{root} {forward} {call}")
+                    log.finish()
+                kept.append(len(keys))
+                del log
+                gc.collect()
+        assert kept == kept[:1] * 4, kept
 
 
 class EndMessagesTest(unittest.TestCase):

@@ -303,6 +303,15 @@ def no_mapping() -> tuple[tuple[str, ...], list[str]]:
     return found
 
 
+def no_facts() -> tuple[tuple[str, ...], list[str]]:
+    """One rank cannot find out about itself."""
+    model = make_model()
+    fully_shard(model)
+    error = RuntimeError("no facts") if dist.get_rank() == 1 else None
+    with mock.patch("torch_ragged.fsdp.comm._choice.host_of", side_effect=error, return_value="a host"):
+        return told(model, "copy_engine")
+
+
 def misuse() -> list[str]:
     model, rank = make_model(), dist.get_rank()
     for layer in model:
@@ -402,6 +411,14 @@ class AssistedTest(unittest.TestCase):
         _gloo.Assisted([], other.set, needs_works=True)
         self.assertTrue(other.wait(60), "the assistant has ended")
 
+    def test_the_thread_ends_when_the_process_does(self):
+        assistant = _gloo._Assistant()
+        with mock.patch.object(_gloo, "_assistant", assistant), mock.patch.object(_gloo, "LONGEST_STEP", 5.0):
+            _gloo.Assisted([], lambda: None, needs_works=False).wait()
+            self.assertTrue(assistant._thread.is_alive())
+            assistant._stop()
+        self.assertFalse(assistant._thread.is_alive())
+
 
 class SetCollectivesTest(unittest.TestCase):
     def test_processes_end_with_a_reduction_under_way(self):
@@ -468,6 +485,9 @@ class SetCollectivesTest(unittest.TestCase):
         with CommDebugMode() as mode:
             works = [collectives.all_gather(output, shard)]
         assert "broadcast" in str(mode.get_comm_counts()), mode.get_comm_counts()
+        with CommDebugMode() as mode:
+            collectives.all_gather(torch.zeros(8), shard[:4]).wait()
+        assert "broadcast" not in str(mode.get_comm_counts()), mode.get_comm_counts()  # It would take longer.
         with mock.patch.object(_gloo, "_assistant", autospec=True):
             again = torch.zeros_like(output)
             works.append(collectives.all_gather(again, shard))
@@ -529,7 +549,7 @@ class SetCollectivesTest(unittest.TestCase):
             self.assertEqual(["rank 2 is on another host than rank 0" in line for line in lines], [True] * (rank == 0))
 
     def test_what_fails_on_one_rank_is_used_on_none(self):
-        for fails, why in ((no_memory, "no memory"), (no_mapping, "no mapping")):
+        for fails, why in ((no_memory, "no memory"), (no_mapping, "no mapping"), (no_facts, "RuntimeError: no facts")):
             with self.subTest(why):
                 self.check_fall_back(fails, why)
 

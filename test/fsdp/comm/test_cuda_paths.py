@@ -126,14 +126,20 @@ def chosen(symmetric: bool) -> None:
     device, process_groups = types.SimpleNamespace(type="cuda", index=0), mock.Mock(spec=ProcessGroupCollectives)
     process_groups.levels = None
     process_groups.memory_pool.return_value = mock.sentinel.pool if symmetric else None
-    traffic = _choice.Traffic(device, [process_groups], gathered_nbytes=2000, reduced_nbytes=4000)
+    traffic = _choice.Traffic(device, [process_groups], gathered_nbytes=2000, reduced_nbytes=4097)
+    sizes: dict[str, list[int]] = {"symmetric": [], "any": []}
+
+    def allocating(memory):
+        return lambda numel, dtype, device: sizes[memory].append(numel) or torch.zeros(numel, dtype=dtype)
+
     with (
         cuda(lambda tensor: Handle(tensor.view(1, -1), 0)),
         mock.patch.object(_choice, "problems_of", lambda *_: {}),
         mock.patch.object(torch.cuda, "use_mem_pool", lambda found: contextlib.nullcontext()),
         mock.patch("torch_ragged.fsdp.comm.experimental._peer_memory.timeout_of", lambda *_: minute),
         mock.patch("torch_ragged.fsdp.comm.experimental._multicast.timeout_of", lambda *_: minute),
-        mock.patch.object(torch, "empty", lambda numel, dtype, device: torch.zeros(numel, dtype=dtype)),
+        mock.patch("torch.distributed._symmetric_memory.empty", allocating("symmetric")),
+        mock.patch.object(torch, "empty", allocating("any")),
     ):
         for name, kind in (("copy_engine", CopyEngineCollectives), ("multimem", _multicast.MulticastCollectives)):
             with LOGS.assertLogs("torch_ragged.fsdp", "WARNING") as logs:
@@ -142,6 +148,9 @@ def chosen(symmetric: bool) -> None:
             assert found.name == name
             assert isinstance(found.collectives(process_groups), kind)
             assert (found.allocate is not None) == (name == "multimem")
+            if name == "copy_engine":
+                assert sizes["symmetric"] == [2 * 4096, 2 * 8192], sizes  # Two slots of whole pages for each of both.
+        sizes["any"].clear()
         with LOGS.assertLogs("torch_ragged.fsdp", "WARNING") as logs:
             found = _choice.choose_implementation("symm", world, traffic)
         assert len(logs.output) == 1, logs.output
@@ -149,6 +158,7 @@ def chosen(symmetric: bool) -> None:
         assert found.name == ("symm" if symmetric else "nccl")
         assert found.collectives(process_groups) is process_groups
         if symmetric:
+            assert sizes["any"][0] == 1 << 20, sizes  # It has been tried.
             assert found.allocate(8, torch.bfloat16).numel() == 8
         process_groups.memory_pool.assert_called_with(device, is_symmetric=True)
         process_groups.memory_pool.reset_mock()
@@ -231,7 +241,12 @@ class CudaPathsTest(unittest.TestCase):
             assert (found.gpu, found.out_of_reach, found.may_overlap) == ("gpu 0", frozenset({"gpu 2"}), True), found
             assert found.problems == {}, found.problems
             with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-                assert "compute capability 9.0" in _choice._facts(world, device).problems["multimem"]
+                problems = _choice._facts(world, device).problems
+                assert problems == {"multimem": "multimem instructions need compute capability 9.0 (Hopper)"}, problems
+            with mock.patch.dict("os.environ", {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "0"}):
+                assert not _choice._facts(world, device).may_overlap
+            with mock.patch.object(_choice, "host_of", side_effect=OSError("no id")):
+                assert _choice._facts(world, device).problems == dict.fromkeys(("copy_engine", "multimem"), "no id")
             with mock.patch.object(_choice, "has_multicast", lambda device: False):
                 assert "no multicast" in _choice._facts(world, device).problems["multimem"]
             with mock.patch("torch.distributed._symmetric_memory.get_backend", lambda device: None):

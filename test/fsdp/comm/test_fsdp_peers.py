@@ -186,6 +186,14 @@ class PeersTest(unittest.TestCase):
             del os.environ["TORCH_RAGGED_DEBUG"]
 
     @ranks(2)
+    def test_a_collective_counts_on_the_process_group_that_carries_it():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+        step(sharded_model(mesh))
+        issued = list(peers.issued_on(mesh.get_group("replicas")).as_numbers().values())
+        reductions = [f"all-reduce of weight and 1 more in {layer}" for layer in (2, 1, 0)]
+        assert [each for each in issued if each.startswith("all-reduce of weight")] == reductions, issued
+
+    @ranks(2)
     def test_debug_mode_on_one_rank_is_an_error_on_all_ranks():
         if dist.get_rank() == 1:
             os.environ["TORCH_RAGGED_DEBUG"] = "1"

@@ -5,6 +5,7 @@ import unittest
 import torch
 import torch.distributed as dist
 from common import ranks
+from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
 from torch_ragged.fsdp.comm._reduction import Reduction
@@ -59,11 +60,13 @@ class ProcessGroupTest(unittest.TestCase):
 
     @ranks(1)
     def test_one_rank_only_copies():
-        collectives, shard, output = ProcessGroupCollectives(dist.group.WORLD), torch.arange(4.0), torch.empty(4)
-        collectives.all_gather(output, shard).wait()
-        assert torch.equal(output, shard)
-        collectives.reduce_scatter(output, shard, Reduction(2.0)).wait()
-        assert torch.equal(output, shard / 2)
+        for group in (dist.group.WORLD, None):  # None: parameters are replicated only.
+            collectives, shard, output = ProcessGroupCollectives(group), torch.arange(4.0), torch.empty(4)
+            with CommDebugMode() as mode:
+                collectives.all_gather(output, shard).wait()
+                assert torch.equal(output, shard)
+                collectives.reduce_scatter(output, shard, Reduction(2.0)).wait()
+            assert torch.equal(output, shard / 2) and mode.get_total_counts() == 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged.fsdp import HIERARCHICAL, fully_shard
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, UnequalCollectives
-from torch_ragged.fsdp.comm._reduction import Reduction, Steps
+from torch_ragged.fsdp.comm._reduction import Reduction, Steps, ops_of
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory
 
@@ -66,6 +67,30 @@ def of_rank(rank):
 
 
 class ReductionsTest(unittest.TestCase):
+    def test_gradients_are_divided_by_the_carrier_or_before_and_after_the_sum(self):
+        total, average = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+        for reduction, size, dtype, averages, steps in (
+            (Reduction(), 2, torch.float32, True, (average, 1, 1)),
+            (Reduction(2.0), 2, torch.bfloat16, True, (average, 1, 1)),
+            (Reduction(3.0), 2, torch.float32, True, (total, 1, 3)),
+            (Reduction(sum_only=True), 2, torch.float32, True, (total, 1, 2)),
+            (Reduction(), 2, torch.float32, False, (total, 1, 2)),
+            (Reduction(), 1, torch.float32, True, (total, 1, 1)),
+            (Reduction(), 2, torch.float16, True, (total, 2, 1)),  # Half of it before the sum, against overflow.
+            (Reduction(), 8, torch.float16, True, (total, 4, 2)),
+            (Reduction(), 64, torch.float16, False, (total, 8, 8)),
+            (Reduction(), 6, torch.float16, False, (total, 4, 1.5)),
+            (Reduction(3.0), 2, torch.float16, False, (total, 2, 1.5)),
+            (Reduction(8.0), 1, torch.float16, False, (total, 1, 8)),
+        ):
+            with self.subTest(reduction=reduction, size=size, dtype=dtype, averages=averages):
+                self.assertEqual(reduction.steps(size, dtype, averages), steps)
+
+    def test_nccl_computes_an_op_with_a_factor(self):
+        group = mock.Mock(**{"_get_backend.return_value.name.return_value": "nccl"})
+        op, divisor = Factor().begin(torch.empty(2), torch.ones(4), 2, ops_of(group, torch.device("cuda")))
+        self.assertEqual((op == dist.ReduceOp.PREMUL_SUM, divisor), (True, 1))
+
     @ranks(4)
     def test_carriers_compute_a_new_reduction_or_refuse_it():
         rank = dist.get_rank()

@@ -311,6 +311,18 @@ class NarrowTest(unittest.TestCase):
             WideGradients(layout, rank, ()).reduce_scatter(collectives, shard.flat, ones, Reduction())
         assert issued.call_count == 1
 
+    def test_wide_gradients_are_many_above_a_sixteenth_of_the_buffer(self):
+        numels = (2, 2, 50, 1)
+        tensors = tuple(TensorSpec(f"{i}", (numel,), (0,), 1) for i, numel in enumerate(numels))
+        layout = BufferLayout(tensors, (0, 2, 4, 54), 32, 2, 1, 32, "a test", "a test")  # Of 64 elements.
+        for indices, are_few in (((0,), True), ((0, 1), False), ((2,), False), ((), True)):
+            wide, many = WideGradients(layout, 0, indices), []
+            for index in (0, 1, 3):
+                wide.keep(index, torch.ones(numels[index]))
+                many.append(wide.are_many)
+            # Those that are expected to be few are kept beside the buffer, whatever comes.
+            self.assertEqual((wide.are_few, many), (are_few, [False, False, not are_few]), indices)
+
     def test_sum_is_that_of_widened_parts(self):
         numel = 2**18 + 77  # Added up in pieces.
         for dtype, world in itertools.product((torch.bfloat16, torch.float16), (1, 2, 5, 33)):

@@ -428,7 +428,6 @@ class NamedCollectives(WrappedCollectives):
         layout: BufferLayout,
     ) -> None:
         super().__init__(inner)
-        self.fqn = ""
         self._mesh, self._shards, self._replicas = mesh, shards, replicas
         self._own_parameters, self._layout = parameters, layout
         self._issued: dict[dist.ProcessGroup | None, Issued | None] = {None: None}
