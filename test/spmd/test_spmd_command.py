@@ -89,7 +89,7 @@ class CommandTest(TestCase):
         return self.call(command, *[part for name, value in chosen.items() for part in (f"--{name}", value)])
 
     def test_explain_prints_and_writes_one_explanation(self):
-        for options, tokens in (({"batch": "12", "sequence": "16"}, 12 * 16), ({}, 4 * 2 * 128)):
+        for options, tokens in (({"batch": "16", "sequence": "16"}, 16 * 16), ({}, 4 * 2 * 128)):
             status, text = self.usual("explain", json="@out.json", svg="@out.svg", **options)
             self.assertEqual(status, 0)
             found = Explanation.from_json((self.folder / "out.json").read_text())
