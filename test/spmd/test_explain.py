@@ -240,6 +240,17 @@ class TracesTest(unittest.TestCase):
         for name, value in model.state_dict().items():
             self.assertTrue(torch.equal(value, before[name]), name)
 
+    def test_an_input_that_needs_a_gradient_has_its_collectives_and_gets_no_gradient(self):
+        plan = Plan().shard("weight|bias", Shard(0), "tp").default(Replicate())
+        plan.redistribute("<in>", Replicate(), "tp", grad_src=Partial(), grad_dst=Replicate())
+        for device in ("meta", "cpu"):
+            for needs in (True, False):
+                x = torch.ones(BATCH, WIDTH, device=device, requires_grad=needs)
+                found = plan.explain(nn.Linear(WIDTH, HIDDEN), MESH, x)
+                expected = [("<in:input>", "", "all-reduce", ("tp",), x.nbytes)] if needs else []
+                self.assertEqual(caused(found, "backward", "boundary"), expected)
+                self.assertIsNone(x.grad)
+
     def test_a_model_may_read_integers(self):
         class Reads(Model):
             def forward(self, x):
@@ -378,6 +389,66 @@ gathered         1.25 KiB""",
         self.assertEqual(texts[2].count("up.weight"), 1)
         self.assertIn("tp Shard(0)", texts[2])
         self.assertEqual(len(texts[2]), len(texts[5]))
+
+    def test_a_picture_has_weights_with_their_cuts_and_arrows_below_each_other(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.svg"
+            explanation_of("tensor parallel, units").svg(path)
+            text = path.read_text()
+        self.assertExpectedInline(
+            wrapped(text.partition("</style>\n")[2]),
+            """\
+<rect class="paper" width="1240" height="288" fill="#ffffff"/>
+<line class="flow" x1="14" y1="44" x2="14" y2="274" stroke="#7a7f87"/>
+<text class="text" x="24" y="28" fill="#1a1a1a">dp=2, tp=2: weights as the model computes with them, and the
+    | collectives of a step</text>
+<text class="text" x="24" y="60" fill="#1a1a1a">(root)</text>
+<rect class="weight" x="24" y="70" width="44" height="44" fill="#dbe9f8" stroke="#2d6cb3" stroke-dasharray="4
+    | 3"><title>head.weight 4x8; dp: Replicate(), kept as RaggedShard((0, 1)); tp: Replicate(), kept as
+    | Replicate(); 128 B kept on rank 0</title></rect>
+<text class="text" x="24" y="128" fill="#1a1a1a">head.weight</text>
+<text class="text" x="24" y="142" fill="#1a1a1a">whole</text>
+<line class="asked" x1="560" y1="56" x2="600" y2="56" stroke="#2f8f3f"/>
+<polygon class="asked-head" points="600,56 592,52 592,60" fill="#2f8f3f"/>
+<text class="text" x="610" y="60" fill="#1a1a1a">all-gather over dp, 256 B (unit)</text>
+<line class="asked" x1="560" y1="74" x2="600" y2="74" stroke="#2f8f3f"/>
+<polygon class="asked-head" points="560,74 568,70 568,78" fill="#2f8f3f"/>
+<text class="text" x="610" y="78" fill="#1a1a1a">reduce-scatter over dp, 256 B (unit)</text>
+<line class="asked" x1="560" y1="92" x2="600" y2="92" stroke="#2f8f3f"/>
+<polygon class="asked-head" points="560,92 568,88 568,96" fill="#2f8f3f"/>
+<text class="text" x="610" y="96" fill="#1a1a1a">all-reduce over dp, 9 B (unit)</text>
+<text class="text" x="24" y="176" fill="#1a1a1a">blocks.*  x 2</text>
+<rect class="weight" x="24" y="186" width="44" height="44" fill="#dbe9f8" stroke="#2d6cb3" stroke-dasharray="4
+    | 3"><title>blocks.0.up.weight 32x8; dp: Replicate(), kept as StridedRaggedShard((0, 1)); tp: Shard(0),
+    | kept as Shard(0); 512 B kept on rank 0</title></rect>
+<line class="cut" x1="24" y1="208" x2="68" y2="208" stroke="#2d6cb3"/>
+<text class="text" x="24" y="244" fill="#1a1a1a">up.weight</text>
+<text class="text" x="24" y="258" fill="#1a1a1a">tp Shard(0)</text>
+<rect class="weight" x="152" y="186" width="44" height="44" fill="#dbe9f8" stroke="#2d6cb3"
+    | stroke-dasharray="4 3"><title>blocks.0.down.weight 8x32; dp: Replicate(), kept as RaggedShard((0,)); tp:
+    | Shard(1), kept as Shard(1); 64 B kept on rank 0</title></rect>
+<line class="cut" x1="174" y1="186" x2="174" y2="230" stroke="#2d6cb3"/>
+<text class="text" x="152" y="244" fill="#1a1a1a">down.weight</text>
+<text class="text" x="152" y="258" fill="#1a1a1a">tp Shard(1)</text>
+<line class="asked" x1="560" y1="172" x2="600" y2="172" stroke="#2f8f3f"/>
+<polygon class="asked-head" points="600,172 592,168 592,176" fill="#2f8f3f"/>
+<text class="text" x="610" y="176" fill="#1a1a1a">all-gather over dp, 1.25 KiB (unit)  x 2</text>
+<line class="asked" x1="560" y1="190" x2="600" y2="190" stroke="#2f8f3f"/>
+<polygon class="asked-head" points="600,190 592,186 592,194" fill="#2f8f3f"/>
+<text class="text" x="610" y="194" fill="#1a1a1a">all-reduce over tp, 384 B (boundary, down.&lt;out&gt;)  x
+    | 2</text>
+<line class="asked" x1="560" y1="208" x2="600" y2="208" stroke="#2f8f3f"/>
+<polygon class="asked-head" points="560,208 568,204 568,212" fill="#2f8f3f"/>
+<text class="text" x="610" y="212" fill="#1a1a1a">all-gather over dp, 1.25 KiB (unit)  x 2</text>
+<line class="asked" x1="560" y1="226" x2="600" y2="226" stroke="#2f8f3f"/>
+<polygon class="asked-head" points="560,226 568,222 568,230" fill="#2f8f3f"/>
+<text class="text" x="610" y="230" fill="#1a1a1a">all-reduce over tp, 384 B (boundary, up.&lt;in:input&gt;)  x
+    | 2</text>
+<line class="asked" x1="560" y1="244" x2="600" y2="244" stroke="#2f8f3f"/>
+<polygon class="asked-head" points="560,244 568,240 568,248" fill="#2f8f3f"/>
+<text class="text" x="610" y="248" fill="#1a1a1a">reduce-scatter over dp, 1.25 KiB (unit)  x 2</text>
+</svg>""",
+        )
 
 
 class WrongUsesTest(TestCase):

@@ -196,13 +196,21 @@ class FormsTest(unittest.TestCase):
         layer = parallelize(nn.Linear(6, 3), Plan().shard("<in:input>", Shard(0), "dp").default(Replicate()), mesh)
         x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
         assert layer(x).full_tensor().shape == (7, 3)
-        with mock.patch.object(nn.Linear, "forward", side_effect=RuntimeError("Cannot flatten unevenly sharded tensor")):
-            error = error_on_all(layer, x)
-            assert "`<in:input>` has 7 rows, dp has 2 ranks." in error and "use drop_last=True, or pass own rows" in error, (
-                error
-            )
-        with mock.patch.object(nn.Linear, "forward", side_effect=RuntimeError("of the model")):
-            assert error_on_all(layer, x) == "RuntimeError: of the model"
+        plan = Plan().own_rows("<in:input>", "tp").shard("<in:input>", Shard(0), "tp").default(Replicate())
+        own = parallelize(nn.Linear(6, 3), plan, mesh_of(1, 2))
+        advice = (
+            "`<in:input>` has 7 rows, dp has 2 ranks. The plan cuts the whole batch (plan.shard): use drop_last=True, or pass "
+            "own rows (plan.own_rows): "
+        )
+        for call, given, told, prefix in (
+            (layer, x, "Cannot flatten unevenly sharded tensor", advice),
+            (layer, x[:6], "Cannot flatten unevenly sharded tensor", ""),
+            (own, x, "Cannot flatten unevenly sharded tensor", ""),
+            (layer, x, "of the model", ""),
+        ):
+            with mock.patch.object(nn.Linear, "forward", side_effect=RuntimeError(told)):
+                error = error_on_all(call, given)
+                assert error == f"RuntimeError: {prefix}{told}", error
 
 
 class DifferencesTest(unittest.TestCase):
@@ -254,6 +262,18 @@ class DifferencesTest(unittest.TestCase):
                 torch.rand(1)
             error = error_on_all(model, x, x)
             assert "the default generator of 'cpu' is in state" in error and "draw equally on all of them" in error, error
+
+    @ranks(2)
+    def test_draws_after_a_call_are_compared_and_after_one_that_raised():
+        mesh, x = mesh_of(2), batch(0)
+        for raises in (False, True):
+            model = made(whole_batch(), mesh)
+            out = model(x)
+            if raises:
+                assert "TypeError" in error_of(model, x, scale=None)
+            if mesh.get_rank() == 0:
+                torch.rand(1)
+            assert "needs the same generator on all ranks" in error_of(torch.dropout, out, 0.5, True)
 
     @ranks(2)
     def test_ranks_of_a_model_that_draws_nothing_may_have_seeds_of_their_own():

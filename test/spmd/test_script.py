@@ -254,10 +254,14 @@ class AddedTest(unittest.TestCase):
         mesh = mesh_of("tp")
         model = parallelize(make(), Plan().shard("up.weight", Shard(0), "tp").default(Replicate()), mesh)
         value = torch.full((SIZE, SIZE), float(dist.get_rank() + 1)).double()
-        model.up.weight, model.scale = nn.Parameter(value), nn.Parameter(value[0])
+        weight = nn.Parameter(value)
+        weight.grad = 2 * value  # As of a layer that has been trained by itself.
+        model.up.weight, model.scale = weight, nn.Parameter(value[0])
         assert model.up.weight.placements == (Shard(0),) and model.scale.placements == (Replicate(),)
         assert torch.equal(model.up.weight.full_tensor(), torch.ones_like(value))
         assert torch.equal(model.scale.to_local(), torch.ones_like(value[0]))
+        assert model.up.weight.grad.placements == (Shard(0),) and model.scale.grad is None
+        assert torch.equal(model.up.weight.grad.full_tensor(), torch.full_like(value, 2.0))
         model.up.weight = nn.Parameter(torch.ones(2, 2))  # Of another shape.
         assert model.up.weight.placements == (Replicate(),)
 

@@ -1,25 +1,26 @@
 """The command torch-ragged-spmd: what it prints and writes, and one line for each wrong call."""
 
 import contextlib
+import importlib.util
 import io
 import json
-import subprocess
+import runpy
 import sys
 import tempfile
 import unittest
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-import pytest
+import torch.nn.functional as F
 from expecttest import TestCase
-from spmd_common import wrapped
+from spmd_common import Llama, wrapped
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from torch_ragged.spmd import Explanation, Plan
 from torch_ragged.spmd._cli import main
-
-pytest.importorskip("transformers")
 
 CONFIG = dict(
     model_type="llama",
@@ -36,8 +37,40 @@ PLAN.shard(rf"{LAYER}\.mlp\.down_proj\.weight", Shard(1), "tp").shard(rf"{LAYER}
 PLAN.shard("<in:input_ids>", Shard(0), "dp").shard("<in:labels>", Shard(0), "dp")
 
 
+class LlamaForCausalLM(nn.Module):
+    """It has the names of the class of transformers, for where that is not installed."""
+
+    tp_plan = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+    fsdp_plan = {"model.layers.*": "free_full_weight"}
+
+    def __init__(self, config):
+        super().__init__()
+        assert not config.use_cache
+        self.model = Llama(config.num_hidden_layers, config.hidden_size, config.vocab_size)
+        self.lm_head = self.model.lm_head
+        del self.model.lm_head
+
+    def forward(self, input_ids, labels):
+        hidden = self.model.embed_tokens(input_ids)
+        for layer in self.model.layers:
+            hidden = layer(hidden)
+        logits = self.lm_head(self.model.norm(hidden))
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def stand_in():
+    """A module ``transformers`` with what the command uses."""
+    module = ModuleType("transformers")
+    module.AutoConfig = SimpleNamespace(for_model=lambda kind, **fields: SimpleNamespace(model_type=kind, **fields))
+    module.AutoModelForCausalLM = SimpleNamespace(from_config=LlamaForCausalLM)
+    return module
+
+
 class CommandTest(TestCase):
     def setUp(self):
+        if importlib.util.find_spec("transformers") is None:
+            sys.modules["transformers"] = stand_in()  # mock.patch.dict would drop what a test imports.
+            self.addCleanup(sys.modules.pop, "transformers")
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
@@ -56,13 +89,14 @@ class CommandTest(TestCase):
         return self.call(command, *[part for name, value in chosen.items() for part in (f"--{name}", value)])
 
     def test_explain_prints_and_writes_one_explanation(self):
-        status, text = self.usual("explain", batch="8", sequence="16", json="@out.json", svg="@out.svg")
-        self.assertEqual(status, 0)
-        found = Explanation.from_json((self.folder / "out.json").read_text())
-        self.assertEqual(text, f"{found}\n")
-        boundary = [each for each in found.collectives if each.cause == "boundary" and each.phase == "forward"]
-        local = 8 // 4 * 16 * CONFIG["hidden_size"] * 4
-        self.assertEqual([(each.kind, each.dims, each.nbytes) for each in boundary], [("all-reduce", ("tp",), local)] * 3)
+        for options, tokens in (({"batch": "16", "sequence": "16"}, 16 * 16), ({}, 4 * 2 * 128)):
+            status, text = self.usual("explain", json="@out.json", svg="@out.svg", **options)
+            self.assertEqual(status, 0)
+            found = Explanation.from_json((self.folder / "out.json").read_text())
+            self.assertEqual(text, f"{found}\n")
+            boundary = [each for each in found.collectives if each.cause == "boundary" and each.phase == "forward"]
+            local = tokens // 4 * CONFIG["hidden_size"] * 4
+            self.assertEqual([(each.kind, each.dims, each.nbytes) for each in boundary], [("all-reduce", ("tp",), local)] * 3)
         ElementTree.parse(self.folder / "out.svg")
 
     def test_check_prints_the_records(self):
@@ -86,6 +120,10 @@ torch-ragged-spmd: error: the plan does not fit LlamaForCausalLM on the mesh dp=
   plan.unit("model.layer", "dp")
     matches no module. Nearest names: model.layers, model.layers.0, model.layers.0.mlp""",
         )
+
+    def test_options_without_which_nothing_runs(self):
+        told = "torch-ragged-spmd: error: the following arguments are required: command, --model, --plan, --mesh\n"
+        self.assertEqual(self.call(), (2, told))
 
     def test_a_wrong_option_is_one_line(self):
         wrong = [
@@ -147,16 +185,30 @@ torch-ragged-spmd: error: --model needs transformers: pip install transformers
 """,
         )
 
-    @unittest.skipUnless(hasattr(Plan, "from_transformers"), "Plan.from_transformers is not there yet")
     def test_the_models_own_plan(self):
-        status, text = self.usual("check", plan="transformers")
-        self.assertEqual(status, 0, text)
-        self.assertIn("model.layers.2.mlp.down_proj.weight", text)
+        for mesh, placement, is_unit in (("dp=4,tp=2", "tp=S(1)", True), ("dp=4", "R", True), ("tp=2", "tp=S(1)", False)):
+            status, text = self.usual("check", plan="transformers", mesh=mesh)
+            self.assertEqual(status, 0, text)
+            (line,) = [line.split() for line in text.splitlines() if line.startswith("model.layers.2.mlp.down_proj.weight")]
+            self.assertEqual((line[1], "model.layers.2" in line), (placement, is_unit))
 
     def test_the_module_runs_as_a_program(self):
-        ran = subprocess.run([sys.executable, "-m", "torch_ragged.spmd", "--help"], capture_output=True, text=True, timeout=60)
-        self.assertEqual(ran.returncode, 0, ran.stderr)
-        self.assertIn("usage: python -m torch_ragged.spmd", ran.stdout)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), mock.patch("sys.argv", ["python", "--help"]):
+            with self.assertRaises(SystemExit) as end:
+                runpy.run_module("torch_ragged.spmd", run_name="__main__", alter_sys=True)
+        self.assertEqual(end.exception.code, 0)
+        text = " ".join(out.getvalue().split())
+        self.assertTrue(text.startswith("usage: python -m torch_ragged.spmd [-h] --model FILE --plan FILE --mesh"), text)
+        self.assertExpectedInline(
+            wrapped(text[text.index("--model FILE a ") : text.index(" examples:")]),
+            """\
+--model FILE a Hugging Face config.json, or a folder with one --plan FILE the JSON of a plan; or transformers,
+    | for the model's own plan --mesh NAME=SIZE,... the mesh dimensions, such as dp=64,tp=8 --batch BATCH
+    | sequences in the whole batch (default: one per rank) --sequence SEQUENCE tokens of a sequence (default:
+    | 128) --json FILE explain: also write all results to this file --svg FILE explain: also draw the model to
+    | this file""",
+        )
 
 
 if __name__ == "__main__":

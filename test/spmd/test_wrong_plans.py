@@ -350,6 +350,14 @@ class CutsTest(TestCase):
     cut experts: _StridedShard(0, split_factor=3) over 4 ranks needs a dimension that is a multiple of 12, got
     | 6 elements""",
         )
+        plan = BASE + Plan().shard("experts", (_StridedShard(0, split_factor=3), Shard(0)), ("dp", "tp"))
+        self.assertExpectedInline(
+            text_of(plan, Mixture, MeshShape(("dp", "tp", "cp"), (2, 2, 3))),
+            """\
+  plan.shard("experts", (_StridedShard(0, split_factor=3), Shard(0)), ("dp", "tp"))
+    cut experts: _StridedShard(0, split_factor=3) is left of Shard(0) over 2 ranks, which must divide its
+    | split_factor""",
+        )
 
     def test_35_segments_that_do_not_add_up(self):
         self.assertExpectedInline(

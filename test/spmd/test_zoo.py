@@ -5,18 +5,32 @@ import unittest
 import pytest
 import torch
 from common import ranks
+from expecttest import TestCase
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from zoo_models import HAS_LIBRARIES, assert_trains_as_one_device, batch_of, build
+from zoo_models import (
+    HAS_LIBRARIES,
+    SHORT,
+    TABLES,
+    assert_trains_as_one_device,
+    batch_of,
+    build,
+    named_like,
+    placements_text,
+)
 
+from torch_ragged import InterleavedShard
 from torch_ragged.spmd import Plan, deferred_init, parallelize, zoo
 from torch_ragged.spmd._plan import UnitRule
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import MeshShape
 
-pytestmark = pytest.mark.skipif(not HAS_LIBRARIES, reason="transformers and diffusers are not installed")
+R, MESH = Replicate(), MeshShape(("dp", "tp"), (2, 2))
+ONE_DIMENSION = ({"tp": None}, {"dp": None}, {"dp": None, "tp": None})
+needs_libraries = pytest.mark.skipif(not HAS_LIBRARIES, reason="transformers and diffusers are not installed")
 
 
+@needs_libraries
 class TrainingTest(unittest.TestCase):
     @pytest.mark.slow
     @ranks(4)
@@ -83,6 +97,7 @@ def check_static(name, *expected, **options):
     assert set(expected) <= set(report.modules), report
 
 
+@needs_libraries
 @pytest.mark.slow
 class StaticTrainingTest(unittest.TestCase):
     """Losses and gradients of static modules are those of one device. Dropout keeps modules around it eager."""
@@ -113,6 +128,7 @@ class StaticTrainingTest(unittest.TestCase):
         check_static("vit", "classifier", sequence_parallel=True)
 
 
+@needs_libraries
 @pytest.mark.slow
 class LongTrainingTest(unittest.TestCase):
     @ranks(4)
@@ -162,25 +178,78 @@ class LongTrainingTest(unittest.TestCase):
         assert_trains_as_one_device("llama", zoo.llama(dp=("dp", "tp"), tp=None))
 
 
-class PlanTest(unittest.TestCase):
+class PlanTest(TestCase):
+    """What plans do to models that have the names of the libraries' classes."""
+
+    def resolved(self, name, mesh=MESH, **options):
+        return resolve(getattr(zoo, name)(**options), named_like(name), mesh)
+
+    def test_every_plan_places_what_its_table_says(self):
+        self.assertEqual(set(TABLES), set(zoo.__all__))
+        for name, table in TABLES.items():
+            self.assertEqual(placements_text(name, named_like(name)), table, name)
+
+    @needs_libraries
+    def test_tables_have_the_names_of_the_classes(self):
+        for name, table in TABLES.items():
+            self.assertEqual(placements_text(name, build(name, **SHORT[name])), table, name)
+
+    @needs_libraries
     def test_every_plan_fits_its_class_with_every_choice(self):
         for name in zoo.__all__:
             model = build(name)
-            for options in (
-                {},
-                {"sequence_parallel": True},
-                {"unit": False},
-                {"tp": None},
-                {"dp": None},
-                {"dp": None, "tp": None},
-            ):
-                resolve(getattr(zoo, name)(**options), model, MeshShape(("dp", "tp"), (2, 2)))
+            for options in ({}, {"sequence_parallel": True}, {"unit": False}, *ONE_DIMENSION):
+                resolve(getattr(zoo, name)(**options), model, MESH)
+
+    def test_a_dimension_that_is_none_has_no_rules(self):
+        for name in zoo.__all__:
+            both = self.resolved(name)
+            for options in ONE_DIMENSION:
+                found = self.resolved(name, **options)
+                kept = [place for place, option in enumerate(("dp", "tp")) if option not in options]
+                for one, all_rules in zip(found.tensors, both.tensors, strict=True):
+                    self.assertEqual(one.run, tuple(each if i in kept else R for i, each in enumerate(all_rules.run)))
+                told = {tuple(each is not None for each in boundary.placements) for boundary in found.boundaries}
+                self.assertEqual(told, {(place == 0, place == 1) for place in kept})
+                self.assertEqual(bool(found.units), "dp" not in options)
+
+    def test_without_units_parameters_are_replicated_over_dp(self):
+        for name in zoo.__all__:
+            both, found = self.resolved(name), self.resolved(name, unit=False)
+            self.assertEqual((found.units, {each.unit for each in found.tensors}), ((), {None}))
+            self.assertEqual([each.init for each in found.tensors], [each.run for each in both.tensors])
+
+    def test_context_parallelism_cuts_the_sequence_and_gathers_keys_and_values(self):
+        mesh = MeshShape(("dp", "cp", "tp"), (2, 2, 2))
+        self.assertExpectedInline(
+            str(self.resolved("llama", mesh, cp="cp")).partition("\n\nboundary")[2],
+            """\
+                               action  placements       rules
+<in:input_ids>                         shard   dp=S(0) cp=S(1)  5, 9
+<in:labels>                            shard   dp=S(0) cp=S(1)  6, 10
+model.embed_tokens.<out>               shard   tp=R             4
+model.layers.0.self_attn.<out:0>       shard   tp=R             2
+model.layers.0.self_attn.k_proj.<out>  shard   cp=R             11
+model.layers.0.self_attn.v_proj.<out>  shard   cp=R             11
+model.layers.0.mlp.<out:0>             shard   tp=R             2
+lm_head.<out>                          shard   tp=R             4
+
+unit            shard  replicate  params  rules
+model.layers.0  cp     dp         9       12
+(root)          cp     dp         3""",
+        )
+        found = self.resolved("llama", MeshShape(("cp",), (2,)), dp=None, tp=None, cp="cp", unit=False)
+        self.assertEqual((found.units, {each.init for each in found.tensors}), ((), {(R,)}))
+
+    def test_segments_of_flux2_are_in_the_proportions_of_its_config(self):
+        fused = [rule.placement for rule in zoo.flux2(mlp_ratio=5).rules if "single" in rule.path and "weight" in rule.path]
+        self.assertEqual(fused, [(InterleavedShard(0, (1, 1, 1, 5, 5)),), (InterleavedShard(1, (1, 5)),)])
 
     def test_other_names_of_mesh_dimensions_take_the_place_of_dp_and_tp(self):
-        model, mesh = build("llama"), MeshShape(("replicas", "model"), (2, 2))
-        resolved = resolve(zoo.llama(dp="replicas", tp="model"), model, mesh)
+        mesh = MeshShape(("replicas", "model"), (2, 2))
+        resolved = self.resolved("llama", mesh, dp="replicas", tp="model")
         self.assertEqual(str(resolved.units[0].shard), "('replicas',)")
-        resolved = resolve(zoo.llama(dp=("replicas", "model"), tp=None), model, mesh)
+        resolved = self.resolved("llama", mesh, dp=("replicas", "model"), tp=None)
         self.assertEqual((resolved.units[0].replicate, resolved.units[0].shard), (("replicas",), ("model",)))
         self.assertEqual({boundary.placements for boundary in resolved.boundaries}, {(Shard(0), Shard(0))})
 
@@ -194,6 +263,7 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(repr(unit), r'plan.unit(r"model\.layers\.\d+", "dp")')
 
 
+@needs_libraries
 class SequenceTest(unittest.TestCase):
     @ranks(4)
     def test_the_sequence_is_cut_between_attention_and_feed_forward_parts():

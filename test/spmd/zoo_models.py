@@ -1,19 +1,36 @@
 """Tiny models of unchanged classes of transformers and diffusers, and their training on one device and under a plan.
 
-Nothing is downloaded. Dropout is on where a class has it.
+Nothing is downloaded. Dropout is on where a class has it. ``zoo_placements.txt`` has the names of these models, and what plans
+do to them. ``python test/spmd/zoo_models.py`` writes it, and needs the libraries.
 """
 
 import functools
 import importlib.util
+import inspect
 import math
+from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torch_ragged.spmd import deferred_init, parallelize
+from torch_ragged.spmd import deferred_init, parallelize, zoo
+from torch_ragged.spmd._resolve import resolve
+from torch_ragged.spmd._resolved import MeshShape
 
-__all__ = ["HAS_LIBRARIES", "MODELS", "assert_trains_as_one_device", "batch_of", "build", "train_both"]
+__all__ = [
+    "HAS_LIBRARIES",
+    "MODELS",
+    "SHORT",
+    "TABLES",
+    "assert_trains_as_one_device",
+    "batch_of",
+    "build",
+    "named_like",
+    "placements_text",
+    "train_both",
+]
 
 HAS_LIBRARIES = all(importlib.util.find_spec(name) for name in ("transformers", "diffusers"))
 _TEXT = {
@@ -109,6 +126,77 @@ MODELS = {
         },
     ),
 }
+# Configs with each kind of layer once.
+SHORT = {name: {"num_hidden_layers": 1} for name in MODELS}
+SHORT |= {"deepseek_v3": {}, "t5": {"num_layers": 1}, "dit": {"num_layers": 1}, "flux2": {"num_single_layers": 1}}
+_FILE = Path(__file__).with_name("zoo_placements.txt")
+TABLES = dict(part.split("\n", 1) for part in _FILE.read_text().split("# ")[1:]) if _FILE.exists() else {}
+
+
+def placements_text(name, model):
+    """What the plan of a family does to ``model`` over ``dp`` and ``tp``.
+
+    Lines of parameters have shape, placements and unit. Those of activations have placements without and with
+    ``sequence_parallel``.
+    """
+    mesh = MeshShape(("dp", "tp"), (2, 2))
+    found = [resolve(getattr(zoo, name)(sequence_parallel=cut), model, mesh) for cut in (False, True)]
+    tensors, again = (
+        [
+            ("=".join((each.name, *each.aliases)), "x".join(map(str, each.shape)), _text(each.run), each.unit or "root")
+            for each in one.tensors
+            if each.is_parameter
+        ]
+        for one in found
+    )
+    assert tensors == again
+    plain, cut = ({each.path: _text(each.placements) for each in one.boundaries} for one in found)
+    lines = [*tensors, *((path, plain.get(path, "none"), text) for path, text in cut.items())]
+    return "".join(" ".join(line) + "\n" for line in lines) + "\n"
+
+
+def _text(placements):
+    return ",".join("-" if each is None else str(each).replace(" ", "") for each in placements)
+
+
+def named_like(name):
+    """A model on the meta device that has the names and shapes of a family, and computes nothing. It needs no library."""
+    root, arguments = _Named(), {}
+
+    def module_of(path):
+        found = root
+        for part in filter(None, path.split(".")):
+            if part not in found._modules:
+                found.add_module(part, _Named())
+            found = found._modules[part]
+        return found
+
+    for line in TABLES[name].splitlines()[:-1]:
+        path, shape, *_ = line.split()
+        if "<" in path:
+            module, _, key = path.partition("<")
+            arguments.setdefault(module_of(module), []).extend([key[3:-1]] if key.startswith("in:") else [])
+            continue
+        param = nn.Parameter(torch.empty([int(size) for size in shape.split("x")], device="meta"))
+        for each in path.split("="):
+            module, _, key = each.rpartition(".")
+            module_of(module).register_parameter(key, param)
+    for module, names in arguments.items():
+        module.takes(names)
+    return root
+
+
+class _Named(nn.Module):
+    def forward(self):
+        raise NotImplementedError
+
+    def takes(self, names):
+        def forward(*args, **kwargs):
+            raise NotImplementedError
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        self.forward = forward
 
 
 def build(name, **changes):
@@ -215,3 +303,7 @@ def _train(model, name, steps, rows, accumulate):
 
 def _whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+if __name__ == "__main__":
+    _FILE.write_text("".join(f"# {name}\n{placements_text(name, build(name, **SHORT[name]))}" for name in MODELS))

@@ -42,7 +42,8 @@ def llama(
             residuals are not computed twice, and their activations take less memory.
         unit: whether layers are units. If not, parameters are replicated over ``dp``.
         cp: the mesh dimension that cuts the sequence everywhere (context parallelism): a rank computes attention of its rows,
-            with keys and values of all, which are all-gathered. Units are over ``dp`` and ``cp``.
+            with keys and values of all, which are all-gathered. With ``dp``, units are replicas over ``dp`` and shards over
+            ``cp``.
 
     Source: "Megatron-LM" for the cuts; "Reducing Activation Recomputation" for the sequence.
     """
@@ -241,7 +242,7 @@ def _on(plan: Plan, dp: _Data, tp: Optional[str], unit: Optional[str], cp: Optio
         if dims:
             placement = rule.placement * len(dims)  # type: ignore[attr-defined]
             rules.append(dataclasses.replace(rule, dims=dims, placement=placement))  # type: ignore[call-arg]
-    # Ranks along ``cp`` have equal parameters and other rows, as those along ``dp``: units shard over both.
+    # Ranks along ``cp`` have equal parameters and other rows, as those along ``dp``: units reduce gradients over both.
     plan, data = Plan(rules), (*names["dp"], *names["cp"])
     return plan.default(Replicate()) if unit is None or not data else plan.unit(unit, data)
 
