@@ -131,6 +131,7 @@ packages: $(READY)
 lint: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff format --check --line-length 88 *.md docs/*.md docs/*/*.md
 	$(BIN)/python -m mypy
 	$(BIN)/python docs/words.py
 

@@ -1,5 +1,6 @@
 """Sphinx's settings: ``make docs`` builds the site of these pages in out/docs."""
 
+import html
 import importlib
 import re
 import shutil
@@ -125,6 +126,26 @@ class Made(SphinxDirective):
         return [section]
 
 
+def make_cards(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Tables with long rows, of which a phone would show one column, are of the class ``cards``; each cell knows its column."""
+
+    def plain(text: str) -> str:
+        return " ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split())
+
+    def card(table: re.Match[str]) -> str:
+        head, rows = table[0].split("<tbody>")
+        if max(len(plain(row)) for row in rows.split("</tr>")) < 70:
+            return table[0]
+        labels = [html.escape(plain(cell)) for cell in re.findall(r"<th\b.*?</th>", head, re.DOTALL)]
+        cells = re.split(r"<td\b", rows)
+        labelled = [f'<td data-label="{labels[number % len(labels)]}"{cell}' for number, cell in enumerate(cells[1:])]
+        head = head.replace('class="table"', 'class="table cards"')
+        return f"{head}<tbody>{cells[0]}{''.join(labelled)}"
+
+    if "body" in context:
+        context["body"] = re.sub(r'<table class="table">\s*<thead>.*?</table>', card, context["body"], flags=re.DOTALL)
+
+
 def setup(app: Any) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     app.add_transform(AlsoCalled)
@@ -136,3 +157,4 @@ def setup(app: Any) -> None:
     shutil.rmtree(NAMES, ignore_errors=True)  # autosummary does not delete pages of names that are gone.
     app.connect("autodoc-process-signature", shorten_types)
     app.connect("autodoc-skip-member", skip_parts)
+    app.connect("html-page-context", make_cards)

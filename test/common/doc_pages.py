@@ -7,10 +7,13 @@ cannot run has ``<!-- not run: the reason -->`` before it, and one that needs a 
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -115,3 +118,18 @@ def run_page(page: str, timeout: float = 300.0) -> list[str]:
             printed.append(done.stdout)
     assert printed, f"docs/{page} has no command"
     return printed
+
+
+@functools.cache
+def built_site() -> pathlib.Path:
+    """The folder of the site, which is built once in a process, and deleted at its end.
+
+    Raises:
+        AssertionError: Sphinx warned; with what it said.
+    """
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(_REPOSITORY / "docs"), folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=_REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    return pathlib.Path(folder)
