@@ -96,7 +96,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["tensor/test_*.py"],
     ),
     "register": (["torch_ragged/_register/*.py"], ["tensor/test_*.py", "spmd/test_*.py"]),
-    "tools": (["torch_ragged/fsdp/tools/*.py"], ["tools/test_*.py"]),
+    "tools": (["torch_ragged/fsdp/tools/*.py"], ["tools/test_*.py", "offline/test_fit.py"]),
     "offline": (["torch_ragged/offline/*.py"], ["offline/test_*.py"]),
 }
 
