@@ -321,6 +321,9 @@ class SilentUsesTest(unittest.TestCase):
             error = error_of(optimizer.step)
             assert "SGD makes a step while gradients of its parameters are not synchronized: 0.weight, 0.bias" in error, error
             assert "set_requires_gradient_sync(True)" in error and "synchronize_gradients()" in error, error
+        for param in model.parameters():  # The program's own gradients are used, as those by which DCP makes states.
+            param.grad = torch.zeros_like(param)
+        assert warned(optimizer.step) == []
         zero1 = sharded(blocks(), placements=ZERO1)
         zero1.set_is_last_backward(False)
         backward(zero1)
@@ -330,6 +333,16 @@ class SilentUsesTest(unittest.TestCase):
             good.set_requires_gradient_sync(sync)
             backward(good)
         assert warned(SGD(good.parameters(), lr=0.1).step) == []
+
+    @ranks(2)
+    def test_a_step_in_backward_is_none_without_gradients():
+        """The other layer of the optimizer is reduced later in this backward."""
+        model, steps = sharded(blocks()), []
+        optimizer = SGD([*model[1].parameters(), *model[2].parameters()], lr=0.1)
+        model[2].weight.register_post_accumulate_grad_hook(lambda param: steps.append(warned(optimizer.step)))
+        for _ in range(2):
+            backward(model)
+        assert steps == [[], []], steps
 
     @ranks(2)
     def test_a_compiled_step_is_one_graph():

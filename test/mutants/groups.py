@@ -89,7 +89,18 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     "codes": (["torch_ragged/fsdp/codes/*.py"], ["test_fsdp_float*.py"]),
     "gates": (
         ["torch_ragged/fsdp/gates/*.py", "torch_ragged/_ranks/*.py"],
-        ["ranks/test_*.py", "test_fsdp_optional*.py", "test_fsdp_options_of_ranks.py", "test_fsdp_untrained*.py"],
+        [
+            "ranks/test_*.py",
+            "comm/test_fsdp_peers.py",
+            "core/test_fsdp_optional.py",
+            "core/test_kept_tensors.py",
+            "core/test_replicas.py",
+            "offload/test_offload_states.py::PolicyWithoutEffectTest",
+            "offload/test_offloaded_optimizer.py::OrdinaryOptimizerTest",
+            "test_fsdp_meshes.py::MeshTest",
+            "test_fsdp_options_of_ranks.py",
+            "test_fsdp_silent_uses.py",
+        ],
     ),
     "ops": (
         ["torch_ragged/tensor/_ops/*.py", "torch_ragged/tensor/_dispatch.py", "torch_ragged/tensor/_plain_ops.py"],

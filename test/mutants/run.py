@@ -33,6 +33,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import report  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 import tracing  # noqa: E402
 from groups import GROUPS, files_of, tests_of  # noqa: E402
 from mutation import Mutant, Source  # noqa: E402
@@ -231,6 +232,7 @@ def _forked(function: Any, *arguments: Any) -> tuple[int, int]:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         common.mp = _ForkedRanks()  # type: ignore[assignment]
+        os.register_at_fork(after_in_child=_leave_group)
         function(lambda text: os.write(writing, text.encode()), *arguments)
         common.stop_ranks()
         os._exit(0)
@@ -243,6 +245,12 @@ class _ForkedRanks:
 
     def get_context(self, _: str) -> Any:
         return multiprocessing.get_context("fork")
+
+
+def _leave_group() -> None:
+    """A test may start ranks while its own process has a fake group, which a rank that is no fork does not have."""
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        dist.destroy_process_group()
 
 
 def _end_group(pid: int) -> None:

@@ -1,12 +1,10 @@
-"""Which lines of the mutated files each test runs, in its own process and in its ranks."""
+"""Which lines of the mutated files each test runs, in its own process and in all that are forked from it, such as ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
-import pickle
 import sys
 import tempfile
 import threading
@@ -16,67 +14,47 @@ import common
 
 _lines: set[tuple[str, int]] = set()
 _files: frozenset[str] = frozenset()
-_told: Any = None  # A file to which ranks with processes of their own add their lines.
+_shared = -1
+"""A file of the lines of all processes. A rank that a test kills has written its lines before."""
 
 
 def start(files: list[str]) -> None:
-    """Record the lines of ``files`` from now on, in the ranks of tests too."""
-    global _files, _told
-    _files, _told = frozenset(files), tempfile.TemporaryFile("a+b", buffering=0)
+    """Record the lines of ``files`` from now on."""
+    global _files, _shared
+    _files = frozenset(files)
+    with tempfile.NamedTemporaryFile() as file:
+        _shared = os.open(file.name, os.O_RDWR | os.O_APPEND)
+    os.register_at_fork(after_in_child=_lines.clear)
     run = common._Pool.run
 
-    def run_and_take(self: Any, function: Any, arguments: Any, size: int, timeout: float) -> list[Any]:
-        answers = run(self, _traced, (function, arguments), size, timeout)
-        for _, lines in answers:
-            _lines.update(lines)
-        return [value for value, _ in answers]
+    def run_afresh(self: Any, function: Any, arguments: Any, size: int, timeout: float) -> list[Any]:
+        return run(self, _afresh, (function, arguments), size, timeout)  # type: ignore[no-any-return]
 
-    common._Pool.run = run_and_take  # type: ignore[method-assign]
-    mortal = common._mortal
-
-    def mortal_that_tells(rank: int, size: int, port: int, seconds: float, pipe: Any, *call: Any) -> None:
-        mortal(rank, size, port, seconds, pipe, _tell, *call)
-
-    common._mortal = mortal_that_tells
-    _trace()
+    common._Pool.run = run_afresh  # type: ignore[method-assign]
+    sys.settrace(_called)
+    threading.settrace(_called)
 
 
 def take() -> frozenset[tuple[str, int]]:
     """The lines since the last call. Caches of the package are cleared, so the next test computes all that it needs."""
-    _told.seek(0)
-    with contextlib.suppress(EOFError):
-        while True:
-            _lines.update(pickle.load(_told))
-    _told.truncate(0)
-    lines = frozenset(_lines)
+    size = os.fstat(_shared).st_size
+    places = [line.partition(" ") for line in os.pread(_shared, size, 0).decode().splitlines()]
+    os.ftruncate(_shared, 0)
     _forget()
-    return lines
+    return frozenset((path, int(number)) for number, _, path in places)
 
 
-def _traced(function: Any, arguments: Any) -> tuple[Any, frozenset[tuple[str, int]]]:
-    _trace()
+def _afresh(function: Any, arguments: Any) -> Any:
+    """A rank of the pool has run other tests before."""
     _forget()
-    return function(*arguments), frozenset(_lines)
-
-
-def _tell(function: Any, *arguments: Any) -> Any:
-    """Run ``function`` in a rank that may die; if it ends, write its lines to the file."""
-    _trace()
-    _forget()
-    try:
-        return function(*arguments)
-    finally:
-        os.write(_told.fileno(), pickle.dumps(_lines))  # One write to the end: those of several ranks do not mix.
+    return function(*arguments)
 
 
 def _forget() -> None:
     _lines.clear()
-    _clear_caches()
-
-
-def _trace() -> None:
-    sys.settrace(_called)
-    threading.settrace(_called)
+    for cache in gc.get_objects():
+        if isinstance(cache, functools._lru_cache_wrapper) and str(cache.__module__).startswith("torch_ragged"):
+            cache.cache_clear()
 
 
 def _called(frame: Any, event: str, _: Any) -> Any:
@@ -84,11 +62,8 @@ def _called(frame: Any, event: str, _: Any) -> Any:
 
 
 def _line(frame: Any, event: str, _: Any) -> Any:
-    _lines.add((frame.f_code.co_filename, frame.f_lineno))
+    place = frame.f_code.co_filename, frame.f_lineno
+    if place not in _lines:
+        _lines.add(place)
+        os.write(_shared, f"{place[1]} {place[0]}\n".encode())
     return _line
-
-
-def _clear_caches() -> None:
-    for cache in gc.get_objects():
-        if isinstance(cache, functools._lru_cache_wrapper) and str(cache.__module__).startswith("torch_ragged"):
-            cache.cache_clear()

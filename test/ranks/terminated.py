@@ -1,9 +1,10 @@
 """Programs of one rank that get SIGTERM under torchrun's environment, in forked processes; run by test_termination.py.
 
-``python terminated.py FOLDER`` prints for each program its exit code and what it wrote to stderr, as JSON.
+``python terminated.py FOLDER`` writes for each program what it wrote to stderr, and the exit codes of all of them, as JSON.
 """
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from torch_ragged._ranks.peers import tracker
 from torch_ragged._ranks.standstill import announce
 
-__all__ = ["PROGRAMS"]
+__all__ = ["PROGRAMS", "main"]
 
 
 def signalled():
@@ -30,8 +32,15 @@ def waits_in_c():
 
 def runs_python():
     announce()
+    tracker.forward = ("Net", 3)
     signalled()
     print("goes on", file=sys.stderr)
+
+
+def finds_out_who_has_failed():
+    announce()
+    tracker.failed = "all-gather of weight"
+    signalled()
 
 
 def has_a_handler_that_exits():
@@ -106,11 +115,19 @@ def is_not_under_torchrun():
     signalled()
 
 
-TOLD = "rank 0: torchrun sends SIGTERM to this process, which is in {} .*\nrank 0: no other rank has failed"
+SENDS, NOBODY = "^rank 0: torchrun sends SIGTERM to this process, which ", "\nrank 0: no other rank has failed: look at the "
+TOLD = SENDS + r"is in {} \(terminated.py:\d+\)" + NOBODY
 # Of each program: its exit code, and what it writes to stderr.
 PROGRAMS = {
     waits_in_c: (-signal.SIGTERM, TOLD.format("waits_in_c")),
-    runs_python: (-signal.SIGTERM, TOLD.format("signalled") + "(?s:(?!goes on).)*$"),
+    runs_python: (
+        -signal.SIGTERM,
+        rf"{SENDS}is in signalled \(terminated.py:\d+\)\. Its last forward is number 3 of Net{NOBODY}" + "(?s:(?!goes on).)*$",
+    ),
+    finds_out_who_has_failed: (
+        -signal.SIGTERM,
+        rf"{SENDS}finds out why all-gather of weight has failed, called in signalled \(terminated.py:\d+\){NOBODY}",
+    ),
     has_a_handler_that_exits: (7, TOLD.format("signalled")),
     has_a_handler_that_goes_on: (0, TOLD.format("signalled") + ".*\nhandled\nhandled\n$"),
     has_a_wakeup_fd: (0, rf"(?s)\[{signal.SIGUSR1:d}\]\n.*\[{signal.SIGTERM:d}\]\n\[{signal.SIGUSR1:d}\]\n$"),
@@ -124,6 +141,7 @@ PROGRAMS = {
 
 def main(folder):
     os.environ.update(TORCHELASTIC_RUN_ID="none", RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    logging.basicConfig(format="%(message)s", force=True)
     started = {}
     for program in PROGRAMS:  # All at once: they know nothing of each other.
         started[program] = os.fork()
@@ -132,9 +150,8 @@ def main(folder):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             program()
             return
-    for program, pid in started.items():
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps([program.__name__, code, (Path(folder) / program.__name__).read_text()]), flush=True)
+    codes = {program.__name__: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for program, pid in started.items()}
+    (Path(folder) / "codes").write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ import unittest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks
+from soon import soon
 
-from torch_ragged._ranks.agreement import agree, agreement
+from torch_ragged._ranks.agreement import agree, agreement, before_groups, problems_of_ranks
 
 CPU = torch.device("cpu")
 
@@ -31,6 +32,12 @@ class AgreementTest(unittest.TestCase):
         error = called(f"a = {rank // 2}")
         assert error.startswith("ValueError: call() was called differently on different ranks"), error
         assert "a = 0" in error and "a = 1" in error and "give it equal modules" in error, error
+        for line, expected in (
+            ("a = 1" if rank else "a = 1\nb = 2", "rank 0 has b = 2, rank 1 has nothing more: give it"),
+            ("a = 1\nb = 2" if rank else "a = 1", "rank 0 has nothing more, rank 1 has b = 2: give it"),
+        ):
+            error = called(line)
+            assert expected in error, error
         assert called("a = 2") == "", "and the ranks still meet"
 
     @ranks(3)
@@ -52,6 +59,33 @@ class AgreementTest(unittest.TestCase):
         assert error == ("TypeError: no" if rank == 3 else "RuntimeError: call() failed on rank 3: TypeError: no"), error
         error = error_of(agree, groups, CPU, "call()", f"rank {rank}" if rank == 0 else "others", None)
         assert "rank 0" in error and "others" in error, error
+
+    @ranks(2)
+    @soon()
+    def test_a_group_in_which_a_rank_has_waited_in_vain_matches_nothing_more():
+        rank, group, store = dist.get_rank(), dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
+
+        def call():
+            with before_groups("call()"):
+                if rank == 1:
+                    raise TypeError("no")
+                agree([group], CPU, "call()", "same", None)
+
+        error = error_of(call)
+        assert error == ("TypeError: no" if rank else "PeerRaised: call() failed on rank 1: TypeError: no"), error
+        if rank == 0:
+            store.set("has raised", "")
+        else:  # What rank 0 has sent is no answer to this.
+            store.wait(["has raised"])
+            assert error_of(dist.all_reduce, torch.ones(3, dtype=torch.int64), dist.ReduceOp.MIN, group).startswith("RuntimeE")
+
+    @ranks(3)
+    def test_problems_of_all_ranks_are_one_line():
+        rank = dist.get_rank()
+        assert problems_of_ranks("", dist.group.WORLD) == ""
+        assert problems_of_ranks("none has memory", dist.group.WORLD) == "none has memory"
+        line = problems_of_ranks(f"no memory on {rank}" if rank else "", dist.group.WORLD)
+        assert line == "rank 1: no memory on 1; rank 2: no memory on 2", line
 
 
 if __name__ == "__main__":

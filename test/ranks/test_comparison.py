@@ -48,6 +48,9 @@ class DigestTest(unittest.TestCase):
             swapped = x.clone()
             swapped[[3, 803]] = swapped[[803, 3]]
             self.assertNotEqual(int(digest_of(x)), int(digest_of(swapped)))
+        with mock.patch.object(comparison, "_known_weights", {}):  # They grow with the tensors.
+            digests = {int(digest_of(torch.arange(count))) for count in (1, 511, 512, 5000, 3)}
+        self.assertEqual(digests, {int(digest_of(torch.arange(count))) for count in (1, 3, 511, 512, 5000)})
         self.assertEqual(int(digest_of(torch.empty(0, 3))), 0)
         self.assertNotEqual(int(digest_of(torch.tensor(1.0))), int(digest_of(torch.tensor(2.0))))
 
@@ -70,6 +73,7 @@ class ComparisonTest(unittest.TestCase):
             compared.begin_call()
             compared.note("size", str(5 + (number > 1 and dist.get_rank() == 3)), "Give equal sizes")
             compared.note("x", "given", "Give equal tensors", torch.ones(3))
+            compared.note("a", str(number > 2 and dist.get_rank()), "Give equal numbers")
         error = error_of(compared.compare)
         assert "the calls of Net differ between ranks in call 2" in error, error
         assert "size is 5 on rank 0 and 6 on rank 3, along mesh dimension 'dp' and 'tp'. Give equal sizes" in error, error

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_mortal_ranks
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torch_ragged import transfer
-from torch_ragged._ranks.groups import group_of, is_nccl
+from torch_ragged._ranks.groups import backend_of, group_of, is_nccl, timeout_of
 from torch_ragged._register._torch import process_groups
 from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to
 from torch_ragged.fsdp.comm._reduction import Reduction, ops_of
@@ -81,6 +82,11 @@ class GroupsTest(unittest.TestCase):
         self.assertEqual(steps(gpu, Reduction()), (dist.ReduceOp.AVG, 1, 1))
         self.assertEqual(steps(gpu, Reduction(sum_only=True)), (dist.ReduceOp.SUM, 1, 4))
         self.assertEqual(steps(cpu, Reduction()), (dist.ReduceOp.SUM, 1, 4))
+
+    def test_a_group_without_backends_per_device_is_its_own_backend(self):
+        group = dist.ProcessGroup(0, 1)
+        self.assertIs(backend_of(group, _CPU), group)
+        self.assertEqual(timeout_of(group, _CPU), default_pg_timeout)
 
     @ranks(4)
     def test_groups_of_fsdp_have_the_timeout_of_the_mesh():

@@ -4,8 +4,11 @@ import dataclasses
 import json
 import os
 import secrets
+import signal
 import socket
+import subprocess
 import unittest
+from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
@@ -123,6 +126,39 @@ class ListenerTest(unittest.TestCase):
         self.assertTrue(fate.is_alive)
         self.assertIn("has not answered: process 5 on host elsewhere", fate.text)
 
+    def test_a_host_that_answers_and_refuses_has_a_dead_process(self):
+        """It is in a container of its own, so that this host cannot look for it."""
+        with socket.create_server((MINE, 0)) as closed:
+            place = self.place(host=f"{socket.gethostname()}/boot/ns", port=closed.getsockname()[1])
+        fate = peers._fate(place, 3)
+        self.assertFalse(fate.is_alive)
+        self.assertRegex(fate.text, rf"^died: process {os.getpid()} on host \S+ has ended$")
+
+    def test_a_process_that_is_stopped_is_alive(self):
+        child = subprocess.Popen(["sleep", "60"])
+        self.addCleanup(child.wait)
+        self.addCleanup(child.kill)
+        started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        fate = peers._fate(self.place(pid=child.pid, started=started), 3)
+        self.assertTrue(fate.is_alive)
+        self.assertRegex(fate.text, rf"^is stopped: process {child.pid} on host \S+$")
+
+    @ranks(1)
+    def test_each_process_group_learns_once_where_a_process_is():
+        listener, store = _Listener(), SharedStore("processes")
+        listener.announce()
+        assert store.has("rank 0")
+        store.delete("rank 0")
+        listener.announce()
+        assert not store.has("rank 0")
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        listener.announce()
+        assert SharedStore("processes").has("rank 0")
+        listener._stop()
+
     @ranks(2)
     def test_without_a_socket_a_dead_process_of_this_host_is_known():
         with mock.patch.dict(os.environ, {"TORCH_RAGGED_WATCH": "0"}):
@@ -137,7 +173,9 @@ class ListenerTest(unittest.TestCase):
         dead = dataclasses.replace(myself(), started="0")
         store.set(f"rank {rank}", json.dumps(dataclasses.asdict(dead)))
         dist.barrier()
-        assert "died: process" in fates_of([1 - rank])[1 - rank].text
+        fate = fates_of([1 - rank])[1 - rank]
+        assert not fate.is_alive and "died: process" in fate.text, fate.text
+        dist.barrier()
         listen()  # The process of the pool is used again.
         dist.barrier()
 

@@ -5,7 +5,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import unittest
 from unittest import mock
 
@@ -89,6 +88,11 @@ class StandstillTest(unittest.TestCase):
         self.check([0, 1], waits("barrier", [0, 1, 2]), ended(), computes())
         self.check([1], computes(), ended(), waits("barrier of others", [0, 2]))
 
+    def test_a_rank_that_does_not_answer_may_be_anywhere(self):
+        silent = Fate(True, "has not answered")
+        self.check([], waits("all-gather of a", [0, 1], [("g", 1)], ["all-gather of a"]), silent)
+        self.check([0, 1], waits("barrier", [0, 1]), waits("all-reduce", [0, 1]), silent)
+
     def test_all_ways_in_which_one_rank_is_alone_are_errors_on_all_ranks(self):
         self.check_alone("a forward without gradients", "barrier")
         self.check_alone("reshard_to", "full_tensor of uneven shards")
@@ -139,24 +143,59 @@ class TrackerTest(unittest.TestCase):
 
     def test_a_thread_that_stays_in_a_call_is_held(self):
         self.in_thread(self.waits_in_a_call)
-        with mock.patch.object(peers, "HELD", 0.1):
+        with mock.patch.object(peers, "HELD", 1e-9):  # Each look sees a thread held that the look before has seen there.
             self.assertFalse(self.tracker.look().is_held)
-            time.sleep(0.2)
             where = self.tracker.look()
             self.assertTrue(where.is_held)
             self.assertEqual((where.call, where.ranks), ("all-gather of weight", [0, 1]))
             self.assertEqual(where.tickets, [(dist.group.WORLD.group_name, 1)])
             self.assertEqual(where.issued[dist.group.WORLD.group_name], {1: "all-gather of weight"})
             self.assertRegex(where.text, r"in all-gather of weight, called in waits_in_a_call \(test_standstill.py:\d+\)")
-            with mock.patch.object(peers, "_bytes_written", return_value=2**40):  # Something is on its way.
-                self.assertFalse(self.tracker.look().is_held)
+            with open(os.devnull, "wb") as other:  # Something is on its way.
+                other.write(bytes(2**17))
+            self.assertFalse(self.tracker.look().is_held)
+            self.assertTrue(self.tracker.look().is_held)
             with mock.patch.object(peers, "_cpu_time", return_value=1e6):  # It computes.
                 self.assertFalse(self.tracker.look().is_held)
 
     def test_a_thread_outside_of_calls_runs(self):
-        self.in_thread(lambda: self.entered.set() or self.end.wait())
+        def leaves_a_call():
+            with peers_named("all-gather", "weight", lambda: [0, 1]):
+                pass
+            self.entered.set()
+            self.end.wait()
+
+        self.assertEqual(self.tracker.look().call, "")  # This thread is in a function of the package.
+        self.in_thread(leaves_a_call)
         where = self.tracker.look()
         self.assertEqual((where.call, where.is_held), ("", False))
+
+    @ranks(2)
+    def test_calls_of_torch_have_names_and_ranks():
+        """Rank 0 waits in each of them until it has been seen there."""
+        one, both = torch.ones(1), dist.new_group([0, 1])
+        calls = {
+            f"barrier of process group {dist.group.WORLD.group_name}": [dist.barrier] * 2,
+            f"monitored_barrier of process group {dist.group.WORLD.group_name}": [dist.monitored_barrier] * 2,
+            f"all_reduce of process group {both.group_name}": [lambda: dist.all_reduce(one, group=both)] * 2,
+            "send": [lambda: dist.send(one, 1), lambda: dist.recv(one, 0)],
+            "recv": [lambda: dist.recv(one, 1), lambda: dist.send(one, 0)],
+        }
+        store = dist.distributed_c10d._get_default_store()
+        for name, (waits_in, comes_late) in calls.items():
+            if dist.get_rank() == 1:
+                store.wait([f"seen in {name}"])
+                comes_late()
+                continue
+            tracker, program = Tracker(), lambda waits_in=waits_in: waits_in()
+            thread = threading.Thread(target=program)
+            thread.start()
+            tracker._thread = thread.ident
+            while not (where := tracker.look()).call:
+                pass
+            store.set(f"seen in {name}", "")
+            thread.join()
+            assert (where.call, where.ranks) == (name, [0, 1] if " of " in name else None), where
 
     def test_the_thread_cannot_run_while_its_stack_is_read(self):
         """The GIL changes hands between bytecodes: a look whose own code gets the first frame could lose it before the next."""
@@ -170,6 +209,9 @@ class TrackerTest(unittest.TestCase):
         self.assertRegex(where.text, r"called in waits_in_a_call \(test_standstill.py")
         self.assertIn(gc.disable, calls)
         self.assertTrue(gc.isenabled())
+        with mock.patch.object(gc, "isenabled", return_value=False), mock.patch.object(gc, "enable") as enable:
+            self.tracker.look()
+        enable.assert_not_called()  # A program that has switched it off does not find it on.
         self.assertNotIn(sys._current_frames, calls)
 
     def test_what_is_sent_is_what_arrives(self):

@@ -11,23 +11,40 @@ from pathlib import Path
 
 import pytest
 import terminated
+from common import context_of_ranks
 from killed import ENDS, KINDS, log_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class TerminationTest(unittest.TestCase):
-    def test_a_program_of_one_rank_ends_as_without_it(self):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    def check_programs(self, run):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, terminated.__file__, folder]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=150)
-        found = {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
-        self.assertEqual(set(found), {program.__name__ for program in terminated.PROGRAMS}, done.stderr)
-        for program, (code, pattern) in terminated.PROGRAMS.items():
-            with self.subTest(program.__name__):
-                self.assertEqual(found[program.__name__][0], code, found[program.__name__][1])
-                self.assertRegex(found[program.__name__][1], pattern)
+            run(folder)
+            codes = json.loads((Path(folder) / "codes").read_text())
+            for program, (code, pattern) in terminated.PROGRAMS.items():
+                with self.subTest(program.__name__):
+                    text = (Path(folder) / program.__name__).read_text()
+                    self.assertEqual(codes[program.__name__], code, text)
+                    self.assertRegex(text, pattern)
+
+    def test_a_program_of_one_rank_ends_as_without_it(self):
+        def run(folder):
+            process = context_of_ranks().Process(target=terminated.main, args=(folder,))
+            process.start()
+            process.join(150)
+
+        self.check_programs(run)
+
+    @pytest.mark.slow
+    def test_an_interpreter_of_one_rank_ends_as_without_it(self):
+        """As above, and Python itself ends too, while threads may be in calls of C++."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+        def run(folder):
+            subprocess.run([sys.executable, terminated.__file__, folder], env=environment, timeout=150, check=True)
+
+        self.check_programs(run)
 
     def check(self, kind):
         logs, torchrun, codes = log_of(kind)

@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged import checkpoint
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp.gates._untrained import _parts
 
 DIM = 8
 X = torch.ones(2, DIM)
@@ -147,6 +149,12 @@ class ReplicasTest(unittest.TestCase):
                 warnings.simplefilter("ignore")
                 text = text_of(lambda: model(distribute_tensor(X, mesh["tp"])))
             assert text.startswith("weight has other values" if differs else "no error"), text
+
+    def test_the_tensors_inside_of_a_parameter_are_compared_if_they_have_values(self):
+        one, other = torch.ones(2), torch.zeros(2)
+        self.assertEqual([id(part) for part in _parts(TwoTensor(one, other))], [id(one), id(other)])
+        (empty,) = _parts(torch.ones(2, device="meta"))
+        self.assertEqual((empty.device.type, empty.numel()), ("cpu", 0))
 
 
 if __name__ == "__main__":
