@@ -184,6 +184,9 @@ class ForeachMeshesTest(unittest.TestCase):
             tensors.append(DTensor.from_local(mine, mesh, [RaggedShard((0,), (1, 2))], run_check=False, shape=(3, 3)))
         torch._foreach_add_(tensors, 1.0)
         assert torch.equal(tensors[rank // 2].to_local(), torch.full_like(local, 2.0))
+        factor = distribute_tensor(torch.tensor(3.0), init_device_mesh("cpu", (4,)), [Replicate()])
+        torch._foreach_mul_(tensors, factor)  # A scalar of all ranks is on both meshes.
+        assert torch.equal(tensors[rank // 2].to_local(), torch.full_like(local, 6.0))
 
     def test_tensors_of_one_index_on_two_meshes_are_an_error_on_every_rank(self):
         answers = run_ranks(4, check_errors)

@@ -201,8 +201,8 @@ def _without(placements: Sequence[Placement], mesh_dim: int) -> tuple[Placement,
 def interleaved_view_rule(call: OpCall) -> Sharding:
     """A view of one interleaved tensor. It runs locally, or raises."""
     specs = _own(call)
-    if len(specs) != 1 or torch.Tag.inplace_view in call.op.tags:
-        raise NoLocalWay("it has several tensor arguments, or changes the shape of its argument in place")
+    if len(specs) != 1:
+        raise NoLocalWay("it has several tensor arguments")
     (spec,) = specs
     packet, metas = call.op.overloadpacket, call.torch.output_meta()
     if call.op is aten.view.dtype:
@@ -323,7 +323,7 @@ def _follow(placement: Any, before: Sequence[int], after: Sequence[int], ranks: 
         ratios = (1,) * int(placement.split_factor)
     outer, size = math.prod(before[: placement.dim]), before[placement.dim]
     numel = math.prod(before)
-    if not numel or outer * len(ratios) > _MOST_OF_A_VIEW * max(math.prod(after[:-1]), 1):
+    if not numel or outer * len(ratios) > _MOST_OF_A_VIEW * math.prod(after[:-1]):
         raise NoLocalWay("a tensor without elements, or a view with too many segments")
     inner = math.prod(before[placement.dim + 1 :])
     if size % sum(ratios):
@@ -360,7 +360,7 @@ def _segments_of(pattern: _Segments, outer: int, new_outer: int, new_inner: int)
 def _interleaved_zeros_around(call: OpCall) -> Sharding:
     """The gradient of a slice or a selection, with zeros around it: they run on the local sizes.
 
-    The gradient of whole segments becomes one segment between two segments of zeros.
+    Segments of the gradient stay what they are, between two segments of zeros.
     """
     (spec,) = _own(call)
     sizes, is_select = list(call.args[1]), call.name == "select_backward"
@@ -375,12 +375,13 @@ def _interleaved_zeros_around(call: OpCall) -> Sharding:
             placement = of_dim(placement, at)
             if at == dim:
                 start, stop, step = rest
-                edges = [0, start, start + spec.shape[dim], sizes[dim]]
-                parts = [b - a for a, b in zip(edges, edges[1:]) if a < b]
+                rows = spec.shape[dim]
+                own = placement.segments(rows) if isinstance(placement, InterleavedShard) else (rows,)
+                parts = [size for size in (start, *own, sizes[dim] - start - rows) if size]
                 placement = InterleavedShard(dim, parts or 1)
                 if step != 1 or min(start, stop) < 0 or not placement.fits(sizes[dim], ranks) or start % ranks:
                     raise NoLocalWay("the rows around it are not whole segments")
-                rest = [start // ranks, (start + spec.shape[dim]) // ranks, 1]
+                rest = [start // ranks, (start + rows) // ranks, 1]
             if sizes[at] % ranks:
                 raise NoLocalWay(f"{placement} does not cut {tuple(call.args[1])} evenly")
             sizes[at] //= ranks

@@ -45,10 +45,8 @@ def _is_pointwise_name(name: str) -> bool:
         return True
     if name == "max":  # _foreach_max reduces each tensor; max of two tensors is another overload.
         return False
-    packet = getattr(aten, name, None) or getattr(aten, name.rstrip("_"), None)
-    if packet is None:
-        return name.rstrip("_") in ("clamp_max", "clamp_min")
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+    packet = getattr(aten, name.rstrip("_"), None)  # torch does not tag all forms in place, such as ``abs_``.
+    return packet is not None and any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
 def pointwise_rule(call: OpCall, with_views: bool = False) -> Sharding:

@@ -33,8 +33,8 @@ _RESHAPES = {aten.view, aten._unsafe_view, aten._reshape_alias, aten.squeeze, at
 def view_rule(call: OpCall) -> Sharding:
     """A view of one ragged tensor: intervals of its flat storage, or strided rows."""
     specs = tensor_leaves(call)
-    if len(specs) != 1 or torch.Tag.inplace_view in call.op.tags:
-        raise NoLocalWay("it has several tensor arguments, or changes the shape of its argument in place")
+    if len(specs) != 1:
+        raise NoLocalWay("it has several tensor arguments")
     (spec,) = specs
     outputs = _outputs_on_one_device(call)
     plain = all(out.dtype == spec.tensor_meta.dtype and not (out.is_conj() or out.is_neg()) for out in outputs)

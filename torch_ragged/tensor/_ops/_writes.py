@@ -18,7 +18,7 @@ def count_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     if torch.is_inference_mode_enabled():
         _in_inference[0] += 1
         return
-    tensors = [each for each in written_by(op, args, kwargs) if isinstance(each, torch.Tensor) and not each.is_inference()]
+    tensors = [each for each in written_by(op, args, kwargs) if isinstance(each, torch.Tensor)]
     torch.autograd.graph.increment_version(tensors)
 
 
