@@ -5,9 +5,8 @@ import unittest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks
-from soon import soon
 
-from torch_ragged._ranks.agreement import agree, agreement, before_groups, problems_of_ranks
+from torch_ragged._ranks.agreement import agree, agreement, problems_of_ranks
 
 CPU = torch.device("cpu")
 
@@ -59,25 +58,6 @@ class AgreementTest(unittest.TestCase):
         assert error == ("TypeError: no" if rank == 3 else "RuntimeError: call() failed on rank 3: TypeError: no"), error
         error = error_of(agree, groups, CPU, "call()", f"rank {rank}" if rank == 0 else "others", None)
         assert "rank 0" in error and "others" in error, error
-
-    @ranks(2)
-    @soon()
-    def test_a_group_in_which_a_rank_has_waited_in_vain_matches_nothing_more():
-        rank, group, store = dist.get_rank(), dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
-
-        def call():
-            with before_groups("call()"):
-                if rank == 1:
-                    raise TypeError("no")
-                agree([group], CPU, "call()", "same", None)
-
-        error = error_of(call)
-        assert error == ("TypeError: no" if rank else "PeerRaised: call() failed on rank 1: TypeError: no"), error
-        if rank == 0:
-            store.set("has raised", "")
-        else:  # What rank 0 has sent is no answer to this.
-            store.wait(["has raised"])
-            assert error_of(dist.all_reduce, torch.ones(3, dtype=torch.int64), dist.ReduceOp.MIN, group).startswith("RuntimeE")
 
     @ranks(3)
     def test_problems_of_all_ranks_are_one_line():

@@ -4,9 +4,12 @@ import os
 import unittest
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from common import enter_fake_group, error_of, ranks
+from soon import soon
 
+from torch_ragged._ranks.agreement import agree, before_groups
 from torch_ragged._ranks.peers import (
     STANDSTILL,
     CollectiveFailed,
@@ -82,8 +85,29 @@ class PeersTest(unittest.TestCase):
             found = error_of(self.raised_in_a_call, error)
             self.assertTrue(found.startswith("PeerError: all-gather failed" if expected else "RuntimeError: shape"), found)
 
+    @ranks(2)
+    @soon()
+    def test_a_group_in_which_a_rank_has_waited_in_vain_matches_nothing_more():
+        rank, group, store = dist.get_rank(), dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
+
+        def call():
+            with before_groups("call()"):
+                if rank == 1:
+                    raise TypeError("no")
+                agree([group], torch.device("cpu"), "call()", "same", None)
+
+        error = error_of(call)
+        assert error == ("TypeError: no" if rank else "PeerRaised: call() failed on rank 1: TypeError: no"), error
+        if rank == 0:
+            store.set("has raised", "")
+        else:  # What rank 0 has sent is no answer to this.
+            store.wait(["has raised"])
+            assert error_of(dist.all_reduce, torch.ones(3, dtype=torch.int64), dist.ReduceOp.MIN, group).startswith("RuntimeE")
+
     def raised_in_a_call(self, error):
-        with mock.patch.object(Peers, "of", return_value=mock.Mock(error=lambda *_: PeerError("all-gather failed"))):
+        peers = mock.Mock(spec=Peers)
+        peers.error.return_value = PeerError("all-gather failed")
+        with mock.patch.object(Peers, "of", return_value=peers):
             with peers_named("all-gather", "", lambda: [0, 1]):
                 raise error
 

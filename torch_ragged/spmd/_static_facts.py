@@ -380,7 +380,7 @@ class Facts:
                     continue
                 done.add(function.__code__)
                 names = _names_of(function.__code__)
-                self._code |= names | _texts_of(function.__code__)  # getattr() takes a text.
+                self._code |= names | _text_constants(function.__code__)  # getattr() takes a text.
                 for name in names:
                     try:
                         self._read_global(function, name, names)
@@ -523,7 +523,7 @@ def _names_of(code: types.CodeType) -> set[str]:
     return {name for each in _codes_in(code) for name in each.co_names}
 
 
-def _texts_of(code: types.CodeType) -> set[str]:
+def _text_constants(code: types.CodeType) -> set[str]:
     return {text for each in _codes_in(code) for text in each.co_consts if isinstance(text, str)}
 
 

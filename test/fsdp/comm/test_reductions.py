@@ -87,7 +87,8 @@ class ReductionsTest(unittest.TestCase):
                 self.assertEqual(reduction.steps(size, dtype, averages), steps)
 
     def test_nccl_computes_an_op_with_a_factor(self):
-        group = mock.Mock(**{"_get_backend.return_value.name.return_value": "nccl"})
+        group = mock.Mock(spec=dist.ProcessGroup)
+        group._get_backend.return_value.name.return_value = "nccl"
         op, divisor = Factor().begin(torch.empty(2), torch.ones(4), 2, ops_of(group, torch.device("cuda")))
         self.assertEqual((op == dist.ReduceOp.PREMUL_SUM, divisor), (True, 1))
 
