@@ -256,10 +256,15 @@ class CommandTest(TestCase):
         self.assertIn("Recommended FSDP sizes: 8.", out)
         status, out, _ = run("llama-3-8b", "--ranks", 8, "--memory", "23GiB", "--batch", 2)
         self.assertIn("8 ranks: does not fit. ", out)
-        self.assertIn("What to change, the least harm first, each with those above:\n  checkpoint each block", out)
+        self.assertIn("What to change, least harm first, each with those above:\n  checkpoint each block", out)
         self.assertRegex(out, r"\n  batch 1, and accumulate gradients: \d+\.\d\d GiB, fits\n")
         self.assertIn("Not recommended, as a step does not fit: 8.", out)
         self.assertNotIn("\nRecommended", out)
+
+    def test_a_step_that_fits_with_checkpointing_alone_is_recommended(self):
+        _, out, _ = run("qwen3-0.6b", "--ranks", 8, "--memory", "12GB")
+        self.assertIn("8 ranks: does not fit without checkpointing. ", out)
+        self.assertIn("Recommended FSDP sizes: 8. ", out)
 
     def test_recommended_sizes_fit(self):
         _, out, _ = run("llama-3-70b", "--ranks", "8,16,64", "--memory", "80GB")

@@ -186,9 +186,8 @@ class Report:
         share = f"{bytes_text(first.parts[largest])} of {bytes_text(first.total)} are {largest}"
         if first.total <= fitting.limit:
             return [f"{fitting.ranks:,} ranks: fits, {bytes_text(fitting.limit - first.total)} are free. {share}."]
-        lines = [
-            f"{fitting.ranks:,} ranks: does not fit. {share}. What to change, the least harm first, each with those above:"
-        ]
+        verdict = "does not fit without checkpointing" if fitting.fits else "does not fit"
+        lines = [f"{fitting.ranks:,} ranks: {verdict}. {share}. What to change, least harm first, each with those above:"]
         lines += [f"  {change.text}: {bytes_text(change.total)}" for change in fitting.changes]
         lines[-1] += ", fits" if fitting.changes[-1].total <= fitting.limit else ", does not fit: use tensor parallelism too"
         if fitting.enough_ranks:
