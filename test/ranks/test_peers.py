@@ -59,7 +59,7 @@ class PeersTest(unittest.TestCase):
         assert str(error) == "all-gather of weight failed: ranks wait for each other", error
 
     def test_a_store_that_is_lost_is_told_with_its_host(self):
-        enter_fake_group(self, 2)  # Its store answers nothing.
+        enter_fake_group(self, 2)
         there, agent = {"MASTER_ADDR": "node7"}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         kept = {name: value for name, value in os.environ.items() if name not in (*there, *agent)}
         for variables, where in (
@@ -67,7 +67,8 @@ class PeersTest(unittest.TestCase):
             (there, "at node7 (in the process of rank 0)"),
             ({**there, **agent}, "at node7 (in torchrun)"),
         ):
-            with mock.patch.dict(os.environ, {**kept, **variables}, clear=True):
+            lost = mock.patch.object(Peers, "_find_blame", side_effect=dist.DistNetworkError("no route"))
+            with mock.patch.dict(os.environ, {**kept, **variables}, clear=True), lost:
                 error = Peers([0, 1]).error("all-gather", "closed by peer", "weight")
             text = f"all-gather of weight failed: closed by peer. The store of the process group {where} is lost, too, or the "
             self.assertEqual(str(error)[: len(text)], text)

@@ -38,6 +38,10 @@ def whole(tensor):
     return full.reconcile() if isinstance(full, LocalTensor) else full
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+AMAX_OUT_RAISES = TORCH >= (2, 15)
+
+
 class OneProcessTest(unittest.TestCase):
     def setUp(self):
         enter_fake_group(self, 4)
@@ -141,6 +145,7 @@ class RaggedTest(OneProcessTest):
                     wanted = values.clamp(max=3.0) if name == "minimum_" else getattr(torch.Tensor, name)(values.clone())
                     torch.testing.assert_close(whole(tensor), wanted)
 
+    @unittest.skipIf(AMAX_OUT_RAISES, "torch 2.15's own rule for amax(out=) raises")
     def test_a_result_goes_to_an_out_of_its_placements_only(self):
         with self.placed((numbers(6, 4), [ROWS]), (numbers(4), [Shard(0)])) as (x, cut):
             out = cut.redistribute(placements=[R])
@@ -179,6 +184,7 @@ class InterleavedTest(OneProcessTest):
             self.assertIs(x.addmm_(a, b), x)
             torch.testing.assert_close(whole(x), numbers(4, 4) + numbers(4, 8) @ numbers(8, 4))
 
+    @unittest.skipIf(AMAX_OUT_RAISES, "torch 2.15's own rule for amax(out=) raises")
     def test_a_result_goes_to_an_out_of_its_placements_only(self):
         with self.placed((numbers(16, 4), self.cut), (numbers(16), self.cut), (numbers(16), [R, Shard(0)])) as (x, out, other):
             torch.amax(x, 1, out=out)
@@ -209,7 +215,10 @@ class PlainTest(OneProcessTest):
 
     def test_views_of_complex_numbers_keep_strided_shards_or_raise(self):
         values = numbers(8, 8, 2)
-        for cuts in ((_StridedShard(0, split_factor=2), Shard(0)), (R, _StridedShard(1, split_factor=2))):
+        cuts_of = [(_StridedShard(0, split_factor=2), Shard(0))]
+        if TORCH > (2, 11):  # 2.11 has no order of shards for it.
+            cuts_of.append((R, _StridedShard(1, split_factor=2)))
+        for cuts in cuts_of:
             with self.placed((values, [R, R])) as (x,):
                 found = torch.view_as_complex(x.redistribute(placements=cuts))
                 self.assertEqual(found.placements, cuts)
