@@ -1,5 +1,5 @@
 # An image with torch_ragged and its examples: docker build -t torch_ragged . && docker run --shm-size 1g torch_ragged
-# With CUDA: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128, and docker run --gpus all.
+# With CUDA: --build-arg TORCH_INDEX=https://pypi.org/simple, and docker run --gpus all.
 FROM python:3.11-slim
 ARG TORCH=2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

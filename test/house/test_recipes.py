@@ -18,7 +18,7 @@ from doc_pages import built_site, code_of
 PAGE = "recipes.md"
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / PAGE).read_text()
-TASKS = {  # What somebody types into the search, and the heading of its recipe.
+TASKS = {  # What a user types into the search, and the heading of its recipe.
     "bf16": "bf16",
     "mixed precision": "bf16",
     "gradient accumulation": "Gradient accumulation",

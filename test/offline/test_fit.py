@@ -5,8 +5,10 @@ import gc
 import io
 import itertools
 import json
+import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -99,9 +101,30 @@ def peak_of(model, setting, precision=Precision(), ranks=RANKS):
 def sharded(model, precision):
     mesh = init_device_mesh("cpu", (RANKS,))
     policy = MixedPrecisionPolicy(param_dtype=precision.param, reduce_dtype=precision.reduce)
-    for layer in model.layers:
+    for layer in getattr(model, "model", model).layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def measured_peak(build, setting):
+    """The peak of a second step on rank 0 of a fake group. ``build()``: a model, and a function that gives logits and loss."""
+    with fake_world(RANKS), MemoryTracker("cpu") as tracker:
+        torch.manual_seed(0)
+        model, step = build()
+        sharded(model, Precision())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.randint(TINY["vocab_size"], (setting.batch, setting.sequence))
+        for _ in range(2):
+            gc.collect()  # Cycles of earlier tests, and of recomputation, live until then.
+            tracker.reset_peak()
+            logits, loss = step(model, tokens)
+            loss.backward()
+            peak = tracker.peak
+            optimizer.step()
+            optimizer.zero_grad()
+            del logits, loss
+        del model, optimizer
+    return peak
 
 
 def saved_nbytes(model, forward):
@@ -180,27 +203,53 @@ class PeakTest(TestCase):
         for checkpointing, (batch, sequence) in itertools.product((False, True), ((1, 16), (2, 64))):
             setting = Setting(batch, sequence, checkpointing)
             planned = peak_of(model_of("llama", **LLAMA), setting, precision)
-            with fake_world(RANKS), MemoryTracker("cpu") as tracker:
-                torch.manual_seed(0)
-                model = sharded(Decoder(checkpointing), precision)
-                optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-                tokens = torch.randint(TINY["vocab_size"], (batch, sequence))
-                for _ in range(2):
-                    gc.collect()  # Cycles of earlier tests, and of recomputation, live until then.
-                    tracker.reset_peak()
-                    logits, loss = model(tokens)
-                    loss.backward()
-                    peak = tracker.peak
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    del logits, loss
-                del model, optimizer
+            peak = measured_peak(lambda: (Decoder(checkpointing), lambda model, tokens: model(tokens)), setting)
             self.assertEqual(planned.total / peak, 1.0, atol=0.05, rtol=0, msg=f"{setting}: {planned}, measured {peak}")
+
+    def test_steps_of_transformers_have_the_peak(self):
+        transformers = pytest.importorskip("transformers")
+        fields = dict(TINY, hidden_size=256, intermediate_size=768, num_attention_heads=8, head_dim=32, vocab_size=4096)
+        kinds = {
+            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+            "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
+            "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, dict(num_local_experts=8)),
+        }
+        for (kind, (config_type, model_type, more)), checkpointing, (batch, sequence) in itertools.product(
+            kinds.items(), (False, True), ((1, 32), (4, 128))
+        ):
+            config, setting = config_type(**fields, **more, num_hidden_layers=6), Setting(batch, sequence, checkpointing)
+
+            def build():
+                model = model_type(config).train()
+                if checkpointing:
+                    model.gradient_checkpointing_enable()
+
+                def step(model, tokens):
+                    output = model(tokens, labels=tokens, use_cache=False)
+                    return output.logits, output.loss
+
+                return model, step
+
+            ratio = peak_of(model_of(kind, **config.to_dict()), setting).total / measured_peak(build, setting)
+            print(f"{kind}, {setting}: {ratio:.3f} of the measured peak")
+            self.assertEqual(ratio, 1.0, atol=0.05, rtol=0, msg=f"{kind}, {setting}")
 
     def test_a_moment_is_named_by_the_model(self):
         llama = model_of("llama", **LLAMA)
         self.assertEqual(peak_of(llama, Setting(1, 8)).moment, "backward of model.layers.1")
         self.assertEqual(peak_of(llama, Setting(64, 64, checkpointing=True)).moment, "the loss")
+
+    def test_without_optimizer_values_there_is_no_master_copy(self):
+        llama, setting = model_of("llama", **LLAMA), Setting(1, 8)
+        mixed, none = (peak_of(llama, setting, Precision(states=states)) for states in (3, 0))
+        self.assertEqual((none.optimizer, 2 * none.parameters), (0, mixed.parameters))
+        self.assertEqual(mixed.optimizer, 2 * mixed.parameters)
+
+    def test_experts_of_a_token_are_those_of_the_family_if_the_config_has_no_number(self):
+        fields = dict(LLAMA, num_local_experts=16, num_experts=16, moe_intermediate_size=32)
+        for kind, active in {"mixtral": 2, "qwen3_moe": 8, "gpt_oss": 4}.items():
+            default, given = (model_of(kind, **fields, **more) for more in ({}, dict(num_experts_per_tok=active)))
+            self.assertEqual(default.decoder.saved, given.decoder.saved, msg=kind)
 
     def test_replicas_change_nothing(self):
         llama = model_of("llama", **LLAMA)
@@ -290,12 +339,26 @@ class CommandTest(TestCase):
             ("--sequence", "2"): "--sequence needs --memory SIZE",
             ("--weights", "1,2", "--memory", "80GB"): "--weights and --memory do not go together",
             ("--ranks", "8", "--explain", "rest", "--memory", "80GB"): "--explain and --memory do not go together",
+            ("--memory", "80GB", "--param-dtype", "float8_e4m3fn"): "--memory needs the dtype of compute, such as bfloat16",
         }.items():
             try:
                 status, _, error = run("llama-3-8b", *options)
             except SystemExit as end:  # argparse writes to the real stderr; what it says is tested by the type's function.
                 status, error = end.code, text
             self.assertEqual((status, text in error), (2, True), msg=error)
+
+    def test_a_process_with_a_group_is_refused_before_anything_is_planned(self):
+        with fake_world(2):
+            status, out, error = run("llama-3-8b", "--memory", "80GB")
+        self.assertEqual((status, out), (2, ""))
+        self.assertIn("--memory makes a process group of its own", error)
+
+    def test_a_model_without_known_activations_fits_without_them(self):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(sys, "path", [folder, *sys.path]):
+            (Path(folder) / "a_model_to_plan.py").write_text("from torch import nn\ndef build(): return nn.Linear(64, 64)\n")
+            _, out, _ = run("a_model_to_plan:build", "--ranks", 2, "--memory", "1GB")
+        self.assertIn("WITHOUT activations, which are not known for this model\n", out)
+        self.assertIn("2 ranks: fits without activations, ", out)
 
     def test_units_of_memory(self):
         from torch_ragged.offline._cli import _memory_option

@@ -204,6 +204,12 @@ def _check_options(options: argparse.Namespace) -> tuple[Granularity, Fused, Pre
     for name in ("batch", "sequence"):
         if getattr(options, name) and not options.memory:
             raise ValueError(f"--{name} needs --memory SIZE: it belongs to the step that may fit")
+    if options.memory and options.param_dtype.itemsize < 2:
+        raise ValueError(
+            f"--memory needs the dtype of compute, such as bfloat16 for float8 weights, got --param-dtype {options.param_dtype}"
+        )
+    if options.memory and torch.distributed.is_initialized():
+        raise ValueError("--memory makes a process group of its own: run it in a process that has none")
     if options.explain and options.memory:
         raise ValueError("--explain and --memory do not go together: leave one out")
     if options.explain and len(options.ranks or ()) != 1:

@@ -104,16 +104,16 @@ def step_memory(model: Model, plan: ModelPlan, precision: Precision, setting: Se
     It counts what ``memory_report`` counts, and activations. It does not count CUDA's context, NCCL's buffers, fragmentation,
     what kernels allocate while they run, and what the optimizer allocates in its step only (``fused=True`` allocates nothing).
 
-    Raises:
-        RuntimeError: this process has a process group.
+    Its process must have no process group. It makes one whose collectives move nothing, and destroys it.
     """
-    is_mixed = precision.optimizer.itemsize > precision.param.itemsize
-    dtype = precision.optimizer if is_mixed else precision.param
+    dtype = precision.optimizer if precision.has_master else precision.param
     policy = MixedPrecisionPolicy(param_dtype=precision.param, reduce_dtype=precision.reduce)
+    # One parameter as large as a buffer gives the buffers of the model's own parameters: the plan has placed these.
     sizes = {name: layout.shard_numel for name, layout in plan.group_layouts().items()}
     blocks = {name: _Sized(shard * plan.ranks, dtype) for name, shard in sizes.items() if name != "rest"}
     root = _Sized(sizes.get("rest", 0) * plan.ranks, dtype)
     root.blocks = nn.ModuleList(blocks.values())
+    # A fake group counts as NCCL does: a reduce-scatter over gloo would hold a second buffer.
     with fake_world(plan.ranks * setting.replicas):
         shape = (setting.replicas, plan.ranks) if setting.replicas > 1 else (plan.ranks,)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -123,7 +123,7 @@ def step_memory(model: Model, plan: ModelPlan, precision: Precision, setting: Se
         states = dict(zip(["rest", *blocks], module_states(root).values()))
         moment, held = Replay(states, _activations(model, precision, setting)).play(list(states.values()))
     numel = plan.ragged.shard_numel
-    states_of_optimizer = (precision.states - (is_mixed and precision.states > 0)) * precision.optimizer.itemsize
+    states_of_optimizer = (precision.states - precision.has_master) * precision.optimizer.itemsize
     return StepMemory(
         moment.replace("of rest", "of the head"),
         numel * dtype.itemsize,
@@ -196,6 +196,10 @@ class Fitting:
     ways: dict[str, StepMemory]
     changes: tuple[Change, ...]
     enough_ranks: int | None = None
+
+    @property
+    def knows_activations(self) -> bool:
+        return "blocks" in self.ways
 
     @property
     def fits(self) -> bool:

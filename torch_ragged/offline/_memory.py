@@ -46,6 +46,11 @@ class Precision:
     states: int = 3
 
     @property
+    def has_master(self) -> bool:
+        """Whether one of the optimizer's values is the master copy, which is the sharded parameter itself."""
+        return self.states > 0 and self.optimizer.itemsize > self.param.itemsize
+
+    @property
     def alignment(self) -> int:
         """The alignment of shards in elements. It makes a shard a multiple of 128 bytes in ``param`` and in ``reduce``."""
         return max(1, _SHARD_ALIGNMENT_BYTES // min(self.param.itemsize, self.reduce.itemsize))
@@ -154,14 +159,13 @@ def offload_fits(sharding: Sizes, precision: Precision, budget: Budget) -> dict[
     parameter itself, so it lies where the parameters lie.
     """
     memory = zero_memory(sharding, precision)[3]
-    is_mixed = precision.states > 0 and precision.optimizer.itemsize > precision.param.itemsize
-    states = precision.states - is_mixed
+    states = precision.states - precision.has_master
     state_bytes = states * precision.optimizer.itemsize  # Of an element.
     moved = sharding.shard_numel * state_bytes
     fixed = memory.total - moved
     device_windows, file_windows = 2 * WINDOW_NUMEL * state_bytes, WINDOWS * FILE_NUMEL * state_bytes
     # Of parameters in files: the largest shards of groups, in the dtype of the master copy.
-    itemsize = (precision.optimizer if is_mixed else precision.param).itemsize
+    itemsize = (precision.optimizer if precision.has_master else precision.param).itemsize
     shards = sorted((shard for count, shard in sharding.shards for _ in range(min(count, MAPPED_IN_MEMORY))), reverse=True)
     pages = sum(shards[:MAPPED_IN_MEMORY]) * itemsize
     # A part of the states in host memory: what does not fit on the device, beside the two windows through which it is copied.

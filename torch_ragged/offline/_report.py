@@ -183,9 +183,10 @@ class Report:
     def _verdict(fitting: Fitting) -> list[str]:
         first = next(iter(fitting.ways.values()))
         largest = max(first.parts, key=lambda part: first.parts[part])
-        share = f"{bytes_text(first.parts[largest])} of {bytes_text(first.total)} are {largest}"
+        share = f"Most of {bytes_text(first.total)}: {largest}, {bytes_text(first.parts[largest])}"
         if first.total <= fitting.limit:
-            return [f"{fitting.ranks:,} ranks: fits, {bytes_text(fitting.limit - first.total)} are free. {share}."]
+            known = "" if fitting.knows_activations else " without activations"
+            return [f"{fitting.ranks:,} ranks: fits{known}, {bytes_text(fitting.limit - first.total)} are free. {share}."]
         verdict = "does not fit without checkpointing" if fitting.fits else "does not fit"
         lines = [f"{fitting.ranks:,} ranks: {verdict}. {share}. What to change, least harm first, each with those above:"]
         lines += [f"  {change.text}: {bytes_text(change.total)}" for change in fitting.changes]

@@ -151,10 +151,13 @@ def _gated_mlp(name: str, hidden: int, inner: int, bias: bool = False, expert: b
 
 
 def _routed(
-    config: Config, parameters: list[Parameter], hidden: int, inner: int, experts: int, of_inner: int = 4
+    config: Config, parameters: list[Parameter], hidden: int, inner: int, experts: int, active: int, of_inner: int = 4
 ) -> _Submodule:
-    """Experts and their router: a copy of each token for each of its experts. An index counts as two elements."""
-    active = config.count("num_experts_per_tok", 2)
+    """Experts and their router: a copy of each token for each of its experts. An index counts as two elements.
+
+    ``active`` is the family's default.
+    """
+    active = config.count("num_experts_per_tok", active)
     saved = Saved(hidden + active * (2 * hidden + of_inner * inner), experts + 11 * active, gradients=2 * active * inner)
     return _Submodule(parameters, saved)
 
@@ -262,7 +265,7 @@ def _qwen3_moe(config: Config) -> Decoder:
         attention = _attention(config, bias, bias, _norm)
         if layer in dense_layers or (layer + 1) % config.count("decoder_sparse_step", 1):
             return attention + _gated_mlp("mlp", hidden, config.count("intermediate_size"))
-        experts_of = _routed(config, _expert_mlps(hidden, inner, experts), hidden, inner, experts)
+        experts_of = _routed(config, _expert_mlps(hidden, inner, experts), hidden, inner, experts, 8)
         return attention + _linear_params("mlp.gate", experts, hidden) + experts_of
 
     return _decoder_of(config, block)
@@ -276,7 +279,7 @@ def _mixtral(config: Config) -> Decoder:
         for i in range(experts)
         for each, shape in (("w1", (inner, hidden)), ("w2", (hidden, inner)), ("w3", (inner, hidden)))
     ]
-    moe = _linear_params(f"{name}.gate", experts, hidden) + _routed(config, matrices, hidden, inner, experts)
+    moe = _linear_params(f"{name}.gate", experts, hidden) + _routed(config, matrices, hidden, inner, experts, 2)
     return _decoder_of(config, lambda _: _attention(config, False, False) + moe)
 
 
@@ -288,7 +291,7 @@ def _deepseek_v3(config: Config) -> Decoder:
         if layer < dense_layers or layer % config.count("moe_layer_freq", 1):
             return _latent_attention(config) + _gated_mlp("mlp", hidden, config.count("intermediate_size"))
         gate = [Parameter("mlp.gate.weight", (experts, hidden)), Parameter("mlp.gate.e_score_correction_bias", (experts,))]
-        routed = _routed(config, _expert_mlps(hidden, inner, experts) + gate, hidden, inner, experts)
+        routed = _routed(config, _expert_mlps(hidden, inner, experts) + gate, hidden, inner, experts, 8)
         both = _gated_mlp("mlp.shared_experts", hidden, shared * inner, expert=True) if shared else _Submodule()
         # The router multiplies in float32. The shared expert has the input of the routed ones.
         return _latent_attention(config) + routed + both + _Submodule(saved=Saved(-hidden if shared else 0, hidden + experts))
@@ -320,7 +323,7 @@ def _gpt_oss(config: Config) -> Decoder:
         Parameter("mlp.experts.down_proj_bias", (experts, hidden)),
     ]
     # Its gated activation is written as steps, each of which keeps its operands.
-    moe = _linear_params("mlp.router", experts, hidden, bias=True) + _routed(config, matrices, hidden, inner, experts, 7)
+    moe = _linear_params("mlp.router", experts, hidden, bias=True) + _routed(config, matrices, hidden, inner, experts, 4, 7)
     sinks = _Submodule([Parameter("self_attn.sinks", (config.count("num_attention_heads"),))])
     return _decoder_of(config, lambda _: sinks + _attention(config, bias, bias, head_dim=64) + moe, _wide_norm)
 

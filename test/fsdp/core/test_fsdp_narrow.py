@@ -320,7 +320,7 @@ class NarrowTest(unittest.TestCase):
             for index in (0, 1, 3):
                 wide.keep(index, torch.ones(numels[index]))
                 many.append(wide.are_many)
-            # Those that are expected to be few are kept beside the buffer, whatever comes.
+            # If few are expected, all are kept beside the buffer.
             self.assertEqual((wide.are_few, many), (are_few, [False, False, not are_few]), indices)
 
     def test_sum_is_that_of_widened_parts(self):

@@ -128,6 +128,8 @@ class Replay:
         """The computation of the module ``name`` itself: its activations are held from here until its gradients are made."""
         own = self._activations.get(name, Activations())
         x = x.view_as(x)
+        # Autograd runs this hook after it has accumulated the gradients of the parameters: so activations and these gradients
+        # are held together, as at the end of a real backward.
         x.register_hook(lambda gradient: self._kept.note(-own.kept - own.computed_again))
         x = _Compute.apply(x, *params)
         if own.loss:
