@@ -155,6 +155,10 @@ class TrackerTest(unittest.TestCase):
                 other.write(bytes(2**17))
             self.assertFalse(self.tracker.look().is_held)
             self.assertTrue(self.tracker.look().is_held)
+            with mock.patch.object(peers, "_bytes_written") as written:  # Up to 64 KiB are no work: such as a log.
+                for nbytes, is_held in ((2**40, False), (2**40 + 2**16, True), (2**40 + 2**16 + 1, False)):
+                    written.return_value = nbytes
+                    self.assertEqual(self.tracker.look().is_held, is_held, nbytes)
             with mock.patch.object(peers, "_cpu_time", return_value=1e6):  # It computes.
                 self.assertFalse(self.tracker.look().is_held)
 

@@ -155,7 +155,7 @@ def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _make_group(world: dist.ProcessGroup, parent: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dist.ProcessGroup:
-    name = group_name.set("ragged_" + hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest())
+    name = group_name.set("ragged_" + hashlib.sha256(key.encode()).hexdigest()[:16])
     # If the default group is bound to a device, new_group would split its communicator: a collective of all ranks.
     device, world.bound_device_id = world.bound_device_id, None
     try:

@@ -355,7 +355,7 @@ class PeerError(RuntimeError):
 
 def name_of(ranks: Sequence[int]) -> str:
     """A name for a set of ranks in the store, equal on all of them."""
-    return f"{len(ranks)}-{hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()[:16]}"
+    return f"{len(ranks)}-{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
 
 
 def shown(ranks: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from common import ranks
+from common import error_of, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged import checkpoint
+from torch_ragged._ranks.groups import end_messages
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.gates._untrained import _parts
 
@@ -87,6 +88,14 @@ class ReplicasTest(unittest.TestCase):
                 model(X)
             counts.append(sum(n for op, n in mode.get_comm_counts().items() if "allreduce" in str(op)))
         assert counts == [2, 0, 0], counts
+
+    @ranks(2)
+    def test_a_comparison_that_fails_is_named():
+        mesh = mesh_of(2, 1)
+        model = sharded(mesh, 0)
+        end_messages(mesh.get_group("replicas"), torch.device("cpu"))  # As if the network between the replicas fails.
+        error = error_of(model, X)
+        assert error.startswith("PeerError: the comparison of replicas failed: all ranks live, so the network failed"), error
 
     @ranks(2)
     def test_without_replicas_nothing_is_compared():

@@ -206,7 +206,7 @@ class CallLog:
     def _count(self, forward: int, position: int, call: str) -> str:
         """Count this rank for a call, once. Returns the key that is set when all ranks have been counted for it."""
         # By the name of the call: ranks with different calls have different counters, and none of these gets full.
-        name = hashlib.sha1(call.encode(), usedforsecurity=False).hexdigest()[:16]
+        name = hashlib.sha256(call.encode()).hexdigest()[:16]
         counter, everyone = self._key(forward, position, name), self._key(forward, position, f"{name} everyone")
         at = forward, position
         if at in self._counted:

@@ -485,7 +485,7 @@ class NamedCollectives(WrappedCollectives):
     @functools.cached_property
     def _layout_text(self) -> str:
         """Equal for equal parameters, granularities and ranks; different otherwise."""
-        return hashlib.sha1(repr(self._layout).encode(), usedforsecurity=False).hexdigest()[:12]
+        return hashlib.sha256(repr(self._layout).encode()).hexdigest()[:12]
 
     def _compare(self, collective: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
         if isinstance(self._layout, WeightedLayout):  # Shards differ between ranks. The buffer does not.
