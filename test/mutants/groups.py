@@ -107,7 +107,15 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["tensor/test_*.py", "spmd/test_first_step.py::FirstStepTest::test_a_line_says_once_why_the_step_takes_long"],
     ),
     "register": (["torch_ragged/_register/*.py"], ["tensor/test_*.py", "spmd/test_*.py"]),
-    "tools": (["torch_ragged/fsdp/tools/*.py"], ["tools/test_*.py", "offline/test_fit.py"]),
+    "tools": (
+        ["torch_ragged/fsdp/tools/*.py"],
+        [
+            "tools/test_*.py",
+            "offline/test_fit.py",
+            "offload/test_offload_files.py::FilesTest::test_a_monitor_shows_what_moves",
+            "offload/test_offload_parameters.py::MemoryTest",
+        ],
+    ),
     "offline": (["torch_ragged/offline/*.py"], ["offline/test_*.py"]),
 }
 

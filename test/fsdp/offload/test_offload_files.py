@@ -137,13 +137,14 @@ class FilesTest(unittest.TestCase):
                     model(torch.ones(1, 64)).sum().backward()
                     optimizer.step()
                     rows.append(watch.step())
-                spans = {span.kind for span in watch.timeline.spans}
+                spans, seconds = watch.timeline.spans, rows[-1]["step_s"]
                 optimizer.state_dict()  # Waits for what is written behind, and reads all states once.
                 rows.append(watch.step())
             files, one_chunk = optimizer.tier_nbytes()["files"], 2 * 4 * 2048
             total = {key: sum(row[key] for row in rows) for key in rows[0]}
             assert total["tier_write_bytes"] == 4 * files and total["tier_read_bytes"] == (3 + 1) * files + one_chunk, total
-            assert {"tier_read", "tier_exposed", "optimizer"} <= spans, spans
+            assert {"tier_read", "tier_exposed", "optimizer"} <= {span.kind for span in spans}, spans
+            assert all(0 <= span.end <= seconds for span in spans), (spans, seconds)
             for row in rows:
                 if DEVICE == "cpu":  # Elsewhere, the one is the host's time, and the other one the device's.
                     assert 0 <= row["tier_exposed_s"] <= row["optimizer_s"], row

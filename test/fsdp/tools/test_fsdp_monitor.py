@@ -1,8 +1,10 @@
 """monitor: what it counts is what the layouts say and what the buffers hold; nothing is left behind."""
 
+import dataclasses
 import json
 import os
 import re
+import struct
 import tempfile
 import unittest
 from unittest import mock
@@ -36,13 +38,23 @@ def numel_of(model):
     return sum(layout.numel for layout in buffer_layouts(model).values())
 
 
-# A wait for "b" within an optimizer's step, and a collective so short that its bar has no room for a name.
-TIMELINE = timeline_of(
-    10.0,
-    [("all_gather", "b", 0.5, 5.0, 6.0), ("all_gather", "a", -1.0, 1.0, 2.0), ("other", "c", 9.0, 9.0, 9.25)],
-    [(4.0, 8.0)],
-    3,
-)
+def short_step():
+    """A step of 10/1024 s: a wait for "b" within the optimizer, and a collective whose bar has no room for a name."""
+    collectives = [("all_gather", "b", 0.5, 5.0, 6.0), ("all_gather", "a", -1.0, 1.0, 2.0), ("other", "c", 9.0, 9.0, 9.625)]
+    collectives = [(kind, name, *in_seconds(times)) for kind, name, *times in collectives]
+    return timeline_of(10 / 1024, collectives, [in_seconds((4.0, 8.0))], 3)
+
+
+def in_seconds(times):
+    """Of moments in 1/1024 s, which are exact floats."""
+    return tuple(time / 1024 for time in times)
+
+
+def trace_of(timeline):
+    with tempfile.TemporaryDirectory() as folder:
+        timeline.save(os.path.join(folder, "step.json"))
+        with open(os.path.join(folder, "step.json")) as file:
+            return json.load(file)
 
 
 def check_times(row):
@@ -141,38 +153,58 @@ class MonitorTest(unittest.TestCase):
 
     def test_a_timeline_separates_what_overlaps(self):
         """Collectives that are in flight at once are in rows of their own; a wait in an optimizer's step is a wait."""
-        compute = [("compute", "", *times) for times in ((0.0, 1.0), (2.0, 4.0), (8.0, 9.0), (9.25, 10.0))]
+        compute = [("compute", "", *times) for times in ((0.0, 1.0), (2.0, 4.0), (8.0, 9.0), (9.625, 10.0))]
         optimizer = [("optimizer", "", 4.0, 5.0), ("optimizer", "", 6.0, 8.0)]
-        exposed = [("exposed", "a", 1.0, 2.0), ("exposed", "b", 5.0, 6.0), ("exposed", "c", 9.0, 9.25)]
-        first, second, other = ("all_gather", "a", -1.0, 2.0), ("all_gather", "b", 0.5, 6.0), ("other", "c", 9.0, 9.25)
-        spans = [(span.kind, span.name, span.begin, span.end) for span in TIMELINE.spans]
+        exposed = [("exposed", "a", 1.0, 2.0), ("exposed", "b", 5.0, 6.0), ("exposed", "c", 9.0, 9.625)]
+        first, second, other = ("all_gather", "a", -1.0, 2.0), ("all_gather", "b", 0.5, 6.0), ("other", "c", 9.0, 9.625)
+        timeline = short_step()
+        spans = [(span.kind, span.name, 1024 * span.begin, 1024 * span.end) for span in timeline.spans]
         self.assertEqual(spans, compute + optimizer + exposed + [first, second, other])
-        with tempfile.TemporaryDirectory() as folder:
-            TIMELINE.save(os.path.join(folder, "step.json"))
-            with open(os.path.join(folder, "step.json")) as file:
-                trace = json.load(file)
         expected = [{"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3"}}]
         for row, track in enumerate((compute, optimizer, exposed, [first], [second], [other])):
             where, kind = {"pid": 3, "tid": row}, track[0][0]
             expected.append({"name": "thread_name", "ph": "M", **where, "args": {"name": kind}})
             expected.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": row}})
             for _, name, begin, end in track:
-                times = {"ts": 1e6 * (begin + 1), "dur": 1e6 * (end - begin)}  # None is before 0.
+                times = {"ts": 1e6 * (begin + 1) / 1024, "dur": 1e6 * (end - begin) / 1024}  # None is before 0.
                 expected.append({"name": f"{kind} ({name})" if name else kind, "cat": kind, "ph": "X", **where, **times})
-        self.assertEqual(trace, {"traceEvents": expected, "displayTimeUnit": "ms"})
+        self.assertEqual(trace_of(timeline), {"traceEvents": expected, "displayTimeUnit": "ms"})
+
+    def test_a_trace_of_some_spans_begins_with_the_step(self):
+        timeline = short_step()
+        some = dataclasses.replace(timeline, spans=tuple(span for span in timeline.spans if span.kind == "other"))
+        (drawn,) = (event for event in trace_of(some)["traceEvents"] if event["ph"] == "X")
+        self.assertEqual(drawn["ts"], 1e6 * 9 / 1024)
 
     def test_a_picture_names_wide_bars_and_the_first_row_of_a_kind(self):
+        timeline = short_step()
         with tempfile.TemporaryDirectory() as folder:
             for name in ("step.png", "step.svg"):
-                TIMELINE.save(os.path.join(folder, name))
+                timeline.save(os.path.join(folder, name))
             with open(os.path.join(folder, "step.png"), "rb") as file:
-                self.assertEqual(file.read(8), b"\x89PNG\r\n\x1a\n")
+                png = file.read(24)
             with open(os.path.join(folder, "step.svg")) as file:
-                texts = re.findall("<text [^>]*>([^<]*)</text>", file.read())
+                svg = file.read()
+        # 11 inches, and of its height 1.2 and 0.36 for each of 6 rows, with 150 dots per inch.
+        self.assertEqual((png[:8], struct.unpack(">II", png[16:])), (b"\x89PNG\r\n\x1a\n", (1650, 504)))
+        texts = re.findall("<text [^>]*>([^<]*)</text>", svg)
         kinds, bars = ["compute", "optimizer", "exposed", "all-gather", "other"], ["a", "b", "a", "b"]
         at = texts.index("milliseconds")  # Before it are numbers.
-        title = "rank 3: 10000.0 ms, 22% in exposed collectives"
+        title = "rank 3: 9.8 ms, 26% in exposed collectives"
         self.assertEqual(texts[at:], ["milliseconds", *kinds, *bars, title])
+        # Where the bars and their names lie, between the left edge and the right one, in 1/1024 s.
+        edges, *boxes = [
+            (min(xs), max(xs))
+            for xs in (
+                [float(x) for x in re.findall(r"[ML] ([\d.]+) ", path)]
+                for path in re.findall(r'd="([^"]*)z\s*"', svg[svg.index('id="axes_1"') : svg.index('id="matplotlib.axis_1"')])
+            )
+        ]
+        middles = [float(x) for x in re.findall(r'<text [^>]* x="([\d.]+)"[^>]*>[ab]</text>', svg)]
+        left, width = edges[0], edges[1] - edges[0]
+        found = [tuple(round(11 * (x - left) / width - 1, 4) for x in box) for box in (*boxes, middles)]
+        spans = [(1024 * span.begin, 1024 * span.end) for span in timeline.spans]
+        self.assertEqual(found, [*spans, (1.5, 5.5, 0.5, 3.25)])
 
     @ranks(2)
     def test_the_row_of_a_step_counts_what_the_layouts_say():
@@ -354,6 +386,14 @@ class MonitorTest(unittest.TestCase):
             if part == "backward":
                 model.reset_iter_state()
         assert_steps_as_unwatched(model)
+
+    @fake_group(1)
+    def test_what_is_no_optimizer_is_an_error_that_leaves_nothing_behind(self):
+        model = fully_shard(nn.Linear(4, 4))
+        for wrong in ("adam", torch.optim.SGD, lambda params: torch.optim.SGD(params)):
+            error = error_of(monitor, model, [torch.optim.SGD(model.parameters()), wrong])
+            self.assertIn(f"TypeError: monitor got {wrong!r} as optimizer: give ", error)
+        monitor(model).close()
 
     @ranks(2)
     def test_work_in_flight_is_waited_for_after_the_close():

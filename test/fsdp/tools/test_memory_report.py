@@ -368,15 +368,20 @@ class MemoryReportTest(unittest.TestCase):
         self.assertEqual((peak, peak.total), (expected, resident.peak))
 
     @fake_group(2)
+    def test_predicted_peak_of_a_model_without_parameters_is_before_the_step(self):
+        self.assertEqual(memory_report(fully_shard(nn.Sequential(nn.ReLU()))).peak, MemoryRow("before forward"))
+
+    @fake_group(2)
     @as_nccl()
     def test_predicted_peak_has_one_copy_of_large_gradients(self):
-        """Matmuls add them to the gradient buffer."""
-        model = four_layers(side=256)
-        model.set_requires_gradient_sync(False)
-        predicted = memory_report(model).peak.total
-        with Resident(model) as resident:
-            accumulate(model.set_requires_gradient_sync, lambda: step_on_ones(model, 256))
-        self.assertEqual(predicted, resident.peak)
+        """Matmuls add them to the gradient buffer; frozen parameters have none."""
+        for trained in (slice(4), slice(2)):
+            model = four_layers(side=256, trained=trained)
+            model.set_requires_gradient_sync(False)
+            predicted = memory_report(model).peak.total
+            with Resident(model) as resident:
+                accumulate(model.set_requires_gradient_sync, lambda: step_on_ones(model, 256))
+            self.assertEqual(predicted, resident.peak, trained)
 
     @fake_group(4)
     @as_nccl()
@@ -442,6 +447,18 @@ class MemoryReportTest(unittest.TestCase):
         gathered = {row.name: row.gathered for row in memory_report(model).groups}
         root = buffer_layouts(model)["root"].numel * 4
         assert gathered == {"root": root, "blocks.0": 0, "blocks.1": 0, "blocks.2": 0}, gathered
+
+    @fake_group(4)
+    def test_gathered_parameters_are_counted_while_neighbours_keep_them(self):
+        """After forward, each of two neighbours holds a half. The monitor counts it too."""
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+        for module in (*model, model):
+            fully_shard(module, reshard_after_forward=2)
+        half = 64 * 64 * 4 // 2
+        with monitor(model) as watch:
+            model(torch.ones(2, 64))
+            self.assertEqual([row.gathered for row in memory_report(model).groups], [half, half])
+            self.assertEqual(watch.step()["buffer_bytes"], 2 * (half // 2 + half))
 
     @ranks(2)
     @as_nccl()

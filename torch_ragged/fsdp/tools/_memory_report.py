@@ -248,9 +248,8 @@ def _twin(optimizer: Optimizer) -> Any:
     twin.__dict__.update(optimizer.__dict__)
     twin.state, twin.param_groups = defaultdict(dict), []
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        # Kernels for several tensors, or for graphs, take no meta tensors. They have the same states.
-        options |= {key: False for key in ("foreach", "fused", "capturable") if key in options}
+        # Fused kernels, and those for graphs, take no meta tensors. They have the same states.
+        options = group | {key: False for key in ("fused", "capturable") if key in group}
         if isinstance(options.get("lr"), torch.Tensor):
             options["lr"] = 0.0
         params = [torch.nn.Parameter(local_of(param).detach().to("meta")) for param in group["params"] if param.requires_grad]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class Replay:
         self._names = {state: name for name, state in states.items()}
         self._inside = {s: {child for module in s.modules for child in module.modules()} for s in states.values()}
         self._modules = {state: [_StandIn(self, name) for _ in state.modules] for name, state in states.items()}
-        self._calls: dict[FSDPState, int] = {}
+        self._turns = {state: itertools.cycle(modules) for state, modules in self._modules.items()}
         self._logs: list[tuple[str, MemoryLog]] = []
         # An event of 0 bytes at the beginning of each call: all logs count moments together, so this orders calls and bytes.
         self._clock = MemoryLog()
@@ -148,8 +149,7 @@ class Replay:
         calls: list[_ReplayedCall] = []  # The outermost calls.
         around: list[_ReplayedCall] = []  # The open calls, outermost first: the next call may be inside each of them.
         for state in order:
-            number = self._calls[state] = self._calls.get(state, -1) + 1
-            call = _ReplayedCall(state, self._modules[state][number % len(state.modules)])
+            call = _ReplayedCall(state, next(self._turns[state]))
             while around and not self.is_inside(state, around[-1].state):
                 around.pop()
             (around[-1].inner if around else calls).append(call)
@@ -167,7 +167,8 @@ class Replay:
             for group in groups:
                 group.settings.requires_all_reduce = True
         self._pass(calls)
-        moment, held = high_water(self._logs, {"gathered": 0, "gradients": 0, "grad": 0, **{kind: 0 for kind, _ in self._logs}})
+        kinds = ("gathered", "gradients", "grad", *(kind for kind, _ in self._logs))
+        moment, held = high_water(self._logs, dict.fromkeys(kinds, 0))
         begun = [label for (when, _), label in zip(self._clock.events, self.labels) if when <= moment]
         return (begun[-1] if begun else "before forward"), held
 

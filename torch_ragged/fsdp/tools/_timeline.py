@@ -103,9 +103,14 @@ class Timeline:
             rows += mine
         return rows
 
+    @property
+    def _start(self) -> float:
+        """Where the picture and the trace begin: with the step, or with a collective of an earlier one."""
+        return min([0.0, *(span.begin for span in self.spans)])
+
     def _trace(self) -> dict[str, Any]:
         """Chrome's trace event format. Its moments are microseconds and must not be negative."""
-        start = min([0.0, *(span.begin for span in self.spans)])
+        start = self._start
         where = {"pid": self.rank}
         events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", **where, "args": {"name": f"rank {self.rank}"}}]
         for row, spans in enumerate(self._tracks()):
@@ -125,20 +130,19 @@ class Timeline:
         tracks = self._tracks()
         figure = Figure(figsize=(11, 1.2 + 0.36 * len(tracks)), layout="constrained")
         axes = figure.subplots()
-        first = min([0.0, *(span.begin for span in self.spans)])
-        width = max(self.seconds - first, 1e-9)
+        start, least = self._start, _NARROW * (self.seconds - self._start)
         for row, spans in enumerate(tracks):
             bars = [(1000 * span.begin, 1000 * (span.end - span.begin)) for span in spans]
             axes.broken_barh(bars, (row - 0.4, 0.8), color=_COLOURS[spans[0].kind], edgecolor="white", linewidth=0.3)
             for span in spans:
-                if span.name and span.end - span.begin > _NARROW * width:
+                if span.name and span.end - span.begin > least:
                     axes.text(1000 * (span.begin + span.end) / 2, row, span.name, ha="center", va="center", fontsize=7)
         # Only the first row of a kind has its name.
         kinds = [spans[0].kind for spans in tracks]
         names = [kind.replace("_", "-") if row == kinds.index(kind) else "" for row, kind in enumerate(kinds)]
         axes.set_yticks(range(len(tracks)), names)
         axes.invert_yaxis()
-        axes.set_xlim(1000 * first, 1000 * self.seconds)
+        axes.set_xlim(1000 * start, 1000 * self.seconds)
         exposed = sum(span.end - span.begin for span in self.spans if span.kind == "exposed")
         share = exposed / max(self.seconds, 1e-9)
         axes.set(
