@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
 from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
 from torch_ragged.fsdp._fully_shard import fully_shard
 from torch_ragged.fsdp._groups import buffer_layouts
+from torch_ragged.fsdp._upcoming import cpu_offload_by_budget
 from torch_ragged.fsdp.codes._float8 import Float4Policy, Float8Policy
 from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes
 from torch_ragged.fsdp.codes._float8_weight import Float8Weight, float4_weight, float8_matmul_weight, float8_weight
@@ -69,6 +70,7 @@ __all__ = [
     "advise",
     "blocks",
     "buffer_layouts",
+    "cpu_offload_by_budget",
     "elements",
     "float4_weight",
     "float8_matmul_weight",
