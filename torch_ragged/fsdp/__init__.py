@@ -29,6 +29,7 @@ from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.memory._resident import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
 from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer, offloaded
 from torch_ragged.fsdp.offload._policy import Offload
+from torch_ragged.fsdp.tools._gradient_factors import GradientFactor, GradientFactors, gradient_factors
 from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report
 from torch_ragged.fsdp.tools._monitor import Monitor, monitor
 from torch_ragged.fsdp.tools._timeline import Timeline, TimelineSpan
@@ -76,6 +77,9 @@ __all__ = [
     "float8_matmul_weight",
     "float8_weight",
     "fully_shard",
+    "gradient_factors",
+    "GradientFactor",
+    "GradientFactors",
     "memory_report",
     "monitor",
     "offloaded",
