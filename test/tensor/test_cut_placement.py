@@ -13,11 +13,10 @@ import expecttest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import collectives_seen, error_of, ranks, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import torch_ragged.checkpoint as tc
 from torch_ragged import CutPlacement, RaggedShard, debug, owned_boxes
@@ -208,66 +207,18 @@ class CutPlacementTest(unittest.TestCase):
         assert rank == dist.get_rank()
 
     @ranks(2)
-    def test_element_wise_ops_and_sums_run_where_the_elements_are():
-        mesh = init_device_mesh("cpu", (2,))
-        a, b = torch.randn(6, 8), torch.randn(6, 8)
-        x, y = (distribute_tensor(t, mesh, [Checkerboard(2, 2)]) for t in (a, b))
-        with CommDebugMode() as mode:
-            results = [x + y, x.mul(2).relu(), torch.where(x > 0, x, y), x.clone().add_(y), x + 1.0, torch.zeros_like(x)]
-            foreach = torch._foreach_add([x, y], [y, x])
-            assert collectives_seen(mode)[0] == 0, mode.get_comm_counts()
-        expected = [a + b, a.mul(2).relu(), torch.where(a > 0, a, b), a + b, a + 1.0, torch.zeros_like(a)]
-        for found, wanted in zip([*results, *foreach], [*expected, a + b, a + b]):
-            assert found.placements == x.placements and torch.equal(found.full_tensor(), wanted)
-        torch.testing.assert_close(x.sum().full_tensor(), a.sum())
-        torch.testing.assert_close(x.norm().full_tensor(), a.norm())
-        assert x.amax().full_tensor() == a.amax() and bool((x == x).all().full_tensor())
-        row = torch.randn(8)
-        assert torch.equal((x + distribute_tensor(row, mesh, [Replicate()])).full_tensor(), a + row)
-
-    @ranks(2)
-    def test_other_ops_gather_or_raise_and_gradients_come_back_in_its_layout():
-        mesh = init_device_mesh("cpu", (2,))
-        torch.manual_seed(0)
-        a, b = torch.randn(6, 8, requires_grad=True), torch.randn(8, 4)
-        x = distribute_tensor(a.detach(), mesh, [Checkerboard(2, 2)]).requires_grad_()
-        y = distribute_tensor(b, mesh, [Replicate()])
-        (x @ y).sum().backward()
-        (a @ b).sum().backward()
-        torch.testing.assert_close(x.grad.full_tensor(), a.grad)
-        for op in (lambda t: t.softmax(-1), lambda t: t.cumsum(0), lambda t: t.sum(0), lambda t: t.t() @ t, lambda t: t[1:3]):
-            try:
-                found = op(x.detach())
-            except NotImplementedError as error:
-                assert "Checkerboard" in str(error) and "redistribute" in str(error).lower(), error
-            else:
-                torch.testing.assert_close(found.full_tensor(), op(a.detach()))
-        assert "view" in error_of(x.detach().view, -1)
-
-    @ranks(2)
-    def test_random_numbers_are_those_of_one_device():
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.zeros(6, 8), mesh, [Checkerboard(3, 4)])
-        for draw in (lambda t: t.normal_(), lambda t: t.uniform_(-1, 1)):
-            torch.manual_seed(5)
-            wanted = draw(torch.zeros(6, 8))
-            torch.manual_seed(5)
-            assert torch.equal(draw(x).full_tensor(), wanted)
-
-    @ranks(2)
-    def test_optimizers_train_it_as_one_device_would():
+    def test_muon_trains_it_as_one_device_would():
         mesh = init_device_mesh("cpu", (2,))
         torch.manual_seed(0)
         start, gradient = torch.randn(8, 8), torch.randn(8, 8)
-        for make in (lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), Muon):
-            ours = nn.Parameter(distribute_tensor(start, mesh, [Checkerboard(2, 2)]))
-            theirs = nn.Parameter(start.clone())
-            optimizers = make([ours]), make([theirs])
-            for _ in range(2):
-                ours.grad, theirs.grad = distribute_tensor(gradient, mesh, [Checkerboard(2, 2)]), gradient.clone()
-                for optimizer in optimizers:
-                    optimizer.step()
-            torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach(), rtol=1e-5, atol=1e-6)
+        ours = nn.Parameter(distribute_tensor(start, mesh, [Checkerboard(2, 2)]))
+        theirs = nn.Parameter(start.clone())
+        optimizers = Muon([ours]), Muon([theirs])
+        for _ in range(2):
+            ours.grad, theirs.grad = distribute_tensor(gradient, mesh, [Checkerboard(2, 2)]), gradient.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach(), rtol=1e-5, atol=1e-6)
 
     @ranks(2)
     def test_a_plan_names_it():

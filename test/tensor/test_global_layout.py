@@ -87,6 +87,8 @@ class GlobalLayoutTest(unittest.TestCase):
                     self.assertEqual((layout.global_offsets, layout.boxes()), ((), ()))
                     continue
                 view = local.view(layout.local_shape)  # A view: the layout has no padding.
+                boxed = with_layout(local.view(-1), layout)  # Flat, as ragged shards lie.
+                self.assertEqual((boxed.shape, boxed.data_ptr()), (view.shape, local.data_ptr()))
                 for start, at, sizes in zip(layout.global_offsets, layout.local_offsets, layout.local_sizes):
                     held = view[at[0] : at[0] + math.prod(sizes)].view(sizes) if flat else view[slices(at, sizes)]
                     self.assertTrue(torch.equal(held, whole[slices(start, sizes)]))
@@ -211,7 +213,8 @@ class BoxTensorTest(unittest.TestCase):
         self.assertIn(
             "TypeError: with_layout takes a plain local tensor, got list", error_of(with_layout, [1], GlobalLayout(*ROWS))
         )
-        self.assertIn("ValueError: GlobalLayout: the box with", error_of(with_layout, torch.zeros(3, 2), GlobalLayout(*ROWS)))
+        for other in (torch.zeros(3, 2), torch.zeros(7), torch.zeros(12)[::2]):
+            self.assertIn("ValueError: GlobalLayout: the box with", error_of(with_layout, other, GlobalLayout(*ROWS)))
 
 
 if __name__ == "__main__":

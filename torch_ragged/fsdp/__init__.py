@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
 from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
 from torch_ragged.fsdp._fully_shard import fully_shard
 from torch_ragged.fsdp._groups import buffer_layouts
+from torch_ragged.fsdp._upcoming import cpu_offload_by_budget
 from torch_ragged.fsdp.codes._float8 import Float4Policy, Float8Policy
 from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes
 from torch_ragged.fsdp.codes._float8_weight import Float8Weight, float4_weight, float8_matmul_weight, float8_weight
@@ -28,6 +29,7 @@ from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.memory._resident import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
 from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer, offloaded
 from torch_ragged.fsdp.offload._policy import Offload
+from torch_ragged.fsdp.tools._gradient_factors import GradientFactor, GradientFactors, gradient_factors
 from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report
 from torch_ragged.fsdp.tools._monitor import Monitor, monitor
 from torch_ragged.fsdp.tools._timeline import Timeline, TimelineSpan
@@ -69,11 +71,15 @@ __all__ = [
     "advise",
     "blocks",
     "buffer_layouts",
+    "cpu_offload_by_budget",
     "elements",
     "float4_weight",
     "float8_matmul_weight",
     "float8_weight",
     "fully_shard",
+    "gradient_factors",
+    "GradientFactor",
+    "GradientFactors",
     "memory_report",
     "monitor",
     "offloaded",

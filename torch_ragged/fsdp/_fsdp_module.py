@@ -21,6 +21,7 @@ from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of, is_nccl
 from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp._state_dict import before_load
+from torch_ragged.fsdp._upcoming import GRADIENT_VIEWS, PendingView, pending_of
 from torch_ragged.fsdp.comm._choice import IMPLEMENTATIONS, Traffic, choose_implementation
 from torch_ragged.fsdp.core._dbuffer import MemoryPool
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -180,6 +181,9 @@ class FSDPModule(TorchFSDPModule):
         """
         groups = self._ragged_groups(recurse=True)
         _wait_for_users(groups)
+        for group in groups:
+            if isinstance(group.view, PendingView):  # They are in no ``.grad``, where torch would find them.
+                group.drop_gradients()
         super().zero_grad(set_to_none, **others)  # type: ignore[misc]  # The model's own may take more.
         for param in [param for group in groups if group.is_unsharded for param in group.params]:
             if set_to_none:
@@ -217,6 +221,52 @@ class FSDPModule(TorchFSDPModule):
         root, or a forward or backward runs.
         """
         self._root_state("synchronize_gradients must be called on the root FSDP module").context.synchronize_gradients()
+
+    def set_gradient_view(self, view: str, *, recurse: bool = True) -> None:
+        """Where gradients of passes without gradient sync are shown, on all ranks alike::
+
+            model.set_gradient_view("pending")
+            model.set_requires_gradient_sync(False)
+            model(micro_batch).sum().backward()
+            for param, (unreduced, partial) in model.get_pending_gradients().items():
+                unreduced.mul_(0.5)
+
+        "fsdp_grad", the default: ``.grad`` is an :class:`FSDPGrad`. "pending": ``.grad`` is None or what earlier passes have
+        reduced, and :meth:`get_pending_gradients` returns the rest. ``zero_grad()`` of this module or of the root drops both;
+        an optimizer's ``zero_grad()`` drops what ``.grad`` has only. An optimizer's step before
+        :meth:`synchronize_gradients` raises in both.
+
+        Raises:
+            ValueError: the view is unknown; or it is "pending", and a parameter is placed as ``Shard(d)`` with ``d > 0``, whose
+                gradient is in pieces.
+            RuntimeError: gradients wait now.
+
+        Source: both are designs of torch's FSDP that have not merged.
+        """
+        if view not in GRADIENT_VIEWS:
+            raise ValueError(f"set_gradient_view takes {' or '.join(map(repr, GRADIENT_VIEWS))}, got {view!r}")
+        groups = self._ragged_groups(recurse)
+        for group in groups:
+            if group.is_pending or group.view is not None:
+                raise RuntimeError(f"{group.names} has gradients that wait: call synchronize_gradients() or zero_grad() first")
+            for param in group.params:
+                if view == "pending" and param.distribution.shard_dim:
+                    raise ValueError(
+                        f"{param.fqn} is placed as Shard({param.distribution.shard_dim}), so its gradient is in pieces, which "
+                        '"pending" cannot show as one tensor: use "fsdp_grad", or another shard_placement_fn'
+                    )
+        for group in groups:
+            group.settings.view = GRADIENT_VIEWS[view]
+
+    def get_pending_gradients(self) -> dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """After ``set_gradient_view("pending")``: this rank's gradients that wait, by sharded parameter. No communication.
+
+        Each is ``(unreduced, partial)``, plain tensors or None: this rank's sum over passes without gradient sync, of the shape
+        of the unsharded parameter; and its shard of what is reduced within a replica only (HSDP,
+        ``set_requires_all_reduce(False)``). Both have ``reduce_dtype``, and are the memory that is reduced later: writing to
+        them changes the gradient. They are valid until the next backward, :meth:`synchronize_gradients` or :meth:`zero_grad`.
+        """
+        return pending_of(self._ragged_groups(recurse=True))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they accumulate, and ``.grad`` is an :class:`FSDPGrad` afterwards."""

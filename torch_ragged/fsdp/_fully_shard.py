@@ -24,6 +24,7 @@ from torch_ragged.fsdp._fsdp_module import FSDPModule, check_bool, make_fsdp_mod
 from torch_ragged.fsdp._options import FullyShardOptions
 from torch_ragged.fsdp._spmd_types import AnnotationPart
 from torch_ragged.fsdp._state_dict import take_parts
+from torch_ragged.fsdp._upcoming import OffloadByName
 from torch_ragged.fsdp.core._fsdp_init import (
     CPUOffloadPart,
     GroupPolicyPart,
@@ -64,7 +65,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     orig_param_policy: OrigParamPolicy | None = None,
@@ -115,10 +116,12 @@ def fully_shard(
         shard_placement_fn: a function ``parameter -> placement``: a granularity, as below; ``Shard(d)``, for a parameter that
             is sharded as by FSDP2; torch's ``ShardPlacementResult``, which also names a mesh; or None.
         mp_policy: the dtypes of computation, reduction and outputs, as in the installed FSDP2. If it has no ``reduce_dtype``,
-            gradients are reduced in ``param_dtype`` (before torch 2.15) or in the parameters' dtype (since torch 2.15). With a
+            gradients are reduced in the parameters' ``grad_dtype``, if it is set (if several are: in the dtype that holds all);
+            otherwise in ``param_dtype`` (before torch 2.15) or in the parameters' dtype (since torch 2.15). With a
             :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.
         offload_policy: with ``CPUOffloadPolicy()``, sharded parameters, their gradients and the optimizer are on the CPU. With
             an :class:`Offload`, states of an :func:`offloaded` optimizer are in host memory, or these and parameters in files.
+            A dict ``{name: policy}``, as :func:`cpu_offload_by_budget` makes it, offloads parameters by their names.
         ignored_params: an iterable of parameters that are not sharded, and whose gradients are not reduced. Others that are
             trained without ``fully_shard`` cause a warning.
         dp_mesh_dims: torch's ``DataParallelMeshDims``, the names of data-parallel dimensions of ``mesh``, which is the whole
@@ -167,6 +170,8 @@ def fully_shard(
         if shard_placement_fn is not None:
             _check_function("shard_placement_fn", shard_placement_fn, "parameter", "Shard(0)")
         DataParallelMesh.check(mesh, dp_mesh_dims)
+        if isinstance(offload_policy, Mapping):
+            offload_policy = OffloadByName.of(offload_policy)  # type: ignore[assignment]
         options = {
             "dp_mesh_dims": dp_mesh_dims,
             "reshard_after_forward": reshard_after_forward,
@@ -324,10 +329,11 @@ def _ignored_set(params: Any) -> set[nn.Parameter]:
 
 def _check_types(offload_policy: Any, optional: Any, check_replicas: Any, mp_policy: Any, placements: Any) -> None:
     """Raise if an argument has another type, such as the class of a policy."""
-    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):  # FSDP2 takes None, too.
+    policies = offload_policy.values() if isinstance(offload_policy, Mapping) else [offload_policy or OffloadPolicy()]
+    if not all(isinstance(policy, OffloadPolicy) for policy in policies):  # FSDP2 takes None, too.
         raise TypeError(
             f"offload_policy={offload_policy!r} is no policy: pass offload_policy=CPUOffloadPolicy(), which "
-            "torch.distributed.fsdp has, or leave it out"
+            "torch.distributed.fsdp has, or a dict of policies by the parameters' names, or leave it out"
         )
     check_bool("fully_shard", "optional", optional)
     check_bool("fully_shard", "check_replicas", check_replicas)

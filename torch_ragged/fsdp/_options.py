@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, TypedDict, Union
 
 from torch import nn
@@ -20,7 +20,7 @@ class _ShardOptions(TypedDict, total=False):
     reshard_after_forward: Optional[Union[bool, int]]
     shard_placement_fn: Optional[ShardPlacementFn]
     mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
+    offload_policy: Union[OffloadPolicy, Mapping[str, OffloadPolicy]]
     orig_param_policy: Optional[OrigParamPolicy]
     placements: Optional[BufferPlacements]
     optional: bool

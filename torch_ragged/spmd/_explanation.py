@@ -106,6 +106,7 @@ class Explanation:
             self._boundaries(),
             self._collectives(),
             self._sums(),
+            "Gradients are those of one device, of the loss over the whole batch: factor 1." if self.collectives else "",
         ]
         return "\n\n".join(filter(None, sections))
 

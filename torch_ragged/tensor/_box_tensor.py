@@ -5,6 +5,7 @@ Each rank describes what it holds: no mesh, no placements, no communication. The
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,7 +31,8 @@ def with_layout(tensor: torch.Tensor, layout: Any) -> BoxTensor:
         transfer.plan({"w": with_layout(local, layout)}, engine_weights)
 
     Args:
-        tensor: a plain tensor, such as a parameter. Its memory is shared, and the tensor itself is not changed.
+        tensor: a plain tensor, such as a parameter. Its memory is shared, and the tensor itself is not changed. If it is flat,
+            as that of a ragged DTensor, and boxes are not, it is viewed as the layout's ``local_shape``.
         layout: a :class:`GlobalLayout`, or an object with its four fields.
 
     Returns:
@@ -43,9 +45,12 @@ def with_layout(tensor: torch.Tensor, layout: Any) -> BoxTensor:
     """
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
         raise TypeError(f"with_layout takes a plain local tensor, got {type(tensor).__name__}: a DTensor has placements")
-    found = GlobalLayout.of(layout)
-    found.boxes(tensor.shape)
-    alias = tensor.detach().as_subclass(BoxTensor)
+    found, alias = GlobalLayout.of(layout), tensor.detach()
+    shape = found.local_shape
+    if alias.ndim == 1 and alias.shape != shape and alias.is_contiguous() and alias.numel() == math.prod(shape):
+        alias = alias.view(shape)  # Flat, as ragged shards lie, and described as others expect it.
+    found.boxes(alias.shape)
+    alias = alias.as_subclass(BoxTensor)
     alias.global_layout = found
     return alias
 

@@ -1,6 +1,8 @@
 """Tensor types that say what is gathered (fsdp_pre_all_gather, fsdp_post_all_gather), against FSDP2 with the same type."""
 
+import gc
 import unittest
+import weakref
 from unittest import mock
 
 import torch
@@ -398,6 +400,18 @@ class ExtensionTest(unittest.TestCase):
                 torch.testing.assert_close(_plain(mine), _plain(other))
         held = memory_report(ours).total.gathered
         assert held == 0, held  # All memory is freed.
+
+    def test_the_whole_tensor_is_freed_and_what_the_user_has_set_stays(self):
+        with fake_group(4):
+            model = nn.Linear(8, 4)
+            model.weight = nn.Parameter(Halved(torch.ones(4, 8)))
+            model.weight.decays, model.bias.scales = False, torch.ones(2)
+            whole, scales = weakref.ref(model.weight.data_), model.bias.scales
+            fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+            gc.collect()
+            self.assertIsNone(whole())
+            self.assertIs(model.weight.decays, False)
+            self.assertIs(model.bias.scales, scales)
 
     @ranks(2)
     def test_types_of_one_module_are_gathered_by_one_collective():

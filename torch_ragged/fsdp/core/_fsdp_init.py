@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from torch_ragged._register._torch import fsdp2_keeps_wide_gradients
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, InvalidArgument, has_extension
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import (
@@ -141,7 +143,7 @@ def plan_groups(
         for part in (*kinds, *parts):
             value = part.key(one)
             if value is not None:
-                mine.append(part)
+                mine.append(part.part_of(one))
                 key += [] if value is True else [(type(part), value)]
         bucket = buckets.setdefault(tuple(key), _Bucket(mesh))
         bucket.params.append(one)
@@ -155,7 +157,7 @@ def plan_groups(
     for bucket in buckets.values():
         own, param_dtype = bucket.params[0].value.dtype, bucket.params[0].param_dtype
         # Integers do not train: they are all-gathered only.
-        reduce_dtype = mp_policy.reduce_dtype if own.is_floating_point else None
+        reduce_dtype = (mp_policy.reduce_dtype or _of_grad_dtypes(bucket.params)) if own.is_floating_point else None
         # Shards begin at a multiple of 128 bytes in all dtypes of their group, also in the narrowest one, as kernels and NCCL
         # like it.
         narrowest = min(own.itemsize, (param_dtype or own).itemsize, (reduce_dtype or own).itemsize)
@@ -279,6 +281,16 @@ def _cut_of(
             f"{fqn} gets {granularity.text} from orig_param_policy, {placement} from shard_placement_fn: return None from one"
         )
     return placement, dp
+
+
+def _of_grad_dtypes(params: Sequence[FoundParam]) -> torch.dtype | None:
+    """Where the policy has no ``reduce_dtype``: the dtype that holds all gradients, if the user has set a ``grad_dtype``."""
+    own = params[0].value.dtype
+    chosen = [param.value.grad_dtype for param in params if param.value.requires_grad]
+    if all(dtype in (None, own) for dtype in chosen):  # None accepts gradients of any dtype.
+        return None
+    default = own if fsdp2_keeps_wide_gradients() else params[0].param_dtype or own
+    return functools.reduce(torch.promote_types, [default if dtype in (None, own) else dtype for dtype in chosen])
 
 
 def _param_dtype(fqn: str, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> torch.dtype | None:

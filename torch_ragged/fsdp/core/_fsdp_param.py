@@ -392,22 +392,25 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
 
 
 def has_extension(param: torch.Tensor) -> bool:
-    """Whether ``param``, or its local tensor, has the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+    """Whether ``param``, or its local tensor, says by methods what is sent and computed with: see :class:`TypeEncoding`.
 
     Raises:
-        AssertionError: it has only one of the two, as in FSDP2.
+        AssertionError: it has only one of the two methods of the all-gather, as in FSDP2.
     """
     inner = local_of(param) if isinstance(param, DTensor) else param
     pre, post = hasattr(inner, "fsdp_pre_all_gather"), hasattr(inner, "fsdp_post_all_gather")
     if pre != post:
         raise AssertionError(f"Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined for {type(inner)}")
-    return pre
+    return pre or hasattr(inner, "fsdp_get_unsharded_view")
 
 
 def keep_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Give ``target`` what the user has set on ``source``: attributes, such as a mark for an optimizer, and ``grad_dtype``."""
     if vars(source):  # Mostly none.
-        vars(target).update(attributes_of(source))
+        found = attributes_of(source)
+        if has_extension(source):  # Its type keeps the whole tensor there, which must be freed.
+            found = {name: value for name, value in found.items() if not isinstance(value, torch.Tensor)}
+        vars(target).update(found)
     if source.grad_dtype != source.dtype:  # By default, it is the tensor's own dtype, and follows a conversion.
         target.grad_dtype = source.grad_dtype
 

@@ -82,7 +82,10 @@ class GradientView(Protocol):
     """Between passes: what ``.grad`` shows of a group whose gradients wait for a later reduction."""
 
     def shows(self, index: int) -> bool:
-        """Whether it has set ``.grad`` of parameter ``index``."""
+        """Whether it shows what waits of parameter ``index``, which it does if the parameter is trained."""
+
+    def is_incomplete(self, index: int) -> bool:
+        """Whether ``.grad`` lacks what waits of a parameter that it shows. A program may have set another gradient since."""
 
     def reduced(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The reduced part of ``gradient``, which is ``.grad`` of a parameter."""

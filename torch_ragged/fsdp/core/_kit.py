@@ -114,12 +114,16 @@ class FeaturePart:
         """Parameters with different keys have groups of their own. True: with all others; None: it has no part."""
         return True
 
+    def part_of(self, param: FoundParam) -> FeaturePart:
+        """The part of a parameter that has a :meth:`key`: another one, if the user has given each parameter its own."""
+        return self
+
     def default_granularity(self, param: torch.Tensor, places: Sequence[tuple[nn.Module, str]]) -> Granularity | None:
         """What must not be cut of a parameter for which the user has given no granularity."""
         return None
 
     def tell(self, params: Sequence[FoundParam]) -> None:
-        """Log what a user should know about the effect on these parameters, all of one call."""
+        """Log what a user should know about the effect on these parameters, all of one call. Raise if it fits none."""
 
     def shards_over(self, dp: DataParallelMesh) -> DataParallelMesh:
         """The mesh of the shards, if it is not the user's, ``dp``. All ranks have agreed on their options before."""

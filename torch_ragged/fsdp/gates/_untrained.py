@@ -33,7 +33,6 @@ from torch_ragged._register._torch import (
 )
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam, group_by_param, local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
-from torch_ragged.fsdp.grads._fsdp_grad import FSDPGrad
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
 __all__ = ["note_ignored", "note_replaced", "note_root", "refuse_other_replicas", "sharded_originals", "warn_of_unsharded"]
@@ -202,7 +201,7 @@ def _refuse_unsynchronized(optimizer: Optimizer, waiting: Sequence[FSDPParamGrou
         id(param.sharded): param.registered_names[0]
         for group in waiting
         for index, param in enumerate(group.params)
-        if isinstance(param.sharded.grad, FSDPGrad) or group.view is None or not group.view.shows(index)
+        if group.view is None or not group.view.shows(index) or group.view.is_incomplete(index)
     }
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if names := _names(found[id(param)] for param in params if id(param) in found):

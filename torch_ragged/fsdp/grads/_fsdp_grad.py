@@ -25,14 +25,17 @@ class UnsynchronizedView:
 
     def __init__(self, reduction: GradReduction, holds_unreduced: bool) -> None:
         self._reduction, self._holds_unreduced = reduction, holds_unreduced
-        self._shown: dict[int, FSDPGrad] = {}  # By parameter. The same parameters on all ranks.
+        self._shown: dict[int, Any] = {}  # By parameter. The same parameters on all ranks.
         self._copy: DBuffer | None = None  # What reading one of them has reduced. Equal on all ranks: reading is collective.
         # Also of parameters that this rank has not used: another rank may have, and reading is a collective of all of them.
         for index, param in enumerate(reduction.params):
             sharded: Any = param.sharded
             if sharded.requires_grad:
-                dtype = sharded.grad_dtype or reduction.buffer.reduce_dtype
-                sharded.grad = self._shown[index] = FSDPGrad(self, index, sharded, dtype, sharded.grad)
+                self._show(index, sharded)
+
+    def _show(self, index: int, sharded: Any) -> None:
+        dtype = sharded.grad_dtype or self._reduction.buffer.reduce_dtype
+        sharded.grad = self._shown[index] = FSDPGrad(self, index, sharded, dtype, sharded.grad)
 
     def take_back(self) -> None:
         self._copy, shown, self._shown = None, self._shown, {}
@@ -52,6 +55,9 @@ class UnsynchronizedView:
 
     def shows(self, index: int) -> bool:
         return index in self._shown
+
+    def is_incomplete(self, index: int) -> bool:
+        return isinstance(self._reduction.params[index].sharded.grad, FSDPGrad)
 
     # -- what an FSDPGrad asks -------------------------------------------------------------------------------------
 

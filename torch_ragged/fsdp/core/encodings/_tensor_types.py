@@ -118,6 +118,8 @@ class _Typed:
         has_rows: of each output, whether it has the parameter's rows.
         made: the tensor to compute with; None before the first ``fsdp_post_all_gather``.
         inner: the tensors whose storage is freed after use, and allocated again.
+        lender: the shard that was asked for a view, if it may give one.
+        is_view: whether ``made`` is this view, which has no memory of its own.
     """
 
     module: nn.Module
@@ -129,6 +131,8 @@ class _Typed:
     has_rows: list[bool] = field(default_factory=list)
     made: torch.Tensor | None = None
     inner: Sequence[torch.Tensor] = ()
+    lender: torch.Tensor | None = None
+    is_view: bool = False
 
     @property
     def gathered(self) -> tuple[torch.Tensor, ...]:
@@ -154,6 +158,9 @@ class TypeEncoding(Encoding):
 
     The types' methods get ``mesh``, the 1-D mesh of the shards, and ``mp_policy``.
 
+    A frozen parameter of one rank needs no second copy: if its type has ``fsdp_get_unsharded_view(mesh, module, mp_policy)``,
+    and this returns a tensor, not None, the model computes with it. Its memory is the shard's, and is never freed.
+
     Gradients are as in other groups: one buffer, one reduce-scatter. If the number of ranks does not divide the rows, shards
     are padded here, and the types do not see the padding.
     """
@@ -174,6 +181,10 @@ class TypeEncoding(Encoding):
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool, log: MemoryLog) -> None:
         """Prepare for the first ``fsdp_post_all_gather``, which allocates the tensors. ``pool`` is not used."""
         self._dtype, self._device, self._log = dtype, device, log
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._is_new = True  # No tensor to compute with is made yet.
         self._params = [_Typed(*of, self._layout.rows(index)) for index, of in enumerate(self._of_params)]
         self._outputs: list[torch.Tensor] = []  # Of all parameters.
         self._packed: torch.Tensor | None = None
@@ -199,7 +210,16 @@ class TypeEncoding(Encoding):
     @torch.no_grad()
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         assert isinstance(shards, TypeShards)
-        of_params = [self._inputs(param, shards.local(index)) for index, param in enumerate(self._params)]
+        lenders = [self._lender(shards, index) for index in range(len(self._params))]
+        if any(param.lender is not lender for param, lender in zip(self._params, lenders)):
+            self._start_anew()  # A parameter was frozen, or trains again; or a program has loaded another tensor.
+            for param, lender in zip(self._params, lenders):
+                param.lender = lender
+                param.made = None if lender is None else self._view(lender, param.module)
+                param.is_view = param.made is not None
+        of_params: list[list[torch.Tensor]] = []
+        for index, param in enumerate(self._params):
+            of_params.append([] if param.is_view else self._inputs(param, shards.local(index)))
         inputs = [tensor for tensors in of_params for tensor in tensors]
         if not self._outputs:
             with torch.inference_mode(False):  # Later forwards in other modes write to them, too.
@@ -217,6 +237,25 @@ class TypeEncoding(Encoding):
         torch._foreach_copy_(mine.split(self._sizes), [tensor.view(-1).view(torch.uint8) for tensor in inputs])
         return collectives.all_gather(self._packed, mine)
 
+    def _lender(self, shards: TypeShards, index: int) -> torch.Tensor | None:
+        """The shard, if the model may compute with its memory: of one rank, frozen, on the device of the computation."""
+        # The optimizer would write to what autograd has saved of a parameter that trains.
+        if self._layout.ranks > 1 or shards.params[index].sharded.requires_grad:
+            return None
+        shard = shards.local(index)
+        return shard if hasattr(shard, "fsdp_get_unsharded_view") and shard.device.type == self._device.type else None
+
+    def _view(self, shard: Any, module: nn.Module) -> torch.Tensor | None:
+        with torch.inference_mode(False):
+            view: torch.Tensor | None = shard.fsdp_get_unsharded_view(self._mesh, module, self._mp_policy)
+        if view is not None and (view.shape, view.dtype, view.device) != (shard.shape, shard.dtype, shard.device):
+            raise ValueError(
+                f"fsdp_get_unsharded_view of {type(shard).__name__} returned a tensor of shape {tuple(view.shape)}, "
+                f"{view.dtype} on {view.device}: return one of the parameter's local shape, dtype, and device, "
+                f"{tuple(shard.shape)}, {shard.dtype} on {shard.device}; or None"
+            )
+        return view
+
     def _inputs(self, param: _Typed, shard: Any) -> list[torch.Tensor]:
         """The tensors to send for a parameter: contiguous, on the device of the computation."""
         # Padded with zeros to the rows of the first rank: all ranks send the same size.
@@ -224,6 +263,11 @@ class TypeEncoding(Encoding):
             padded = shard.new_zeros(param.rows, *shard.shape[1:])
             padded.narrow(0, 0, shard.size(0)).copy_(shard)
             shard = padded
+        if not hasattr(shard, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"{type(shard).__name__} has fsdp_get_unsharded_view only, for frozen parameters on one rank: give it "
+                "fsdp_pre_all_gather and fsdp_post_all_gather, which other parameters need"
+            )
         if param.takes_mesh_only is None:  # Types written for older versions of FSDP2 take the mesh only.
             param.takes_mesh_only = len(inspect.signature(shard.fsdp_pre_all_gather).parameters) == 1
         if param.takes_mesh_only:
@@ -258,15 +302,20 @@ class TypeEncoding(Encoding):
         assert isinstance(shards, TypeShards)
         if self._packed is not None:
             self._unpack(self._packed)
-        if any(param.made is None for param in self._params):
+        if self._is_new:
             before = self.nbytes_beside
             with torch.inference_mode(False):
                 for index, param in enumerate(self._params):
+                    if param.is_view:
+                        continue
                     shard: Any = shards.local(index)
                     param.made, param.inner = shard.fsdp_post_all_gather(param.gathered, param.metadata, self._dtype)
             self._log.note(self.nbytes_beside - before)
+            self._is_new = False
             return [param.made for param in self._params if param.made is not None]
         for index, param in enumerate(self._params):
+            if param.is_view:
+                continue
             shard = shards.local(index)
             for tensor in param.inner:
                 allocate_storage(tensor, self._log)
@@ -292,7 +341,8 @@ class TypeEncoding(Encoding):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         own = storage_ids(tensor)
-        return any(each in own for param in self._params if param.made is not None for each in storage_ids(param.made))
+        made = [param.made for param in self._params if param.made is not None and not param.is_view]
+        return any(each in own for tensor in made for each in storage_ids(tensor))
 
 
 class TypeStandIn(Encoding):
