@@ -19,6 +19,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "fsdp.core._mesh",
         "fsdp.gates._gate",
         "fsdp._spmd_types",
+        "fsdp._upcoming",
     ),
     "Methods of a sharded module": ("fsdp._fsdp_module", "fsdp.memory._persistent_buffers"),
     "load_state_dict() of a sharded model": ("fsdp._state_dict",),
@@ -51,6 +52,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tensor.placement_types",
         "tensor.strided_placement_types",
         "tensor.interleaved_placement_types",
+        "testing",
     ),
     "DTensor's functions": (
         "tensor._api",

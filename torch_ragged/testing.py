@@ -27,9 +27,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.groups import groups_of
 
-__all__ = ["CHECKS", "check_placement"]
+__all__ = ["CHECKS", "check_conformance"]
 
-_MOST = 4  # Failures that the error shows.
+_MOST_FAILURES = 4  # Failures that the error shows.
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Case:
         return distribute_tensor(tensor, self.mesh, placements or self.placements, src_data_rank=None)
 
 
-def check_placement(
+def check_conformance(
     placement: Placement | Sequence[Placement],
     mesh: DeviceMesh,
     shapes: Sequence[Sequence[int]] = ((8, 6), (8, 4, 3), (0, 4)),
@@ -60,8 +60,8 @@ def check_placement(
     """Check that a placement does what DTensor programs expect. All ranks of ``mesh`` call it::
 
         mesh = init_device_mesh("cpu", (2,))
-        check_placement(RaggedShard((0,), (1, 3)), mesh)
-        check_placement(MyPlacement(), mesh, shapes=[(6, 8)], without=["random"])
+        check_conformance(RaggedShard((0,), (1, 3)), mesh)
+        check_conformance(MyPlacement(), mesh, shapes=[(6, 8)], without=["random"])
 
     Each of these is a check, of each shape and dtype:
 
@@ -97,14 +97,14 @@ def check_placement(
     """
     placements = (placement,) if isinstance(placement, Placement) else tuple(placement)
     if unknown := set(without) - set(CHECKS):
-        raise ValueError(f"check_placement has no check {', '.join(map(repr, sorted(unknown)))}: it has {', '.join(CHECKS)}")
+        raise ValueError(f"check_conformance has no check {', '.join(map(repr, sorted(unknown)))}: it has {', '.join(CHECKS)}")
     passed, failures = dict.fromkeys(CHECKS, 0), list[str]()
     for name, (check, kinds) in CHECKS.items():
         for shape, dtype in itertools.product(shapes, dtypes) if name not in without else ():
             if not kinds(dtype):
                 continue
             generator = torch.Generator().manual_seed(math.prod(shape))
-            whole = (8 * torch.randn(*shape, generator=generator)).to(dtype).to(mesh.device_type)
+            whole = (8 * torch.randn(*shape, generator=generator, device="cpu")).to(dtype).to(mesh.device_type)
             found = ""
             try:
                 check(_Case(whole, mesh, placements))
@@ -115,8 +115,8 @@ def check_placement(
             failures += [f"{name} of {dtype} {tuple(shape)} on rank {rank}: {text}" for text, rank in texts.items()]
             passed[name] += not texts
     if failures:
-        more = f"\n... and {len(failures) - _MOST} more" if len(failures) > _MOST else ""
-        shown = "\n".join(failures[:_MOST])
+        more = f"\n... and {len(failures) - _MOST_FAILURES} more" if len(failures) > _MOST_FAILURES else ""
+        shown = "\n".join(failures[:_MOST_FAILURES])
         raise AssertionError(f"{placements if len(placements) > 1 else placements[0]} does not conform:\n{shown}{more}")
     return passed
 
@@ -134,7 +134,7 @@ def _answers_of(mesh: DeviceMesh, answer: Any) -> dict[int, Any]:
 # -- the checks --------------------------------------------------------------------------------------------------------
 
 
-def _same(found: Any, wanted: torch.Tensor, what: str) -> None:
+def _assert_same(found: Any, wanted: torch.Tensor, what: str) -> None:
     """Equal bits, shape, stride and dtype."""
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), f"{what}: {found.shape} of {found.dtype}"
     whole = found.full_tensor() if isinstance(found, DTensor) else found
@@ -144,16 +144,16 @@ def _same(found: Any, wanted: torch.Tensor, what: str) -> None:
     assert torch.equal(one, other), f"{what}: {whole} instead of {wanted}"
 
 
-def _close(found: Any, wanted: torch.Tensor, what: str) -> None:
+def _assert_close(found: Any, wanted: torch.Tensor, what: str) -> None:
     whole = found.full_tensor() if isinstance(found, DTensor) else found
     torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4, msg=lambda text: f"{what}: {text}")
 
 
-def _silent(mode: CommDebugMode, what: str) -> None:
+def _assert_silent(mode: CommDebugMode, what: str) -> None:
     assert mode.get_total_counts() == 0, f"{what} issued {dict(mode.get_comm_counts())}"
 
 
-def _value(case: _Case) -> None:
+def _check_copies(case: _Case) -> None:
     for one in case.placements:
         names = {type(one).__name__: type(one)}
         for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one)), eval(repr(one), names)):
@@ -167,51 +167,51 @@ def _value(case: _Case) -> None:
             raise AssertionError(f"{name} of {one!r} can be set: caches by placement would be wrong")
 
 
-def _ownership(case: _Case) -> None:
-    numbers = torch.arange(case.whole.numel()).view(case.whole.shape).to(case.whole.device)
+def _check_ownership(case: _Case) -> None:
+    numbers = torch.arange(case.whole.numel(), device=case.whole.device).view(case.whole.shape)
     local = case.place(numbers).to_local()
     assert local.dtype == numbers.dtype, f"the local tensor of {numbers.dtype} is of {local.dtype}: its values are others"
     assert not local.numel() or int(local.max()) < numbers.numel(), f"the local tensor has what is no element: {local}"
     counts = torch.bincount(local.reshape(-1), minlength=numbers.numel())
-    total = torch.tensor(list(_answers_of(case.mesh, counts.tolist()).values())).sum(0)
+    total = torch.tensor(list(_answers_of(case.mesh, counts.tolist()).values()), device="cpu").sum(0)
     replicas = math.prod(n for n, p in zip(case.mesh.shape, case.placements) if isinstance(p, Replicate))
     wrong = (total != replicas).nonzero().flatten().tolist()
     assert not wrong, f"element {wrong[0]} lies {int(total[wrong[0]])} times on all ranks, not {replicas}"
     held = case.held
     assert held.to_local().numel() == local.numel(), "the number of local elements depends on the dtype"
-    _same(
+    _assert_same(
         DTensor.from_local(held.to_local(), case.mesh, case.placements, shape=held.shape, stride=held.stride()),
         case.whole,
         "from_local",
     )
 
 
-def _others(case: _Case) -> Iterator[tuple[Placement, ...]]:
+def _other_placements(case: _Case) -> Iterator[tuple[Placement, ...]]:
     cuts: list[Placement] = [Replicate(), *map(Shard, range(case.whole.ndim))]
     for one in cuts:  # The other mesh dimensions stay as they are, or are replicated.
         yield tuple(Replicate() if isinstance(each, Replicate) else one for each in case.placements)
 
 
-def _redistribute(case: _Case) -> None:
-    for other in _others(case):
+def _check_redistribute(case: _Case) -> None:
+    for other in _other_placements(case):
         if sum(isinstance(each, Shard) for each in other) > 1:
             continue
         there = case.held.redistribute(placements=other)
         assert there.placements == other, f"to {other}: {there.placements}"
-        _same(there, case.whole, f"to {other}")
+        _assert_same(there, case.whole, f"to {other}")
         back = case.place(case.whole, *other).redistribute(placements=case.placements)
         assert back.placements == case.placements, f"from {other}: {back.placements}"
         assert torch.equal(back.to_local(), case.held.to_local()), f"from {other}: the local tensor is another one"
-        _same(back, case.whole, f"from {other}")
+        _assert_same(back, case.whole, f"from {other}")
     held = case.held
     with CommDebugMode() as mode:
         held.redistribute(placements=case.placements)
-    _silent(mode, "a redistribute to the same placement")
+    _assert_silent(mode, "a redistribute to the same placement")
     if case.whole.dtype.is_floating_point:
         ranks = math.prod(n for n, p in zip(case.mesh.shape, case.placements) if not isinstance(p, Replicate))
         sums = tuple(Replicate() if isinstance(each, Replicate) else Partial() for each in case.placements)
         pending = DTensor.from_local(case.whole, case.mesh, sums).redistribute(placements=case.placements)
-        _close(pending, case.whole * ranks, f"from {sums}")
+        _assert_close(pending, case.whole * ranks, f"from {sums}")
 
 
 def _foreach_mul_(a: Any, b: Any) -> Any:
@@ -248,7 +248,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "isfinite": lambda a, b: torch.isfinite(a).all(),
 }
 
-_OTHERS: dict[str, Callable[..., Any]] = {
+_OTHER_OPS: dict[str, Callable[..., Any]] = {
     "sum(0)": lambda a, b: a.float().sum(0),
     "sum(-1, keepdim)": lambda a, b: a.float().sum(-1, keepdim=True),
     "softmax": lambda a, b: a.float().softmax(-1),
@@ -262,14 +262,14 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "cat": lambda a, b: torch.cat([a, b]),
     "flip": lambda a, b: a.flip(0),
     "sort": lambda a, b: a.float().sort(0).values,
-    "index_select": lambda a, b: a[torch.tensor([0, 1])] if a.shape[0] else a[:0],
+    "index_select": lambda a, b: a[torch.arange(2, device="cpu")] if a.shape[0] else a[:0],
     "tril": lambda a, b: a.tril(),
     "unsqueeze": lambda a, b: a.unsqueeze(0),
     "broadcast": lambda a, b: a.float() + b.float().sum(0, keepdim=True),
 }
 
 
-def _elementwise(case: _Case) -> None:
+def _check_elementwise(case: _Case) -> None:
     second = case.whole.roll(1, 0)
     for name, function in _ELEMENTWISE.items():
         if case.whole.dtype == torch.bool and name in ("relu",):
@@ -277,12 +277,12 @@ def _elementwise(case: _Case) -> None:
         a, b = case.held, case.place(second)
         with CommDebugMode() as mode:
             found = function(a, b)
-        _silent(mode, name)
+        _assert_silent(mode, name)
         assert found.placements == case.placements, f"{name} gives {found.placements}"
-        _same(found, function(case.whole, second), name)
+        _assert_same(found, function(case.whole, second), name)
 
 
-def _reductions(case: _Case) -> None:
+def _check_sums(case: _Case) -> None:
     second = case.whole.roll(1, 0)
     for name, function in _REDUCTIONS.items():
         torch.testing.assert_close(
@@ -295,9 +295,9 @@ def _reductions(case: _Case) -> None:
         )
 
 
-def _refusals(case: _Case) -> None:
+def _check_refusals(case: _Case) -> None:
     second = case.whole.roll(1, 0)
-    for name, function in _OTHERS.items():
+    for name, function in _OTHER_OPS.items():
         wanted = function(case.whole, second)
         try:
             found = function(case.held, case.place(second))
@@ -306,10 +306,10 @@ def _refusals(case: _Case) -> None:
         assert (found.shape, found.stride()) == (wanted.shape, wanted.stride()) or not wanted.numel(), (
             f"{name} has the shape {tuple(found.shape)} and stride {found.stride()}"
         )
-        _close(found, wanted, name)
+        _assert_close(found, wanted, name)
 
 
-def _autograd(case: _Case) -> None:
+def _check_autograd(case: _Case) -> None:
     def loss(a: Any, b: Any, moves: bool) -> Any:
         a = a.redistribute(placements=(Replicate(),) * case.mesh.ndim) if moves else a
         b = b.redistribute(placements=(Replicate(),) * case.mesh.ndim) if moves else b
@@ -325,19 +325,19 @@ def _autograd(case: _Case) -> None:
         assert found.grad.placements == case.placements, f"the gradient is placed as {found.grad.placements}"
         assert found.grad.to_local().shape == found.to_local().shape, f"its local shape is {found.grad.to_local().shape}"
         scale = wanted.grad.abs().max() if wanted.grad.numel() else 1
-        _close(found.grad.float() / scale, wanted.grad.float() / scale, "the gradient")
+        _assert_close(found.grad.float() / scale, wanted.grad.float() / scale, "the gradient")
 
 
-def _random(case: _Case) -> None:
+def _check_random(case: _Case) -> None:
     draws: list[Callable[[Any], Any]] = [lambda a: a.normal_(), lambda a: a.uniform_(-1, 1), lambda a: a.bernoulli_(0.5)]
     for draw in draws:
         torch.manual_seed(7)
         wanted = draw(torch.zeros_like(case.whole))
         torch.manual_seed(7)
-        _same(draw(case.place(torch.zeros_like(case.whole))), wanted, "random numbers")
+        _assert_same(draw(case.place(torch.zeros_like(case.whole))), wanted, "random numbers")
 
 
-def _optimizer(case: _Case) -> None:
+def _check_optimizer(case: _Case) -> None:
     for kind, foreach in itertools.product((torch.optim.AdamW, torch.optim.SGD), (False, True)):
         ours, theirs = (torch.nn.Parameter(each) for each in (case.held, case.whole.clone()))
         make = functools.partial(kind, lr=0.1, foreach=foreach)
@@ -346,10 +346,10 @@ def _optimizer(case: _Case) -> None:
                 gradient = case.whole.roll(step + 1, 0)
                 parameter.grad = case.place(gradient) if parameter is ours else gradient.clone()
                 optimizer.step()
-        _close(ours.detach(), theirs.detach(), kind.__name__)
+        _assert_close(ours.detach(), theirs.detach(), kind.__name__)
 
 
-def _checkpoint(case: _Case) -> None:
+def _check_checkpoint(case: _Case) -> None:
     others: list[tuple[Placement, ...]] = [tuple(Replicate() for _ in case.placements)]
     if case.mesh.ndim == 1:
         others.append((Shard(0),))
@@ -362,7 +362,7 @@ def _checkpoint(case: _Case) -> None:
             dcp.save({"w": case.place(case.whole, *source)}, checkpoint_id=path)
             state = {"w": case.place(torch.zeros_like(case.whole), *target)}
             dcp.load(state, checkpoint_id=path)
-            _same(state["w"], case.whole, f"saved as {source}, loaded as {target}")
+            _assert_same(state["w"], case.whole, f"saved as {source}, loaded as {target}")
     finally:
         _answers_of(case.mesh, None)  # All have read.
         shutil.rmtree(folder, ignore_errors=True)
@@ -377,15 +377,15 @@ def _float(dtype: torch.dtype) -> bool:
 
 
 CHECKS: dict[str, tuple[Callable[[_Case], None], Callable[[torch.dtype], bool]]] = {
-    "value": (_value, _any),
-    "ownership": (_ownership, _any),
-    "redistribute": (_redistribute, _any),
-    "elementwise": (_elementwise, _any),
-    "reductions": (_reductions, _any),
-    "refusals": (_refusals, _any),
-    "autograd": (_autograd, _float),
-    "random": (_random, _float),
-    "optimizer": (_optimizer, _float),
-    "checkpoint": (_checkpoint, _any),
+    "value": (_check_copies, _any),
+    "ownership": (_check_ownership, _any),
+    "redistribute": (_check_redistribute, _any),
+    "elementwise": (_check_elementwise, _any),
+    "reductions": (_check_sums, _any),
+    "refusals": (_check_refusals, _any),
+    "autograd": (_check_autograd, _float),
+    "random": (_check_random, _float),
+    "optimizer": (_check_optimizer, _float),
+    "checkpoint": (_check_checkpoint, _any),
 }
 """By name: the check, and the dtypes that it takes."""

@@ -267,6 +267,7 @@ SERIES = (
             "fsdp/_groups.py",
             "fsdp/_options.py",
             "fsdp/_spmd_types.py",
+            "fsdp/_upcoming.py",
             "fsdp/elastic/__init__.py",
             "fsdp/elastic/_dormant_group.py",
             "fsdp/elastic/_weights.py",

@@ -1,4 +1,4 @@
-"""check_placement: placements that conform pass, and each kind of fault is found by the check of its name."""
+"""check_conformance: placements that conform pass, and each kind of fault is found by the check of its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from torch_ragged import CutPlacement, InterleavedShard, RaggedShard, StridedRaggedShard, testing
-from torch_ragged.testing import CHECKS, check_placement
+from torch_ragged.testing import CHECKS, check_conformance
 
 FLOAT = [torch.float32]
 
@@ -61,9 +61,9 @@ class TestingTest(unittest.TestCase):
         mesh, all_passed = init_device_mesh("cpu", (2,)), dict.fromkeys(CHECKS, 3)
         for placement in (RaggedShard((0,), (1, 3)), RaggedShard((0, 1), (7, 1)), InterleavedShard(0, (3, 1)), Quarters()):
             shapes = ((8, 8), (8, 4, 2), (8, 0))
-            assert check_placement(placement, mesh, shapes, dtypes=FLOAT) == all_passed, placement
-        assert check_placement(Shard(1), mesh, ((3, 5),), without=["redistribute", "random"])["elementwise"] == 4
-        narrow = check_placement(RaggedShard((0,), (0, 1)), mesh, ((4, 2),), dtypes=[torch.bool, torch.float16])
+            assert check_conformance(placement, mesh, shapes, dtypes=FLOAT) == all_passed, placement
+        assert check_conformance(Shard(1), mesh, ((3, 5),), without=["redistribute", "random"])["elementwise"] == 4
+        narrow = check_conformance(RaggedShard((0,), (0, 1)), mesh, ((4, 2),), dtypes=[torch.bool, torch.float16])
         assert (narrow["elementwise"], narrow["autograd"]) == (2, 1)
 
     @ranks(4)
@@ -74,7 +74,7 @@ class TestingTest(unittest.TestCase):
             (StridedRaggedShard((0,), (1, 3), split_factor=2), Shard(0)),
             (RaggedShard((0,), (3, 1)), Shard(1)),
         ):
-            assert check_placement(pair, mesh, ((8, 6),), dtypes=FLOAT) == dict.fromkeys(CHECKS, 1), pair
+            assert check_conformance(pair, mesh, ((8, 6),), dtypes=FLOAT) == dict.fromkeys(CHECKS, 1), pair
 
     @ranks(2)
     def test_each_fault_is_named_on_all_ranks():
@@ -89,9 +89,9 @@ class TestingTest(unittest.TestCase):
         for name, placement, place, text in cases:
             without = [each for each in CHECKS if each != name]
             with mock.patch.object(testing, "distribute_tensor", place):
-                error = error_of(lambda: check_placement(placement, mesh, ((4, 4),), dtypes=FLOAT, without=without))
+                error = error_of(lambda: check_conformance(placement, mesh, ((4, 4),), dtypes=FLOAT, without=without))
             assert f"does not conform:\n{name} of torch.float32 (4, 4) on rank 0: {text}" in error, error
-        wrong = error_of(lambda: check_placement(Shard(0), mesh, without=["speed"]))
+        wrong = error_of(lambda: check_conformance(Shard(0), mesh, without=["speed"]))
         assert "has no check 'speed': it has value, ownership" in wrong, wrong
 
 

@@ -107,7 +107,7 @@ def gradient_factors(model: nn.Module, *, loss_scale: float = 1.0, check: bool =
         has_hook = group.settings.reduce_hook is not None
         factors.append(GradientFactor(name, summed, ranks, float(divisor), loss_scale / divisor, has_hook))
     if check and groups:
-        _check(groups, {group: each.of_equal / loss_scale for group, each in zip(named.values(), factors)})
+        _check_planted(groups, {group: each.of_equal / loss_scale for group, each in zip(named.values(), factors)})
     return GradientFactors(tuple(factors))
 
 
@@ -128,7 +128,7 @@ def _summed(group: FSDPParamGroup) -> tuple[str, int]:
     return " x ".join(f"{name} ({size})" for name, size in zip(names, mesh.shape)), mesh.size()
 
 
-def _check(groups: list[FSDPParamGroup], expected: dict[FSDPParamGroup, float]) -> None:
+def _check_planted(groups: list[FSDPParamGroup], expected: dict[FSDPParamGroup, float]) -> None:
     ranks = list(dict.fromkeys(each for group in groups for each in groups_of(group.dp.mesh)))
     device = device_of(groups[0].dp.mesh)
     with agreement(ranks, device, _CALL) as claim:
