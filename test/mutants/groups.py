@@ -120,6 +120,20 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
+AT_IMPORT = [
+    "test/tensor/test_registration.py",
+    "test/tensor/test_placement_extension.py",
+    "test/tensor/test_plain_dtensor.py",
+    "test/tensor/test_compile.py",
+    "test/tensor/test_redistribute_autograd.py",
+    "test/tensor/test_everyday.py",
+    "test/checkpoint/test_checkpoint.py",
+    "test/checkpoint/test_checkpoint_interop.py",
+    "test/fsdp/test_fsdp_composition.py",
+]
+"""The tests for code that runs when the package is imported, the fast ones first."""
+
+
 def files_of(root: Path, group: str) -> list[str]:
     """The mutated files of a group, relative to the root."""
     return [str(path.relative_to(root)) for pattern in GROUPS[group][0] for path in sorted(root.glob(pattern))]

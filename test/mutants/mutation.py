@@ -100,11 +100,7 @@ class Source:
         Raises:
             LookupError: no function of this process has the code.
         """
-        old = getattr(mutant.parent, mutant.field)
-        if mutant.index is None:
-            setattr(mutant.parent, mutant.field, mutant.new)
-        else:
-            old[mutant.index] = mutant.new
+        changed(mutant)
         place = (mutant.function, mutant.first_line)
         self._mention_free_variables()
         code = compile(ast.fix_missing_locations(self.tree), str(self.path), "exec")
@@ -129,6 +125,14 @@ class Source:
                 names = [ast.Expr(ast.Name(name, ast.Load())) for name in free.get((node.name, _first_line(node)), ())]
                 if names:
                     node.body.insert(0, ast.copy_location(ast.If(ast.Constant(False), names, []), node.body[0]))
+
+
+def changed(mutant: Mutant) -> None:
+    """Change the syntax tree that the mutant is of."""
+    if mutant.index is None:
+        setattr(mutant.parent, mutant.field, mutant.new)
+    else:
+        getattr(mutant.parent, mutant.field)[mutant.index] = mutant.new
 
 
 def _first_line(function: Any) -> int:

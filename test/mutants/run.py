@@ -16,8 +16,10 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,7 +37,7 @@ import report  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import tracing  # noqa: E402
-from groups import GROUPS, files_of, tests_of  # noqa: E402
+from groups import AT_IMPORT, GROUPS, files_of, tests_of  # noqa: E402
 from mutation import Mutant, Source  # noqa: E402
 
 
@@ -276,6 +278,33 @@ def _chosen(sources: list[Source], args: argparse.Namespace) -> list[Mutant]:
     return mutants if args.all else mutants[: args.sample]
 
 
+def run_fresh(name: str, args: argparse.Namespace) -> None:
+    """Of a group, the mutants that no test has reached: code that runs at import. Each gets a process that imports it anew."""
+    path = args.out / f"{name}.json"
+    answer = json.loads(path.read_text())
+    waiting = [result for result in answer["mutants"] if result["outcome"] == "not reached"]
+    numbers = {file: {m.key: i for i, m in enumerate(Source(ROOT, file).mutants)} for file in {r["file"] for r in waiting}}
+    for result in waiting:
+        number = numbers[result["file"]].get(_key(result))
+        if number is None:  # The line has changed since.
+            continue
+        mutant = f"{result['file']}|{number}"
+        environment = {**os.environ, "TORCH_RAGGED_MUTANT": mutant, "PYTHONPATH": str(HERE / "at_import")}
+        command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *AT_IMPORT]
+        began, by, code = time.monotonic(), "", 0
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30 * args.seconds)
+            code, failed = done.returncode, re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+            by = failed.group(1) if failed else "the import"
+        except subprocess.TimeoutExpired:
+            code, by = -signal.SIGALRM, "the time limit"
+        result.update(outcome="caught" if code else "survived", by=by if code else "", exit=code)
+        result.update(tests=len(AT_IMPORT), of=len(AT_IMPORT), seconds=round(time.monotonic() - began, 2))
+        _say(f"  {result['outcome']}: {mutant} {result['function']}: {result['change']}   [{by}, {result['seconds']} s]")
+        path.write_text(json.dumps(answer, indent=1) + "\n")
+    _say(f"{name}: {report.line(answer)}")
+
+
 def _key(result: dict[str, Any]) -> tuple[str, str, str, str]:
     return result["file"], result["function"], result["text"], result["change"]
 
@@ -350,6 +379,9 @@ def main() -> int:
     parser.add_argument(
         "--weak", action="store_true", help="let all tests run that reach a mutant; list those that fail for none"
     )
+    parser.add_argument(
+        "--fresh", action="store_true", help="those that no test has reached, each in a process that imports it"
+    )
     parser.add_argument("--write", action="store_true", help="write docs/data/mutants.json from --out, and run nothing")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -357,6 +389,9 @@ def main() -> int:
         report.write(args.out, list(GROUPS))
         return 0
     for name in args.groups:
+        if args.fresh:
+            run_fresh(name, args)
+            continue
         pid = os.fork()  # Each group collects its tests in a fresh process that has torch already.
         if not pid:
             os._exit(0 if run_group(name, args) else 1)
