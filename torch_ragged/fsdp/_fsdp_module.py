@@ -339,6 +339,29 @@ class FSDPModule(TorchFSDPModule):
         for group in self._ragged_groups(recurse=False):
             group.settings.reduction = dataclasses.replace(group.settings.reduction, sum_only=enable)
 
+    def set_reduce_wire(self, dtype: torch.dtype | None, *, recurse: bool = True) -> None:
+        """Send gradients in ``dtype``, such as ``torch.bfloat16``, and add them in ``reduce_dtype``. On all ranks alike.
+
+        Half the bytes of a float32 reduce-scatter; each rank's gradient is rounded once, and sums are not. The reduce-scatter
+        is then an all-to-all and a sum in the order of ranks, over NCCL, too, with a receive buffer of the sent bytes. The
+        all-reduce over replicas (HSDP) is as before, and so are collectives that ``set_collectives`` or a custom reduce-scatter
+        has chosen. None: as without this call.
+
+        Raises:
+            ValueError: ``dtype`` is no floating-point dtype of two bytes, or ``reduce_dtype`` of a group is no wider one.
+        """
+        if dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"set_reduce_wire takes torch.bfloat16, torch.float16 or None, got {dtype!r}")
+        groups = [group for group in self._ragged_groups(recurse) if group.reduce_dtype.is_floating_point]
+        for group in groups:
+            if dtype is not None and group.reduce_dtype.itemsize <= dtype.itemsize:
+                raise ValueError(
+                    f"{group.names} is reduced in {group.reduce_dtype}, which {dtype} would not make smaller: give "
+                    "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+                )
+        for group in groups:
+            group.process_groups.wire = dtype
+
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a group without gradients on this rank takes part in collectives, with zeros. The default is True.
 

@@ -177,6 +177,7 @@ class ProcessGroupCollectives(Collectives):
         custom_all_gather, custom_reduce_scatter: if set, they replace the process group's collectives. Their ``allocate`` is
             never called, because they work on the group's own buffers.
         separate_groups: by process group, the one for its reductions. An all-gather and a reduce-scatter can then run at once.
+        wire: the dtype in which reduce-scatters send gradients; sums have the dtype of the output. None: that of the buffer.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class ProcessGroupCollectives(Collectives):
         self.custom_all_gather: CustomCollective | None = None
         self.custom_reduce_scatter: CustomCollective | None = None
         self.separate_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
+        self.wire: torch.dtype | None = None
         self._carriers: dict[tuple[dist.ProcessGroup, torch.device], _Carrier] = {}
 
     def _carrier(self, group: dist.ProcessGroup, device: torch.device) -> _Carrier:
@@ -225,7 +227,9 @@ class ProcessGroupCollectives(Collectives):
         if group is None or (group.size() == 1 and custom is None):
             torch.div(buffer, reduction.begin(output, buffer, 1, OPS)[1], out=output)
             return done
-        op, divisor = reduction.begin(output, buffer, group.size(), self._carrier(group, output.device).ops)
+        carrier = self._carrier(group, output.device)
+        # With a wire, the sum is ours: no backend's average.
+        op, divisor = reduction.begin(output, buffer, group.size(), carrier.ops if self.wire is None else OPS)
         real = (as_real(output), as_real(buffer)) if buffer.is_complex() else (output, buffer)
         if custom is not None:
             return divided(custom(*real, op=op, group=group, async_op=True) or done, output, divisor)
@@ -234,15 +238,33 @@ class ProcessGroupCollectives(Collectives):
     def _scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
         is_gloo = self._carrier(group, buffer.device).is_gloo
         # All ranks decide alike: the op follows from settings.
-        if is_gloo and op is dist.ReduceOp.SUM:
-            return _gloo.reduce_scatter(output, buffer, group, divisor)
+        if op is dist.ReduceOp.SUM:
+            if self.wire is not None:
+                return self._exchange(output, buffer, group, divisor, [output.numel()] * group.size())
+            if is_gloo:
+                return _gloo.reduce_scatter(output, buffer, group, divisor)
         work = _reduce_scatter(output, buffer, op=op, group=group, async_op=True)
         return divided(wait_all([work]) if is_gloo else work, output, divisor)
 
+    def _exchange(
+        self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, divisor: float, sizes: Sequence[int]
+    ) -> Work:
+        """A reduce-scatter as an all-to-all in the :attr:`wire`'s dtype, and a sum in that of ``output``, in the order of ranks."""
+        sent = buffer if self.wire is None or buffer.element_size() <= self.wire.itemsize else buffer.to(self.wire)
+        if self._carrier(group, buffer.device).is_gloo:
+            return Then(_gloo.reduce_scatter(output, sent, group, divisor, sizes), functools.partial(_forget, sent))
+        received = sent.new_empty(group.size(), output.numel())
+        work = dist.all_to_all_single(
+            received.view(-1), sent, [output.numel()] * group.size(), list(sizes), group=group, async_op=True
+        )
+        # Behind the exchange, on the current stream: the sum of each element is in one order, whatever NCCL does.
+        return Then(work, functools.partial(_add_received, received, output, divisor, sent))
+
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
-        """Over gloo, a reduce-scatter is an all-to-all and a local sum: see ``_gloo.reduce_scatter``."""
+        """Over gloo, and with a :attr:`wire`, it is an all-to-all and a local sum: see ``_gloo.reduce_scatter``."""
         group, is_own = self._group, self.custom_reduce_scatter is None
-        is_exchange = is_own and group is not None and group.size() > 1 and self._carrier(group, device).is_gloo
+        is_exchange = is_own and group is not None and group.size() > 1
+        is_exchange = is_exchange and (self.wire is not None or self._carrier(group, device).is_gloo)  # type: ignore[arg-type]
         return ReduceScatterTraits(is_exchange and self.levels is None, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
@@ -315,14 +337,22 @@ class UnequalCollectives(ProcessGroupCollectives):
 
     def _scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
         parts, is_gloo = self._parts(buffer), self._carrier(group, buffer.device).is_gloo
-        if is_gloo and op is dist.ReduceOp.SUM:
-            return _gloo.reduce_scatter(output, buffer, group, divisor, [part.numel() for part in parts])
+        if op is dist.ReduceOp.SUM and (is_gloo or self.wire is not None):
+            return self._exchange(output, buffer, group, divisor, [part.numel() for part in parts])
         work = dist.reduce_scatter(output, parts, op=op, group=group, async_op=True)
         return divided(wait_all([work]) if is_gloo else work, output, divisor)
 
     def _parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         unit = buffer.numel() // sum(self._weights)
         return list(buffer.split([weight * unit for weight in self._weights]))
+
+
+def _forget(*tensors: torch.Tensor) -> None:
+    """What a collective reads stays alive until it has ended."""
+
+
+def _add_received(received: torch.Tensor, output: torch.Tensor, divisor: float, sent: torch.Tensor) -> None:
+    _gloo.sum_parts(received.unbind(), output, divisor)
 
 
 def _unpad(parts: Sequence[torch.Tensor], gathered: torch.Tensor, own: torch.Tensor) -> None:

@@ -445,6 +445,7 @@ def copy_settings(old: FSDPParamGroup, new: FSDPParamGroup) -> None:
     """Give ``new`` what the user has set on ``old`` by methods of ``FSDPModule``."""
     new.join(old.fqn, new.comm)
     vars(new.settings).update(vars(old.settings))
+    new.process_groups.wire = old.process_groups.wire
     new.process_groups.custom_all_gather = old.process_groups.custom_all_gather
     new.process_groups.custom_reduce_scatter = old.process_groups.custom_reduce_scatter
 
