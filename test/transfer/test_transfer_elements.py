@@ -133,7 +133,7 @@ class BaselineTest(unittest.TestCase):
 
     @ranks(4)
     def test_a_receiver_with_other_values_gets_all_elements_and_the_others_only_what_changed():
-        """It was written, has missed an update, is new, or has what the source has already: each alone, beside one that is not."""
+        """It was written, has missed an update, is new, or has what the source has: each alone, beside one that is not."""
         full = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
         rank, trainer = dist.get_rank(), DeviceMesh("cpu", [0, 1])
         here, there = DeviceMesh("cpu", [2]), DeviceMesh("cpu", [3])

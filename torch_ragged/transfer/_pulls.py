@@ -65,7 +65,8 @@ class PullLayout:
             device); a module, a mapping or pairs. Every weight is given to ``load``, also if it copies none of it.
 
     Raises:
-        TypeError: ``load`` computes with a placeholder or reads its values, or copies one into a DTensor; ``weights`` is none.
+        NotImplementedError: ``load`` computes with a placeholder. If it reads a value, torch raises a RuntimeError.
+        TypeError: ``load`` copies a placeholder into a DTensor, or ``weights`` is none of these.
         ValueError: copies overlap in part; a weight is cast twice, or to another dtype than the parameter's; parameters have
             different dtypes for one weight; a copy has more than 4,096 pieces.
 
@@ -130,7 +131,8 @@ class _Recorder(TorchDispatchMode):
             return self._cast(read[0], kwargs.get("dtype") or read[0].dtype)
         result = func(*args, **kwargs)
         if not all(self._name(each) is not None for each in tree_leaves(result)) or func._schema.is_mutable:
-            raise TypeError(
+            # No TypeError: Python's operators would take it for one of their own.
+            raise NotImplementedError(
                 f"PullLayout: the loader calls {func} on {self._name(read[0])}, which has no values yet: it may slice, cast "
                 "and copy weights; compute with them after plan.run()"
             )
