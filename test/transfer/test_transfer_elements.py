@@ -70,7 +70,7 @@ class CodeTest(unittest.TestCase):
 
     def test_a_delta_has_the_bits_of_all_changed_elements(self):
         """In any dtype, with any strides on both ends, in one chunk or in many, few changes or many, spread or in a row."""
-        with mock.patch.object(_elements, "_chunk_numel", lambda device: 37):
+        with mock.patch.object(_elements, "chunk_bytes", lambda device: 37):
             for dtype in DTYPES:
                 for fraction in (0, 0.02, 0.5, 1):
                     chosen = torch.rand(400, generator=torch.Generator().manual_seed(0)) < fraction

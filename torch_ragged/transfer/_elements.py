@@ -93,7 +93,7 @@ def delta_of(
     values: list[torch.Tensor] = []
     codes: list[torch.Tensor] = []
     nbytes, whole = 0, sum(part.numel for part in parts) * dtype.itemsize
-    size = _chunk_numel(flat.device)
+    size = chunk_bytes(flat.device)  # Elements. It is equal on all ranks, which have devices of one type.
     for old, new in zip(chunks(baseline, baseline_parts, dtype, size), chunks(flat, parts, dtype, size)):
         old, new = _as_integers(old), _as_integers(new)
         differs = (old != new).any(1) if old.ndim == 2 else old != new
@@ -119,7 +119,7 @@ def delta_of(
 
 def apply_delta(delta: torch.Tensor, flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> None:
     """Write the elements of :func:`delta_of`, which have ``dtype``, to the parts of a receiver's flat local tensor."""
-    numel, size = sum(part.numel for part in parts), _chunk_numel(flat.device)
+    numel, size = sum(part.numel for part in parts), chunk_bytes(flat.device)
     table = -(-numel // size) * _HEADER
     headers = delta[:table].clone().view(torch.int32).view(-1, 3).tolist()
     at, code_at = table, table + sum(count for count, _, _ in headers) * dtype.itemsize
@@ -143,10 +143,6 @@ def apply_delta(delta: torch.Tensor, flat: torch.Tensor, parts: Sequence[Part], 
         _as_integers(chunk)[_positions(code, count, k)] = _as_integers(values.to(flat.dtype))
         if not is_view:
             copy_into(flat, chunk, within)
-
-
-def _chunk_numel(device: torch.device) -> int:
-    return chunk_bytes(device)
 
 
 def _as_integers(elements: torch.Tensor) -> torch.Tensor:
