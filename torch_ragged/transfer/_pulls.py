@@ -236,7 +236,7 @@ def _check_overlaps(pulls: Sequence[_Pull]) -> None:
             else:
                 groups.append((pull.box.local_offset, stop(pull.box), [pull]))
         for start, end, group in groups:
-            marks = torch.zeros(end - start if len(group) > 1 else 0, dtype=torch.bool)
+            marks = torch.zeros(end - start if len(group) > 1 else 0, dtype=torch.bool, device="cpu")
             for pull in group if len(group) > 1 else ():
                 mine = marks.as_strided(pull.box.sizes, pull.box.local_strides, pull.box.local_offset - start)
                 if mine.any():
