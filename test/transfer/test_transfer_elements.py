@@ -181,6 +181,17 @@ class BaselineTest(unittest.TestCase):
             assert torch.equal(target["w"].view(64, -1), values if rank == 2 else values[:, :32])
         assert full.nbytes / 2 < sent_bytes(plan) < full.nbytes * 0.52
 
+        # The trainer's shards change, too: their baselines do not fit any more.
+        for units, least in (((1, 7), full.nbytes * 3 / 2), ((1, 7), 1)):
+            values = changed(values, 0.01, 9 + units[0])
+            resharded = {"w": dtensor(values, trainer, [RaggedShard((0,), units)])} if rank < 2 else None
+            plan = transfer.plan(resharded, more)
+            plan.run(resharded, target, delta=baseline)
+            assert least <= sent_bytes(plan) <= max(least, full.nbytes * 0.03)
+            if rank > 1:
+                assert torch.equal(target["w"].view(64, -1), values if rank == 2 else values[:, :32])
+        plan = transfer.plan(source() if rank < 2 else None, more)
+
         # Everyone may forget: all elements travel, and the baseline is right behind it.
         plan.forget()
         plan.run(source() if rank < 2 else None, target, delta=baseline)

@@ -244,34 +244,29 @@ class Execution:
     ) -> None:
         """Answer with the bytes of a delta where all receivers of an atom hold the baseline, and make it the new baseline."""
         sent = {_source_key(*letter): letter for letter in outbox}
-        known = {
-            key: checksum(self._baseline_of(each, atom, baseline), atom.source, each.target_dtype)
-            for key, (each, atom) in sent.items()
-        }
+        old = {key: self._baseline_of(*letter, baseline) for key, letter in sent.items()}
+        known = {key: checksum(old[key], atom.source, each.target_dtype) for key, (each, atom) in sent.items()}
         before = self._rows([known[_source_key(*letter)] for letter in outbox])
         # A delta has values, not differences: a receiver that holds the source's elements already keeps them.
         fits = ((before == theirs).all(1) | (ours == theirs).all(1)).tolist()
         strangers = {_key(letter) for letter, yes in zip(outbox, fits) if not yes}
         deltas: dict[Hashable, torch.Tensor | None] = {}
-        for each, atom in outbox if not self.sends_all else ():
-            if found[_key((each, atom))] == _SAME or _key((each, atom)) in strangers:
+        for letter in outbox if not self.sends_all else ():
+            if found[_key(letter)] == _SAME or _key(letter) in strangers:
                 continue
-            key = _source_key(each, atom)
-            if key not in deltas:
-                deltas[key] = made = delta_of(
-                    *self._source_of(each, atom), self._baseline_of(each, atom, baseline), atom.source
-                )
-                if made is not None:
-                    self._hold(made)
+            if (key := _source_key(*letter)) not in deltas:
+                deltas[key] = delta_of(*self._source_of(*letter), old[key], letter[1].source)
             if (delta := deltas[key]) is not None:
-                self._deltas[_key((each, atom))] = delta
-                found[_key((each, atom))] = len(delta)
+                self._deltas[_key(letter)], found[_key(letter)] = delta, len(delta)
+        for made in deltas.values():
+            if made is not None:
+                self._hold(made)
         # Behind all deltas of the round: atoms to different receivers may have elements in common. If the run fails now, some
         # receivers do not hold this, and the next run finds out.
-        for each, atom in sent.values():
-            flat, parts = self._source_of(each, atom)
-            for part, old in zip(parts, atom.source):
-                part_view(self._baseline_of(each, atom, baseline), old).copy_(part_view(flat, part))
+        for key, letter in sent.items():
+            flat, parts = self._source_of(*letter)
+            for part, old_part in zip(parts, letter[1].source):
+                part_view(old[key], old_part).copy_(part_view(flat, part))
 
     def _baseline_of(self, slice_: Slice, atom: Atom, baseline: Baseline) -> torch.Tensor:
         """What was sent of the local tensor of an atom. Offsets in it are those in the local tensor, also if it is staged."""

@@ -213,9 +213,7 @@ class Plan:
             if int(staging.max()) <= budget:
                 return _Schedule(slices, rounds_of([each.dtype.itemsize for each in slices], staging, budget), finer)
             if finer > budget:  # More ranks read one element than slices_of() takes for its replicas.
-                raise ValueError(
-                    f"max_bytes is too small: a rank needs {2 * int(staging.max())} bytes for one element of a tensor"
-                )
+                raise ValueError(f"max_bytes is too small: a rank needs {2 * int(staging.max())} bytes for single elements")
             finer *= 2
 
     def run(
@@ -306,6 +304,7 @@ class Plan:
         key: str,
     ) -> None:
         self.is_complete = False  # Again: an earlier run in the background may have ended since the call.
+        kind = 2 if isinstance(delta, Baseline) else 1 if delta else 0
         watch = Watch(self.ranks, f"{self._group.group_name}/{key}", self._timeout, self._device)
         execution = Execution(
             *self._schedules[False, False][:2],
@@ -320,7 +319,6 @@ class Plan:
         )
         try:
             with torch.inference_mode():  # Only in this mode, tensors that were made in it may be written. Others may, too.
-                kind = 0 if delta is None else 2 if isinstance(delta, Baseline) else 1
                 # Two answers on delta tell whether ranks differ: the smallest is the largest.
                 in_place = not any(isinstance(each, Staged) and name not in self._partial for name, each in source.items())
                 answers = [problem is None, kind, -kind, in_place]
@@ -347,14 +345,8 @@ class Plan:
             raise failure from error
         self.last_sent_bytes, self.last_peak_bytes = execution.sent_bytes, execution.peak_bytes
         advice = "give it tensors as planned, and an equal delta on all ranks"
-        agree(
-            [self._group],
-            self._device,
-            "Plan.run()",
-            f"delta {'a Baseline' if isinstance(delta, Baseline) else delta}",
-            problem,
-            advice,
-        )
+        claim = f"delta {(None, 'checksum', 'a Baseline')[kind]}"
+        agree([self._group], self._device, "Plan.run()", claim, problem, advice)
         self._sends_all = self._sends_all and delta is None
         self.is_complete = True
 

@@ -9,7 +9,6 @@ their offset, sizes and strides say which elements they are::
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_ragged._register._torch import TorchDispatchMode
 from torch_ragged.tensor._ownership import Box, Owned, coordinate_at, row_major
-from torch_ragged.transfer._sides import Holder, named_values
+from torch_ragged.transfer._sides import Holder, ListedSide, named_values
 
 __all__ = ["PullLayout", "PullSide"]
 
@@ -79,8 +78,8 @@ class PullLayout:
             load(recorder.placeholders())
         self.tensors = recorder.flats
         """The memory that is written, flat, by keys of the side."""
-        pulls = tuple(pull for _, found in recorder.copies.values() for pull in found)
-        _check_overlaps(pulls)
+        pulls = tuple(pull for found in recorder.copies.values() for pull in found)
+        _check_overlaps(pulls, self.tensors)
         dtypes = {pull.name: self.tensors[pull.key].dtype for pull in pulls}
         for pull in pulls:
             if self.tensors[pull.key].dtype != dtypes[pull.name]:
@@ -97,9 +96,9 @@ class _Recorder(TorchDispatchMode):
         self.dtypes = {name: each.dtype for name, each in weights.items()}
         self.flats: dict[str, torch.Tensor] = {}
         # By offset, sizes and strides in the target: what is copied there last.
-        self.copies: dict[tuple[object, ...], tuple[str, list[_Pull]]] = {}
+        self.copies: dict[tuple[object, ...], list[_Pull]] = {}
         self._names: dict[torch.UntypedStorage, str] = {}  # Of placeholders. A storage is one object as long as it lives.
-        self._keys: dict[torch.UntypedStorage, int] = {}  # Of targets.
+        self._keys: dict[torch.UntypedStorage, str] = {}  # Of targets.
 
     def placeholders(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and placeholders, one after another, as a checkpoint's reader yields them."""
@@ -166,8 +165,10 @@ class _Recorder(TorchDispatchMode):
             )
         if not target.numel():
             return
-        key = f"{self._keys.setdefault(storage, len(self._keys))} {target.dtype}"
-        self.flats[key] = target.detach().as_strided((storage.nbytes() // target.itemsize,), (1,), 0)
+        key = self._keys.setdefault(storage, str(len(self._keys)))
+        flat = self.flats.setdefault(key, target.detach().as_strided((storage.nbytes() // target.itemsize,), (1,), 0))
+        if flat.dtype != target.dtype:
+            raise ValueError(f"PullLayout: {name} is copied into memory that is {flat.dtype} and {target.dtype}: use one dtype")
         dims = [_Dim(*each) for each in zip(target.shape, view.expand(target.shape).stride(), target.stride())]
         found = _boxes(self.shapes[name], int(view.storage_offset()), dims, int(target.storage_offset()))
         boxes = list(itertools.islice(found, _MOST_BOXES + 1))
@@ -178,7 +179,7 @@ class _Recorder(TorchDispatchMode):
             )
         where = (key, target.storage_offset(), target.shape, target.stride())
         self.copies.pop(where, None)  # Or it would keep its turn.
-        self.copies[where] = (name, [_Pull(name, key, box) for box in boxes])
+        self.copies[where] = [_Pull(name, key, box) for box in boxes]
 
 
 def _boxes(shape: Sequence[int], start: int, dims: Sequence[_Dim], at: int) -> Iterator[Box]:
@@ -211,40 +212,23 @@ def _boxes(shape: Sequence[int], start: int, dims: Sequence[_Dim], at: int) -> I
     yield Box(offsets, tuple(sizes), at, tuple(steps))
 
 
-def _check_overlaps(pulls: Sequence[_Pull]) -> None:
+def _check_overlaps(pulls: Sequence[_Pull], flats: Mapping[str, torch.Tensor]) -> None:
     """Raise ``ValueError`` if two pulls write to one element: a plan has no order in which one would be the last."""
-
-    def stop(box: Box) -> int:
-        return 1 + box.local_offset + sum((size - 1) * step for size, step in zip(box.sizes, box.local_strides))
-
-    by_storage: dict[str, list[_Pull]] = defaultdict(list)
-    for pull in pulls:
-        by_storage[pull.key.partition(" ")[0]].append(pull)
-    for found in by_storage.values():
-        keys = {pull.key for pull in found}
-        if len(keys) > 1:
-            raise ValueError(
-                f"PullLayout: {', '.join(sorted({p.name for p in found})[:3])} are copied into one memory as other dtypes"
-            )
-        found.sort(key=lambda pull: pull.box.local_offset)
-        # Stretches that overlap may still have no element in common, such as columns: these are marked one by one.
-        groups: list[tuple[int, int, list[_Pull]]] = []
-        for pull in found:
-            if groups and pull.box.local_offset < groups[-1][1]:
-                start, end, group = groups.pop()
-                groups.append((start, max(end, stop(pull.box)), [*group, pull]))
-            else:
-                groups.append((pull.box.local_offset, stop(pull.box), [pull]))
-        for start, end, group in groups:
-            marks = torch.zeros(end - start if len(group) > 1 else 0, dtype=torch.bool, device="cpu")
-            for pull in group if len(group) > 1 else ():
-                mine = marks.as_strided(pull.box.sizes, pull.box.local_strides, pull.box.local_offset - start)
-                if mine.any():
-                    raise ValueError(f"PullLayout: {pull.name} is copied onto a part of another copy: copy each element once")
-                mine.fill_(True)
+    for key, flat in flats.items():
+        found = sorted((pull for pull in pulls if pull.key == key), key=lambda pull: pull.box.local_offset)
+        stops = [1 + b.local_offset + sum((n - 1) * step for n, step in zip(b.sizes, b.local_strides)) for *_, b in found]
+        # Stretches may overlap without a common element, as columns do: only then, elements are marked.
+        if all(stop <= after.box.local_offset for stop, after in zip(itertools.accumulate(stops, max), found[1:])):
+            continue
+        marks = torch.zeros(len(flat), dtype=torch.bool, device="cpu")
+        for name, _, box in found:
+            mine = marks.as_strided(box.sizes, box.local_strides, box.local_offset)
+            if mine.any():
+                raise ValueError(f"PullLayout: {name} is copied onto a part of another copy: copy each element once")
+            mine.fill_(True)
 
 
-class PullSide:
+class PullSide(ListedSide):
     """The target side of the :class:`PullLayout` of all ranks.
 
     Args:
@@ -256,7 +240,22 @@ class PullSide:
         self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], held: Mapping[int, tuple[_Pull, ...]]
     ) -> None:
         self.tensors, self.held = dict(tensors), dict(held)
-        self.shapes = {name: shape for name, (shape, _) in self.tensors.items()}
+        # Ranks that copy the same to the same offsets, such as replicas of an engine, are one holder, and pass elements on.
+        ranks_of: dict[tuple[str, str, tuple[Box, ...]], list[int]] = defaultdict(list)
+        for rank, pulls in sorted(self.held.items()):
+            boxes: dict[tuple[str, str], list[Box]] = defaultdict(list)
+            for pull in pulls:
+                boxes[pull.name, pull.key].append(pull.box)
+            for (name, key), listed in boxes.items():
+                ranks_of[name, key, tuple(listed)].append(rank)
+        holders: dict[str, list[Holder]] = {name: [] for name in tensors}
+        for (name, key, own), ranks in ranks_of.items():
+            holders[name].append(Holder(tuple(ranks), key, Owned((sum(box.numel for box in own),), own, flat=True)))
+        super().__init__(
+            {name: shape for name, (shape, _) in tensors.items()},
+            {name: dtype for name, (_, dtype) in tensors.items()},
+            holders,
+        )
 
     @staticmethod
     def joined(sides: Iterable[PullSide]) -> PullSide:
@@ -272,44 +271,6 @@ class PullSide:
                         f"{each[1]}: give one shape and one dtype"
                     )
         return PullSide(tensors, held)
-
-    @functools.cached_property
-    def _holders(self) -> dict[str, list[Holder]]:
-        # Ranks that copy the same to the same offsets, such as replicas of an engine, are one holder, and pass elements on.
-        ranks_of: dict[tuple[str, str, tuple[Box, ...]], list[int]] = {}
-        for rank, pulls in sorted(self.held.items()):
-            boxes: dict[tuple[str, str], list[Box]] = defaultdict(list)
-            for pull in pulls:
-                boxes[pull.name, pull.key].append(pull.box)
-            for (name, key), listed in boxes.items():
-                ranks_of.setdefault((name, key, tuple(listed)), []).append(rank)
-        found: dict[str, list[Holder]] = defaultdict(list)
-        for (name, key, own), ranks in ranks_of.items():
-            found[name].append(Holder(tuple(ranks), key, Owned((sum(box.numel for box in own),), own, flat=True)))
-        return found
-
-    @property
-    def names(self) -> Sequence[str]:
-        return list(self.tensors)
-
-    @functools.cached_property
-    def ranks(self) -> frozenset[int]:
-        return frozenset(rank for rank, pulls in self.held.items() if pulls)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name][1]
-
-    def geometry(self, name: str) -> object:
-        return name
-
-    def replicas(self, name: str) -> int:
-        return max((len(holder.ranks) for holder in self._holders[name]), default=1)
-
-    def held_by(self, name: str, rank: int) -> Iterator[Holder]:
-        return (holder for holder in self._holders[name] if rank in holder.ranks)
-
-    def near(self, name: str, piece: Owned) -> Iterable[Holder]:
-        return self._holders[name]
 
     def lines(self) -> Iterator[str]:
         yield from (f"{name}: {each}" for name, each in self.tensors.items())
