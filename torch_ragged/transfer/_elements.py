@@ -99,14 +99,10 @@ def delta_of(
         differs = (old != new).any(1) if old.ndim == 2 else old != new
         count = int(torch.count_nonzero(differs))
         k, code = -1, new.new_empty(0, dtype=torch.uint8)
-        # At least a bit of each position.
-        if count * (dtype.itemsize * 8 + 1) < new.nbytes * 8:
+        # The code is not longer than with k = 0, a bit of each element.
+        if count * dtype.itemsize + len(differs) // 8 + 1 < new.nbytes:
             positions = differs.nonzero().view(-1)
-            k, code = _coded(positions)
-            if count * dtype.itemsize + len(code) < new.nbytes:
-                new = new[positions]
-            else:
-                k, code = -1, code[:0]
+            (k, code), new = _coded(positions), new[positions]
         headers.append([len(new), k, len(code)])
         values.append(new.reshape(-1).view(torch.uint8))
         codes.append(code)
