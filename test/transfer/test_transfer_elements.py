@@ -1,7 +1,9 @@
 """run(delta=Baseline()): only changed elements travel, and a receiver that does not hold the baseline gets all of them."""
 
+import contextlib
 import math
 import unittest
+from concurrent.futures import Future
 from unittest import mock
 
 import torch
@@ -265,7 +267,11 @@ class BaselineTest(unittest.TestCase):
         plan.run(source, target, delta=baseline)
         full = changed(full, 0.02, 1)
         source = {"w": dtensor(full, here, [Replicate()])}
-        with mock.patch.object(_execution, "apply_delta", side_effect=OSError("broken")) if rank == 1 else mock.MagicMock():
+        with (
+            mock.patch.object(_execution, "apply_delta", side_effect=OSError("broken"))
+            if rank == 1
+            else contextlib.nullcontext()
+        ):
             text = error_of(plan.run, source, target, delta=baseline)
         assert text.startswith("TransferError") and "rank 1: OSError: broken" in text, text
         plan = transfer.plan(source, target)
@@ -286,11 +292,10 @@ class BaselineTest(unittest.TestCase):
         assert 'takes None, "checksum" or a transfer.Baseline, got' in text, text
         if rank:
             assert not target["w"].to_local().any()
-        other = transfer.plan(source, target, timeout=plan._timeout * 2)
         apart = dist.new_group([0, 1])
         other = transfer.plan(source, target, group=apart)
         handles = [plan.run(source, target, delta=baseline, async_op=True)]
-        baseline._last_run = (plan._group, mock.Mock(is_completed=lambda: False)) if rank else baseline._last_run
+        baseline._last_run = (plan._group, transfer.Handle(Future())) if rank else baseline._last_run
         text = error_of(other.run, source, target, delta=baseline)
         assert "another plan's run with this Baseline is in the background" in text, text
         handles[0].wait()

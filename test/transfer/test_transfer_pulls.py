@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ragged import RaggedShard, transfer
-from torch_ragged.transfer._pulls import _boxes, _Dim
+from torch_ragged.transfer._pulls import _boxes_of_view, _Dim
 
 SHAPES = {
     "embed": (10, 8),
@@ -140,7 +140,7 @@ class PullTest(unittest.TestCase):
                     view = view.unsqueeze(dim).expand(*view.shape[:dim], rng.randint(1, 2), *view.shape[dim:])
             target = torch.full((view.numel() + 3,), -1).as_strided(view.shape, view.contiguous().stride(), 3)
             dims = [_Dim(*each) for each in zip(view.shape, view.stride(), target.stride())]
-            boxes = list(_boxes(shape, view.storage_offset(), dims, 3))
+            boxes = list(_boxes_of_view(shape, view.storage_offset(), dims, 3))
             flat = torch.full((view.numel() + 3,), -1)
             for box in boxes:
                 piece = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes))]

@@ -109,7 +109,7 @@ def delta_of(
         nbytes += _HEADER + new.nbytes + len(code)
         if nbytes >= whole:
             return None
-    table = torch.tensor(headers, dtype=torch.int32).view(-1).view(torch.uint8).to(flat.device)
+    table = torch.tensor(headers, dtype=torch.int32, device=flat.device).view(-1).view(torch.uint8)
     return torch.cat([table, *values, *codes])
 
 

@@ -31,7 +31,7 @@ from torch_ragged.transfer._watch import Lost, Watch
 
 __all__ = ["Execution"]
 
-_SAME, _WHOLE = 0, -1
+_NO_ELEMENTS, _ALL_ELEMENTS = 0, -1
 """What a sender answers for an atom, or else the bytes of its element delta."""
 
 
@@ -224,15 +224,15 @@ class Execution:
         # atom travels to all of them: the first receiver passes on what it gets.
         found: dict[tuple[int, int], int] = {}
         for letter, lacks in zip(outbox, (ours != theirs).any(1).tolist()):
-            found[_key(letter)] = _WHOLE if lacks or self.sends_all else found.get(_key(letter), _SAME)
+            found[_key(letter)] = _ALL_ELEMENTS if lacks or self.sends_all else found.get(_key(letter), _NO_ELEMENTS)
         if self.baseline is not None:
             self._make_deltas(outbox, ours, theirs, found, self.baseline)
         answers = torch.tensor([found[_key(letter)] for letter in outbox], dtype=torch.int64, device=self.device)
         told = answers.new_empty(len(inbox))
         self._all_to_all(told, answers, splits[1], splits[0])
         found.update((_key(letter), answer) for letter, answer in zip(inbox, told.tolist()))
-        self._delta_bytes.update((key, answer) for key, answer in found.items() if answer not in (_SAME, _WHOLE))
-        return [letter for letter in atoms if found[_key(letter)] != _SAME]
+        self._delta_bytes.update((key, answer) for key, answer in found.items() if answer not in (_NO_ELEMENTS, _ALL_ELEMENTS))
+        return [letter for letter in atoms if found[_key(letter)] != _NO_ELEMENTS]
 
     def _make_deltas(
         self,
@@ -252,7 +252,7 @@ class Execution:
         strangers = {_key(letter) for letter, yes in zip(outbox, fits) if not yes}
         deltas: dict[Hashable, torch.Tensor | None] = {}
         for letter in outbox if not self.sends_all else ():
-            if found[_key(letter)] == _SAME or _key(letter) in strangers:
+            if found[_key(letter)] == _NO_ELEMENTS or _key(letter) in strangers:
                 continue
             if (key := _source_key(*letter)) not in deltas:
                 deltas[key] = delta_of(*self._source_of(*letter), old[key], letter[1].source)

@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
         if flat.dtype != target.dtype:
             raise ValueError(f"PullLayout: {name} is copied into memory that is {flat.dtype} and {target.dtype}: use one dtype")
         dims = [_Dim(*each) for each in zip(target.shape, view.expand(target.shape).stride(), target.stride())]
-        found = _boxes(self.shapes[name], int(view.storage_offset()), dims, int(target.storage_offset()))
+        found = _boxes_of_view(self.shapes[name], int(view.storage_offset()), dims, int(target.storage_offset()))
         boxes = list(itertools.islice(found, _MOST_BOXES + 1))
         if len(boxes) > _MOST_BOXES:
             raise ValueError(
@@ -182,7 +182,7 @@ class _Recorder(TorchDispatchMode):
         self.copies[where] = [_Pull(name, key, box) for box in boxes]
 
 
-def _boxes(shape: Sequence[int], start: int, dims: Sequence[_Dim], at: int) -> Iterator[Box]:
+def _boxes_of_view(shape: Sequence[int], start: int, dims: Sequence[_Dim], at: int) -> Iterator[Box]:
     """A view of a row-major tensor of ``shape`` as boxes of it, each with its offset and strides in the target.
 
     Args:
@@ -207,7 +207,7 @@ def _boxes(shape: Sequence[int], start: int, dims: Sequence[_Dim], at: int) -> I
             rest.append(_Dim(dim.size // shape[axis], dim.stride * shape[axis], dim.step * shape[axis]))
         else:  # Every second row, a part of a dimension that was split, or an expanded one: each index is a box.
             for i in range(dim.size):
-                yield from _boxes(shape, start + i * dim.stride, [*placed, *rest], at + i * dim.step)
+                yield from _boxes_of_view(shape, start + i * dim.stride, [*placed, *rest], at + i * dim.step)
             return
     yield Box(offsets, tuple(sizes), at, tuple(steps))
 
