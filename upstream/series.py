@@ -144,7 +144,9 @@ SERIES = (
         (
             "transfer/__init__.py",
             "transfer/_atoms.py",
+            "transfer/_background.py",
             "transfer/_changes.py",
+            "transfer/_elements.py",
             "transfer/_engine_layout.py",
             "transfer/_pulls.py",
             "transfer/_rounds.py",
@@ -158,9 +160,7 @@ SERIES = (
         "0008-transfer-plans",
         (
             "_picture.py",
-            "transfer/_background.py",
             "transfer/_check.py",
-            "transfer/_elements.py",
             "transfer/_errors.py",
             "transfer/_execution.py",
             "transfer/_plan.py",
