@@ -6,7 +6,8 @@ zeros, so that no other rank waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -183,16 +184,23 @@ class Lent:
         if part.chunk is self._chunk:
             return
         self._store()
-        try:
+        with self.noting():
             self._memory = self._fetch(part.chunk, part.tier)
             self._chunk, self._tier = part.chunk, part.tier
-        except OSError as error:
-            self.problem = self.problem or error
+        if self._chunk is None:
             self._memory = {name: torch.zeros(numel, dtype=dtype) for name, (numel, dtype) in part.chunk.sizes.items()}
         for piece in part.chunk.pieces:
             if not piece.has_states:  # Its first step: memory has what was there before.
                 for view in piece.views(self._memory).values():
                     view.zero_()
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Errors of files inside become the :attr:`problem`."""
+        try:
+            yield
+        except OSError as error:
+            self.problem = self.problem or error
 
     def _store(self) -> None:
         if self._chunk is not None and self._tier is not None:

@@ -224,11 +224,16 @@ class OffloadedOptimizer(Optimizer):
         parts = [Part(piece, chunk, tier) for chunk, tier in self._chunks for piece in chunk.pieces]
         for part in sorted(parts, key=lambda part: (part.piece.member.number, part.piece.start)):
             self._parts.setdefault(part.piece.member.param, []).append(part)
-        # In each parameter group, a parameter by which a step sees that it needs other states.
-        self._samples: dict[int, tuple[SteppedParam, set[str]]] = {}
-        for *_, last in self._parts.values():
-            if last.piece.sizes:
-                self._samples.setdefault(last.piece.member.group_number, (last.piece.member, set(last.piece.sizes)))
+        # In each parameter group, a parameter by which a step sees that it needs other states; of matrices, one of each shape.
+        self._samples: dict[Any, tuple[SteppedParam, set[str]]] = {}
+        for *_, (piece, _, _) in self._parts.values():
+            member, names = piece.member, set(piece.sizes)
+            if self._is_matrix(member) and member.param.requires_grad and _policy_of(member.group).optimizer:
+                # Of all, wherever this rank has their states: ranks raise together, before the collectives of a step.
+                names = set(rules.piece_states(member.param, self.param_groups[member.group_number], 0, 1))
+            if names:
+                shape = member.param.shape if self._is_matrix(member) else None
+                self._samples.setdefault((member.group_number, shape), (member, names))
         self.state = _States(self)  # type: ignore[assignment]
         for group in groups:
             group.gradient_user = None  # That of an earlier optimizer of the model.
@@ -466,6 +471,9 @@ class OffloadedOptimizer(Optimizer):
             # Equal on all ranks: a step in backward has used a gradient on all of them, or on none.
             params = {member.param for member in members if not UsedGradients.has(member.param.grad)}
             lent = Lent(self._matrices, self._parts, self._fetch)
+            if group is not None:
+                with lent.noting():
+                    group.shards.prepare(in_step=True)
             late = lent.step(params, check_gradients=group is None)
             self._problem = self._problem or lent.problem
         try:
@@ -520,12 +528,8 @@ class OffloadedOptimizer(Optimizer):
                 )
         self._check_sizes(self.param_groups)
 
-    def _check_sizes(self, options: Sequence[Mapping[str, Any]], is_thorough: bool = False) -> None:
-        samples = list(self._samples.items())
-        if is_thorough:  # Options of matrices may decide by the sizes of each.
-            found = [parts[-1].piece for parts in self._parts.values() if parts[-1].piece.sizes]
-            samples = [(piece.member.group_number, (piece.member, set(piece.sizes))) for piece in found]
-        for number, (member, names) in samples:
+    def _check_sizes(self, options: Sequence[Mapping[str, Any]]) -> None:
+        for (number, _), (member, names) in self._samples.items():
             needed = self._rules.piece_states(member.param, options[number], 0, member.numel)
             if needed.keys() != names:
                 raise RuntimeError(
@@ -614,7 +618,7 @@ class OffloadedOptimizer(Optimizer):
         """
         saved, given = state_dict["state"], [{**self.defaults, **group} for group in state_dict["param_groups"]]
         if len(given) == len(self.param_groups):
-            self._check_sizes(given, is_thorough=self._matrices is not None)
+            self._check_sizes(given)
         params = [param for group in self.param_groups for param in group["params"]]
         for param, (index, options) in zip(params, [(index, group) for group in given for index in group["params"]]):
             member = self._members[param]
