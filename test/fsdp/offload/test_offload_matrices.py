@@ -10,6 +10,7 @@ import tempfile
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,6 +19,7 @@ from offload_cases import assert_equal, chunks_of, folder_of_ranks, in_files, wi
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from torch_ragged import checkpoint
 from torch_ragged.fsdp import Offload, fully_shard, memory_report, monitor, offloaded, reshard_to
@@ -115,26 +117,44 @@ def check(kind, options, policies, in_backward=False, passes=1, **knobs):
         assert_equal(optimizer, reference)
 
 
+def check_windows(kinds, sizes):
+    """As on an accelerator, with chunks of at most so many elements."""
+    with folder_of_ranks() as folder:
+        for kind, options in kinds:
+            for most in sizes:
+                windows = {"tier_of": window_tier, "window_numel": lambda _, most=most: most}
+                with mock.patch.multiple(_offloaded_optimizer, **windows), chunks_of(most):
+                    check(kind, options, (0.6, 1, in_files(folder)))
+        gc.collect()
+
+
 class BitsTest(unittest.TestCase):
     @ranks(3)
     def test_each_optimizer_has_its_own_bits_at_any_fraction():
         for kind, options in KINDS:
-            check(kind, options, (0, 0.4, 1))
-        check(Muon, {"lr": 0.05, "nesterov": False}, (1,))
-        check(Muon, {"lr": 0.05}, (1,), dtype=torch.bfloat16)
-        check(
-            Muon,
-            {"lr": torch.tensor(0.05), "row_blocks": 2},
-            (1,),
-            shard_placement_fn=lambda p: torch.distributed.tensor.Shard(1) if p.ndim > 1 else None,
-        )
+            check(kind, options, (0.4, 1))
+        check(*MUON, (0, 1), dtype=torch.bfloat16)
+
+    @ranks(2)
+    def test_windows_and_files_change_no_bit():
+        check_windows(((Muon, {"lr": 0.05, "nesterov": False}), SOAPS), (100,))
 
     @ranks(4)
     def test_owners_with_empty_shards_and_replicas_change_no_bit():
+        check(*MUON, (0.5,), policy_of_matrices=muon_policy)
+        check(*SOAPS, (1,), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+
+    @pytest.mark.slow
+    @ranks(4)
+    def test_further_cases_change_no_bit():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         for kind, options in KINDS:
-            check(kind, options, (0.5,), policy_of_matrices=muon_policy)
-            check(kind, options, (1,), mesh=mesh)
+            check(kind, options, (0, 0.2, 0.8), policy_of_matrices=muon_policy)
+            check(kind, options, (0.5,), mesh=mesh)
+            check(kind, options, (0.5, 1), dtype=torch.bfloat16)
+        rows = {"lr": torch.tensor(0.05), "row_blocks": 2}
+        check(Muon, rows, (0.5, 1), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        check_windows((*KINDS, (Muon, {"lr": 0.05, "nesterov": False}), (Muon, rows)), (64, 1000, 10**6))
 
     @ranks(2)
     def test_8_bit_momentum_lies_in_tiers():
@@ -179,33 +199,26 @@ class BitsTest(unittest.TestCase):
         again = optimizer.state_dict()["state"]
         assert all(again[index].keys() == each.keys() for index, each in want.items())
 
-    @ranks(1)
-    def test_windows_and_files_change_no_bit():
-        with folder_of_ranks() as folder:
-            for kind, options in KINDS:
-                for most in (100, 10**6):
-                    with mock.patch.multiple(_offloaded_optimizer, tier_of=window_tier, window_numel=lambda _, most=most: most):
-                        check(kind, options, (0.6, 1))
-                    with chunks_of(most):
-                        check(kind, options, (in_files(folder, 0.6), in_files(folder)))
-            gc.collect()
-
 
 class InBackwardTest(unittest.TestCase):
     @ranks(3)
     def test_steps_in_backward_change_no_bit():
         with folder_of_ranks() as folder, chunks_of(300):
-            for kind, options in KINDS:
-                check(kind, options, (0.5, in_files(folder)), in_backward=True)
-            check(*MUON, (1,), in_backward=True, passes=2)
+            check(*MUON, (0.5,), in_backward=True, passes=2)
+            check(*SOAPS, (in_files(folder),), in_backward=True)
             check(*MUON, (Offload(parameters="files", to=folder),), in_backward=True)
             gc.collect()
 
+    @pytest.mark.slow
     @ranks(4)
-    def test_steps_of_replicas_change_no_bit():
+    def test_further_steps_in_backward_change_no_bit():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-        for kind, options in (MUON, SOAPS):
-            check(kind, options, (0.5,), in_backward=True, mesh=mesh)
+        with folder_of_ranks() as folder, chunks_of(300):
+            for kind, options in KINDS:
+                check(kind, options, (0, 0.5, in_files(folder, 0.5)), in_backward=True)
+                check(kind, options, (0.5, in_files(folder)), in_backward=True, mesh=mesh)
+                check(kind, options, (0.5,), in_backward=True, policy_of_matrices=muon_policy, passes=2)
+            gc.collect()
 
     @ranks(2)
     def test_a_layer_that_one_rank_alone_uses_is_stepped_by_all():
@@ -253,12 +266,12 @@ def numel_of_states(reference):
 
 
 class PlacesTest(unittest.TestCase):
-    @ranks(3)
+    @ranks(2)
     def test_a_fraction_of_the_states_lies_in_host_memory():
         for kind, options in KINDS:
             reference = reference_of(kind, options)
             every = sum(value.to_local().nbytes for s in reference.state.values() for value in s.values() if value.ndim)
-            for fraction in (0, 0.3, 0.7, 1):
+            for fraction in (0, 0.7, 1):
                 model = build(fraction)
                 optimizer = make(model, kind, fraction, **options)
                 before = optimizer.tier_nbytes()
@@ -323,7 +336,7 @@ class PlacesTest(unittest.TestCase):
 
     @ranks(2)
     def test_a_report_foresees_what_the_first_step_makes():
-        for kind, options in KINDS:
+        for kind, options in (MUON, SOAPS):
             for fraction in (0.5, 1):
                 model = build(fraction)
                 optimizer = make(model, kind, fraction, **options)
@@ -336,8 +349,8 @@ class PlacesTest(unittest.TestCase):
                 assert (peak.optimizer, peak.host) == (total.optimizer, total.host), (kind, fraction, peak, total)
 
 
-def save_on(ranks_of_save, path, policy, kind, options):
-    """Module-level: also for another world size."""
+def save_on(path, policy, kind, options):
+    """Save by both ways after three steps. Returns the parameters two steps later."""
     model = build(policy)
     optimizer = make(model, kind, policy, **options)
     train(model, optimizer)
@@ -360,12 +373,8 @@ def load_on(path, policy, kind, options, how):
         dcp.load(states, checkpoint_id=os.path.join(path, "dcp"))
         model.load_state_dict(states["model"])
         set_optimizer_state_dict(model, optimizer, states["optimizer"])
-    train_as(model, optimizer)
-    return [param.detach().full_tensor() for param in model.parameters()]
-
-
-def train_as(model, optimizer):
     train(model, optimizer, start=3, steps=2)
+    return [param.detach().full_tensor() for param in model.parameters()]
 
 
 def saved_states(path, policy, kind, options):
@@ -381,36 +390,58 @@ def saved_states(path, policy, kind, options):
     }
 
 
+def check_checkpoints(kinds, pairs, ways):
+    """What is saved with one policy trains on with another one, as it would have with its own."""
+    with folder_of_ranks() as scratch, chunks_of(300):
+        policy_of = {in_files: in_files(scratch, 0.8)}
+        for kind, options in kinds:
+            for source, targets in pairs:
+                with folder_of_ranks() as path:
+                    want = save_on(path, policy_of.get(source, source), kind, options)
+                    for target in targets:
+                        for how in ways:
+                            found = load_on(path, policy_of.get(target, target), kind, options, how)
+                            assert all(map(torch.equal, found, want)), (kind, source, target, how)
+                    remove(path)
+        gc.collect()
+
+
+def remove(path):
+    """What a checkpoint has left in a folder of all ranks."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in os.listdir(path):
+            shutil.rmtree(os.path.join(path, name))
+    dist.barrier()
+
+
 class CheckpointTest(unittest.TestCase):
     @ranks(2)
     def test_a_checkpoint_loads_at_any_fraction_and_without_offload():
-        with folder_of_ranks() as scratch, chunks_of(300):
-            for kind, options in KINDS:
-                for source, targets in (
-                    (None, (0.5, in_files(scratch))),
-                    (0.6, (None, 1)),
-                    (in_files(scratch, 0.6), (None, 0.4)),
-                ):
-                    with folder_of_ranks() as path:
-                        want = save_on(2, path, source, kind, options)
-                        for target, how in zip(targets, ("own", "dcp")):
-                            found = load_on(path, target, kind, options, how)
-                            assert all(map(torch.equal, found, want)), (kind, source, target, how)
-                        dist.barrier()
-                        if dist.get_rank() == 0:
-                            for name in os.listdir(path):
-                                shutil.rmtree(os.path.join(path, name))
-                        dist.barrier()
-            gc.collect()
+        check_checkpoints((SOAPS,), ((None, (0.5,)), (in_files, (None,))), ("own",))
+        check_checkpoints((MUON,), ((0.6, (in_files, None)),), ("dcp",))
 
-    def test_a_checkpoint_loads_on_other_numbers_of_ranks(self):
-        for kind, options in (MUON, SOAPS):
-            for source, target in ((0.7, None), (None, 0.7)):
+    @pytest.mark.slow
+    @ranks(2)
+    def test_all_checkpoints_load_everywhere():
+        every = (None, 0.4, 1, in_files)
+        check_checkpoints(KINDS, [(source, every) for source in every], ("own", "dcp"))
+
+    def test_a_checkpoint_loads_on_another_number_of_ranks(self):
+        self._check_sizes((SOAPS,), (0.7,), (2,))
+
+    @pytest.mark.slow
+    def test_checkpoints_load_on_other_numbers_of_ranks(self):
+        self._check_sizes(KINDS, (0.7, None), (1, 2, 4))
+
+    def _check_sizes(self, kinds, sources, sizes):
+        for kind, options in kinds:
+            for source in sources:
                 with tempfile.TemporaryDirectory() as path:
-                    run_ranks(3, save_on, 3, path, source, kind, options)
-                    first = run_ranks(1, saved_states, path, source, kind, options)[0]
-                    for size in (1, 2):
-                        for found in run_ranks(size, saved_states, path, target, kind, options):
+                    run_ranks(3, save_on, path, source, kind, options)
+                    (first, *_) = run_ranks(3, saved_states, path, source, kind, options)
+                    for size in sizes:
+                        for found in run_ranks(size, saved_states, path, None if source else 0.7, kind, options):
                             assert found.keys() == first.keys() and len(found) > 8
                             assert all(torch.equal(found[key], first[key]) for key in first)
 
@@ -432,37 +463,43 @@ class CheckpointTest(unittest.TestCase):
                 )
 
 
+def check_fault(kind, options, in_backward):
+    """A file of rank 1 fails in the second step."""
+    reference = reference_of(kind, options)
+    with folder_of_ranks() as scratch, folder_of_ranks() as path, chunks_of(300):
+        model = build(in_files(scratch))
+        optimizer = make(model, kind, in_files(scratch), in_backward, **options)
+        train(model, optimizer, steps=1)
+        state = checkpoint.TrainState(model, optimizer, step=1)
+        checkpoint.save(f"{path}/run", state)
+        broken = mock.patch.object(_scratch_file, "_preadv", side_effect=OSError(errno.EIO, "broken"))
+        with broken if dist.get_rank() == 1 else contextlib.nullcontext():
+            backward(model, 1)
+            text = error_of(optimizer.step)
+        assert ("OSError" if dist.get_rank() == 1 else "failed on rank 1: OSError") in text and scratch in text, text
+        optimizer.zero_grad()
+        assert "load a checkpoint" in error_of(optimizer.step)
+        checkpoint.load(f"{path}/run", state)
+        train(model, optimizer, start=1, steps=2)
+        assert_equal(optimizer, reference)
+        del model, optimizer, state
+        gc.collect()
+        remove(path)
+
+
 class FaultsTest(unittest.TestCase):
-    @ranks(3)
+    @ranks(2)
     def test_a_file_that_fails_on_one_rank_raises_on_all_and_training_goes_on():
-        """The other ranks wait in no collective for it, and the states of a checkpoint are whole."""
-        for kind, options in (MUON, SOAPS):
+        """The other ranks wait in no collective for it."""
+        check_fault(*MUON, in_backward=True)
+        check_fault(*SOAPS, in_backward=False)
+
+    @pytest.mark.slow
+    @ranks(3)
+    def test_further_files_that_fail():
+        for kind, options in KINDS:
             for in_backward in (False, True):
-                with folder_of_ranks() as scratch, folder_of_ranks() as path, chunks_of(300):
-                    reference = reference_of(kind, options)
-                    policy = in_files(scratch)
-                    model = build(policy)
-                    optimizer = make(model, kind, policy, in_backward, **options)
-                    train(model, optimizer, steps=1)
-                    state = checkpoint.TrainState(model, optimizer, step=1)
-                    checkpoint.save(f"{path}/run", state)
-                    broken = mock.patch.object(_scratch_file, "_preadv", side_effect=OSError(errno.EIO, "broken"))
-                    with broken if dist.get_rank() == 1 else contextlib.nullcontext():
-                        backward(model, 1)
-                        text = error_of(optimizer.step)
-                    want = "OSError" if dist.get_rank() == 1 else "failed on rank 1: OSError"
-                    assert want in text and scratch in text, text
-                    optimizer.zero_grad()
-                    assert "load a checkpoint" in error_of(optimizer.step)
-                    checkpoint.load(f"{path}/run", state)
-                    train(model, optimizer, start=1, steps=2)
-                    assert_equal(optimizer, reference)
-                    del model, optimizer, state
-                    gc.collect()
-                    dist.barrier()
-                    if dist.get_rank() == 0:
-                        shutil.rmtree(f"{path}/run")
-                    dist.barrier()
+                check_fault(kind, options, in_backward)
 
     @ranks(2)
     def test_a_gradient_of_one_rank_alone_counts_as_zero_on_the_others():

@@ -76,8 +76,9 @@ def offloaded(
     DTensors with the placements of their parameters, and a state dict can be loaded at another fraction, or without offload.
 
     Host memory is allocated in this call, page-locked if the mesh is not on the CPU. A step on an accelerator copies the states
-    through two windows of device memory, of at most 8,388,608 elements each. If a scratch file of ``Offload(to=folder)`` fails
-    on one rank, ``step`` raises on all ranks, and this optimizer must load a checkpoint before it goes on.
+    through two windows of device memory, each of at most 8,388,608 elements, or one matrix. If a scratch file of
+    ``Offload(to=folder)`` fails on one rank, ``step`` raises on all ranks, and this optimizer must load a checkpoint before it
+    goes on.
 
     The optimizer holds views of the groups' buffers. If these are replaced (a conversion to another dtype), its next step
     raises. ``reshard_to`` refuses such a model.
@@ -86,12 +87,15 @@ def offloaded(
     reduced, which frees their memory. ``optimizer.step()`` must follow: it steps what has other gradients, and raises the
     errors of the steps. What needs all gradients before a step is an error: ``clip_grad_norm_``, ``GradScaler``, and others.
 
-    Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files or ``in_backward``, also in each step.
+    Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files or ``in_backward``, also in each step,
+    of matrices two. A step of matrices has its own, too.
 
     Args:
-        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``torch_ragged.optim.Adam8bit`` or ``AdamW8bit``.
+        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``Adam8bit``, ``AdamW8bit``, ``Muon``, ``Shampoo`` or ``SOAP``
+            of ``torch_ragged.optim``.
         model: a module on which ``fully_shard`` was called, or a module that contains such modules.
-        params: what ``optimizer`` takes: parameters, or parameter groups. None: ``model.parameters()``.
+        params: what ``optimizer`` takes: parameters, or parameter groups, as ``matrix_groups(model)``. None:
+            ``model.parameters()``.
         in_backward: step in backward. Equal on all ranks.
         options: the options of ``optimizer``.
 
