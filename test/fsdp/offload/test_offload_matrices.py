@@ -177,6 +177,30 @@ class BitsTest(unittest.TestCase):
         assert {"momentum_codes", "momentum_scales"} <= {name for chunk, _ in optimizer._chunks for name in chunk.sizes}
 
     @ranks(2)
+    def test_a_matrix_that_no_unit_has_keeps_its_states_beside_it():
+        def trained(policy, state=None, **how):
+            model = build(policy)
+            alone = nn.Parameter(torch.eye(8))
+            groups = [*matrix_groups(model, lr=0.01), {"params": [alone]}]
+            kind, options = SOAPS
+            make_one = kind if policy is None else lambda *given, **rest: offloaded(kind, model, *given, **how, **rest)
+            optimizer = make_one(groups, **options)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            for step in range(3):
+                backward(model, step)
+                alone.grad = torch.full((8, 8), 1.0 + step)
+                optimizer.step()
+                optimizer.zero_grad()
+            return optimizer
+
+        reference = trained(None)
+        state = copy.deepcopy(reference.state_dict())
+        for how in ({}, {"in_backward": True}):
+            assert_equal(trained(1, **how), reference)
+            assert_equal(trained(1, state, **how), trained(None, copy.deepcopy(state)))
+
+    @ranks(2)
     def test_averages_of_rows_stay_on_the_device():
         """NorMuon: they are small. The momentum lies in its tier."""
         options = {"lr": 0.05, "neuron_beta": 0.9}

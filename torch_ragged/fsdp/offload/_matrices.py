@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.offload._pieces import ElementWise, Piece, StateSizes, StepChunk, SteppedParam
-from torch_ragged.fsdp.offload._tiers import Part, Tier
+from torch_ragged.fsdp.offload._tiers import Tier, TierPiece
 
 __all__ = ["Lent", "Matrices"]
 
@@ -144,7 +144,7 @@ class Lent:
     """
 
     def __init__(
-        self, rules: Matrices, parts: Mapping[torch.Tensor, Sequence[Part]], fetch: Callable[[StepChunk, Tier], Any]
+        self, rules: Matrices, parts: Mapping[torch.Tensor, Sequence[TierPiece]], fetch: Callable[[StepChunk, Tier], Any]
     ) -> None:
         self._rules, self._parts, self._fetch = rules, parts, fetch
         self._chunk: StepChunk | None = None
@@ -180,7 +180,7 @@ class Lent:
             return {**template.state[param], **joined}
         return {name: template.piece_matrix(param, group, name, view) for name, view in views.items()}
 
-    def _turn_to(self, part: Part) -> None:
+    def _turn_to(self, part: TierPiece) -> None:
         if part.chunk is self._chunk:
             return
         self._store()
@@ -188,7 +188,9 @@ class Lent:
             self._memory = self._fetch(part.chunk, part.tier)
             self._chunk, self._tier = part.chunk, part.tier
         if self._chunk is None:
-            self._memory = {name: torch.zeros(numel, dtype=dtype) for name, (numel, dtype) in part.chunk.sizes.items()}
+            self._memory = {
+                name: torch.zeros(numel, dtype=dtype, device="cpu") for name, (numel, dtype) in part.chunk.sizes.items()
+            }
         for piece in part.chunk.pieces:
             if not piece.has_states:  # Its first step: memory has what was there before.
                 for view in piece.views(self._memory).values():

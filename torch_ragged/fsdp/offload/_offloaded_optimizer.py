@@ -38,7 +38,7 @@ from torch_ragged.fsdp.offload._pieces import (
     UsedGradients,
 )
 from torch_ragged.fsdp.offload._policy import Offload
-from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Part, Tier, host_slabs, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Tier, TierPiece, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
@@ -224,8 +224,8 @@ class OffloadedOptimizer(Optimizer):
         self._after: dict[StepChunk, tuple[StepChunk, Tier]] = {}  # Which chunk followed, the last time.
         # In the order of the parameters, which is equal on all ranks: a full state dict gathers one after the other. The order
         # of chunks is not, since each rank has other elements.
-        self._parts: dict[torch.Tensor, list[Part]] = {}
-        parts = [Part(piece, chunk, tier) for chunk, tier in self._chunks for piece in chunk.pieces]
+        self._parts: dict[torch.Tensor, list[TierPiece]] = {}
+        parts = [TierPiece(piece, chunk, tier) for chunk, tier in self._chunks for piece in chunk.pieces]
         for part in sorted(parts, key=lambda part: (part.piece.member.number, part.piece.start)):
             self._parts.setdefault(part.piece.member.param, []).append(part)
         # In each parameter group, a parameter by which a step sees that it needs other states; of matrices, one of each shape.
@@ -705,7 +705,7 @@ class _Runs:
             elements.view(torch.uint8).copy_(data[here.start * width : here.stop * width])
             part.tier.store(part.chunk)
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[Part, torch.Tensor, slice]]:
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[TierPiece, torch.Tensor, slice]]:
         """The pieces of a run; of each its elements that lie in the run, valid until the next one, and where they lie there."""
         optimizer = self.states.optimizer
         for part in optimizer._parts[self.param]:
@@ -747,7 +747,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
             return {name: rules.piece_joined(param, name, stored[name]) if name in stored else own[name] for name in names}
         # Each is copied before the next look, which replaces what a window of a tier has now.
         is_copy = is_apart or form == "copies"
-        states = [_copied_to_host(found) if is_copy else found for found in map(Part.states, parts)]
+        states = [_copied_to_host(found) if is_copy else found for found in map(TierPiece.states, parts)]
         result = {name: states[0][name] for name in names}
         # Between steps, the pieces of a parameter have the same states: those with elements, and counters, which are equal.
         for name, value in result.items() if not first.piece.is_whole else ():
@@ -788,7 +788,8 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
             on_device = options.get("capturable") or options.get("fused")
             return value.to(torch.float32, copy=True).to(param.device) if on_device else value.clone()
         if member.group is None:
-            dtype = param.dtype if param.is_floating_point() else value.dtype
+            has_own = optimizer._is_matrix(member) or not param.is_floating_point()  # States with a dtype of their own.
+            dtype = value.dtype if has_own else param.dtype
             return value.to(dtype=dtype, device=param.device, copy=True)
         sizes = optimizer._rules.piece_states(param, options, piece.start, piece.stop)
         if optimizer._matrices is not None and optimizer._matrices.own(param, name):

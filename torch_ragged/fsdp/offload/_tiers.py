@@ -20,7 +20,7 @@ import torch
 from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
 from torch_ragged.fsdp.offload._pieces import Piece, StepChunk
 
-__all__ = ["FILE_NUMEL", "WINDOWS", "WINDOW_NUMEL", "FileTier", "Part", "Tier", "WindowTier", "host_slabs", "tier_of"]
+__all__ = ["FILE_NUMEL", "WINDOWS", "WINDOW_NUMEL", "FileTier", "TierPiece", "Tier", "WindowTier", "host_slabs", "tier_of"]
 __all__ += ["window_numel"]
 
 WINDOW_NUMEL = 1 << 23  # The most elements of a chunk for a device: enough for a bus's full bandwidth, small beside a model.
@@ -82,7 +82,7 @@ def host_slabs(chunks: Sequence[StepChunk], is_pinned: bool) -> dict[StepChunk, 
     return parts
 
 
-class Part(NamedTuple):
+class TierPiece(NamedTuple):
     """A piece with the chunk that steps it, and the tier of the chunk."""
 
     piece: Piece
