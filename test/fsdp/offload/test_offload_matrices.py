@@ -47,9 +47,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up = nn.LayerNorm(16), nn.Linear(16, 24)
         self.down = Experts() if has_experts else nn.Linear(24, 16, bias=False)
+        self.scale = nn.Parameter(torch.ones(24))  # Data may skip it.
 
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+    def forward(self, x, skips):
+        inner = torch.tanh(self.up(self.norm(x)))
+        return x + self.down(inner if skips else inner * self.scale)
 
 
 class Net(nn.Module):
@@ -64,7 +66,7 @@ class Net(nn.Module):
     def forward(self, tokens, skips=False):
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, skips)
         x = self.frozen(x)
         return x if skips else x + self.skipped(x)
 
@@ -312,6 +314,19 @@ class PlacesTest(unittest.TestCase):
                 if fraction == 1:
                     assert found["device"] == 0
 
+    @ranks(1)
+    def test_fractions_of_small_groups_add_up():
+        """A group has one matrix, which lies in one memory: what it has too much is taken from the next group."""
+        for fraction in (0.1, 0.3, 0.7):
+            model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+            for layer in model:
+                fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(fraction))
+            for kind, options in KINDS:
+                optimizer = offloaded(kind, model, **options)
+                whole = offloaded(kind, fully_shard(nn.Linear(16, 16, bias=False), offload_policy=Offload()), **options)
+                moved = optimizer.tier_nbytes()["host"] / whole.tier_nbytes()["host"]
+                assert abs(moved - 8 * fraction) <= 0.5, (moved, fraction)
+
     @ranks(2)
     def test_host_memory_stays_where_it_is():
         for kind, options in KINDS:
@@ -518,6 +533,17 @@ class FaultsTest(unittest.TestCase):
         check_fault(*MUON, in_backward=True)
         check_fault(*SOAPS, in_backward=False)
 
+    @ranks(2)
+    def test_an_lr_that_one_rank_changes_after_backward_raises_on_all():
+        model = build(1)
+        optimizer = make(model, Muon, 1, in_backward=True)
+        backward(model, 1)
+        if dist.get_rank() == 1:
+            optimizer.param_groups[0]["lr"] = 0.5
+        text = error_of(optimizer.step)
+        assert "such as lr, have changed between backward and step()" in text, text
+        assert "load a checkpoint" in error_of(optimizer.state_dict)
+
     @pytest.mark.slow
     @ranks(3)
     def test_further_files_that_fail():
@@ -549,8 +575,8 @@ class FaultsTest(unittest.TestCase):
         train(model, optimizer)
         assert "reshard_to does not support Offload(" in error_of(reshard_to, model, optimizer, init_device_mesh("cpu", (2,)))
         assert "with matrix_groups(model)" in error_of(offloaded, Muon, model)
-        model = build(0.5)
-        optimizer = make(model, SOAP, 0.5)
+        model = build(0.05)
+        optimizer = make(model, SOAP, 0.05)
         train(model, optimizer)
         optimizer.param_groups[0]["max_side"] = 20  # On all ranks: also where such matrices have no root.
         assert "keep them" in error_of(optimizer.step)
