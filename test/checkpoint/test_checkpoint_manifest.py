@@ -99,8 +99,8 @@ class ManifestTest(unittest.TestCase):
         self.assertEqual(self.read(self.BODY | {"files": only}).world_size, 1)
 
     def test_a_manifest_of_a_newer_format_names_its_writer(self):
-        with self.assertRaisesRegex(CheckpointError, "has format 2, written by torch_ragged 9.9.*: install a newer"):
-            self.read(self.BODY | {"format": 2, "package_version": "9.9"})
+        with self.assertRaisesRegex(CheckpointError, "has format 3, written by torch_ragged 9.9.*: install a newer"):
+            self.read(self.BODY | {"format": 3, "package_version": "9.9"})
 
     def test_files_that_are_no_manifest_are_named(self):
         self.read(self.BODY)
