@@ -127,7 +127,7 @@ class RowPlannerTest(unittest.TestCase):
         )
         whole, rows = torch.zeros(3, 5), GlobalLayout((4, 5), ((0, 0), (3, 0)), ((0, 0), (2, 0)), ((2, 5), (1, 5)))
         state = {"a": {"w": with_layout(whole, rows), "one": torch.zeros(())}, "same": torch.zeros(2, 3, 4), "text": ""}
-        planner = RowPlanner({"a.w": [StoredRows("plain", (), 2, 6)], "a.one": [("one",)]})
+        planner = RowPlanner({"a.w": [StoredRows("plain", (), 2, 6)], "a.one": [StoredRows("one")]})
         dcp.load(state, storage_reader=FileSystemReader(self.path), planner=planner, no_dist=True)
         self.assertTrue(torch.equal(whole, make_stored()["plain"][[2, 3, 5]]))
         self.assertEqual((state["a"]["one"].item(), state["text"]), (3.0, "hello"))
@@ -140,6 +140,10 @@ class RowPlannerTest(unittest.TestCase):
         planner = RowPlanner({"upper": [StoredRows("model.weight", (), 2, 4)]})
         dcp.load(state, storage_reader=CheckpointReader(folder), planner=planner, no_dist=True)
         self.assertTrue(torch.equal(state["upper"], model.weight[2:]))
+
+    def test_wrong_rows_are_refused(self):
+        with self.assertRaisesRegex(TypeError, "takes a list of StoredRows for w, got .'plain',."):
+            RowPlanner({"w": ["plain"]})
 
     def test_what_does_not_fit_is_named_and_nothing_is_read(self):
         vector, matrix = torch.zeros(6), torch.zeros(8, 5)

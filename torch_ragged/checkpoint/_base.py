@@ -115,11 +115,12 @@ def _sum_of(bits: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
         before, after = tuple(offsets[:dim]), tuple(offsets[dim + 1 :])
         sums = [_sum_of(part, (*before, offsets[dim] + start, *after)) for part, start in zip(parts, starts)]
         return torch.stack(sums).sum()
-    total = bits.to(torch.int64)
+    total = bits.to(torch.int64, copy=True)
     for d in reversed(range(bits.ndim)):
         first = offsets[d] if d < len(offsets) else 0
         index = torch.arange(first + 1, first + bits.size(d) + 1, dtype=torch.int64, device=bits.device)
-        total = (total * (mixed(index + ((d + 1) << 48)) | 1)).sum(-1)  # Other weights in each dimension: a transpose differs.
+        weights = mixed(index + ((d + 1) << 48)) | 1  # Other ones in each dimension: a transpose differs.
+        total = total.mul_(weights).sum(-1)
     return total
 
 

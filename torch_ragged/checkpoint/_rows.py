@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
@@ -25,7 +25,8 @@ from torch_ragged.tensor._ownership import boxes_of_interval, index_at
 __all__ = ["RowPlanner", "StoredRows"]
 
 
-class StoredRows(NamedTuple):
+@dataclass(frozen=True)
+class StoredRows:
     """Rows ``start`` to ``stop`` of a tensor of a checkpoint, or of one of the tensors that are stacked in it.
 
     ::
@@ -46,7 +47,8 @@ class StoredRows(NamedTuple):
     stop: int | None = None
 
 
-class _Source(NamedTuple):
+@dataclass(frozen=True)
+class _Source:
     """Rows of a parameter from ``first`` on; they are stored as rows of ``lead`` from ``start`` on, behind ``index``."""
 
     first: int
@@ -78,13 +80,17 @@ class RowPlanner(ObjectPlanner):
         rows: for each name in the state dict, the rows that the tensor has in the checkpoint.
 
     Raises:
+        TypeError: a value of ``rows`` is no list of StoredRows.
         CheckpointError: from ``dcp.load``, on all ranks as DCP's CheckpointException and before anything is read: the
             checkpoint has no such tensor or rows, rows have other sizes, or they are not all rows of a tensor.
     """
 
     def __init__(self, rows: Mapping[str, Sequence[StoredRows]]) -> None:
         super().__init__()
-        self.rows = {name: tuple(StoredRows(*each) for each in parts) for name, parts in rows.items()}
+        self.rows = {name: tuple(parts) for name, parts in rows.items()}
+        for name, parts in self.rows.items():
+            if not all(isinstance(part, StoredRows) for part in parts):
+                raise TypeError(f"RowPlanner takes a list of StoredRows for {name}, got {parts!r}")
         self._targets: list[torch.Tensor] = []  # By the index of an item's destination.
 
     def create_local_plan(self) -> LoadPlan:
