@@ -300,14 +300,14 @@ class DigestTest(unittest.TestCase):
             assert set(digest_of_dtensors(shape, dtype, cases)) == {digest_by_hand(tensor)}, dtype
 
     def test_parts_of_large_tensors_add_up(self):
-        words, _base._WORDS = _base._WORDS, 10
+        words, _base._AT_ONCE = _base._AT_ONCE, 10
         try:
             for shape in ((7, 9), (3, 4, 5), (31,), (1, 1, 23), (), (0, 4)):
                 tensor = torch.randn(shape)
                 found = digests_of([held_base({"w": tensor}, ["model.w"])], "test")["model.w"]
                 self.assertEqual((found.digest, found.shape), (digest_by_hand(tensor), shape))
         finally:
-            _base._WORDS = words
+            _base._AT_ONCE = words
 
     def test_moved_elements_change_the_digest(self):
         def digest(tensor):

@@ -22,7 +22,7 @@ from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, describe
 
 __all__ = ["HeldBase", "base_of_save", "digests_of", "frozen_in", "held_base", "refuse_other_base", "remember_base"]
 
-_WORDS = 1 << 20  # Elements that are digested at once: their temporary memory is 16 MiB.
+_AT_ONCE = 1 << 20  # Elements that are digested at once: their temporary memory is 16 MiB.
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # By model, the digest of each parameter of its base, by name. It is set by the first save with a base, or by a load; equal on
@@ -54,8 +54,9 @@ def frozen_in(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> 
     stepped = {id(param) for optimizer in optimizers for param in optimizer.state.keys()}
     return {
         f"model.{name_in_checkpoint(name)}"
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if not param.requires_grad and id(param) not in stepped
+        # Not named_parameters(): a wrapper, such as Fabric's, may have other names there than in its state dict.
+        for name, param in model.state_dict(keep_vars=True).items()
+        if isinstance(param, nn.Parameter) and not param.requires_grad and id(param) not in stepped
     }
 
 
@@ -77,7 +78,7 @@ def _part_of(name: str, tensor: torch.Tensor) -> _HeldPart:
         raise CheckpointError(f"{name} has no values, it is on the meta device: load the base into the model first")
     try:
         boxes = held_boxes(name, tensor)
-        total = sum(int(_sum_of(_bits(part), box.offsets).item()) for box, part in boxes)
+        total = sum(int(_sum_of(_integers_of(part), box.offsets).item()) for box, part in boxes)
     except (TypeError, RuntimeError, AttributeError) as error:  # Of a type without such views or values.
         raise CheckpointError(
             f"{name} has a type whose values cannot be compared with those of a base ({error}): pass TrainState without base"
@@ -86,7 +87,7 @@ def _part_of(name: str, tensor: torch.Tensor) -> _HeldPart:
     return _HeldPart(TensorRecord(whole.shape, whole.dtype), region, sum(box.numel for box, _ in boxes), total)
 
 
-def _bits(part: torch.Tensor) -> torch.Tensor:
+def _integers_of(part: torch.Tensor) -> torch.Tensor:
     """The elements as integers. Of a type that has codes and scales, such as quantized weights, those of the values.
 
     The 32-bit words of a wider element are one more dimension: modulo 2^64, the highest bits of a factor count least.
@@ -108,8 +109,8 @@ def _sum_of(bits: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
     one changed element always changes the sum; they look random, so moved rows, columns or segments do, too.
     """
     dim = next((d for d, size in enumerate(bits.shape) if size > 1), None)
-    if dim is not None and bits.numel() > _WORDS:
-        step = max(1, bits.size(dim) * _WORDS // bits.numel())
+    if dim is not None and bits.numel() > _AT_ONCE:
+        step = max(1, bits.size(dim) * _AT_ONCE // bits.numel())
         parts = bits.split(step, dim)
         starts = range(0, bits.size(dim), step)
         before, after = tuple(offsets[:dim]), tuple(offsets[dim + 1 :])

@@ -243,7 +243,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         raise ValueError(f"world_size is {body['world_size']}, but there are only {of_ranks} files of ranks")
     for name in ("fingerprint", "torch_version", "package_version"):
         _exactly(str, body[name], name)
-    if frozen and not _exactly(str, body.get("base", ""), "base"):
+    if not _exactly(str, body.get("base", ""), "base") and frozen:
         raise ValueError(f"base is empty, but {len(frozen)} tensors are in it")
     _texts_of(body["objects"], "objects")
     _texts_of(list(_exactly(dict, body["rng"], "rng").values()), "rng")

@@ -141,7 +141,7 @@ class RowPlanner(ObjectPlanner):
     def _items(self, name: str, value: torch.Tensor, sources: Sequence[_Source]) -> Iterator[ReadItem]:
         assert self.metadata is not None
         has_columns = len(_whole_shape(value)) > 1
-        for first, column, view in _runs(name, value):
+        for first, column, view in _row_runs(name, value):
             for source in sources:
                 start, stop = max(first, source.first), min(first + len(view), source.first + source.count)
                 if start >= stop:
@@ -175,7 +175,7 @@ def _whole_shape(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(value.size())  # Of a tensor with a layout, too, this is the shape of the whole one.
 
 
-def _runs(name: str, value: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _row_runs(name: str, value: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
     """What this rank holds of a tensor: the first row, the first column, and a view of rows that follow each other."""
     lead = _whole_shape(value)[:-1] if len(_whole_shape(value)) > 1 else _whole_shape(value)
     for box, view in held_boxes(name, value):
