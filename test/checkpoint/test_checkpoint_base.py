@@ -1,5 +1,7 @@
 """Checkpoints without frozen parameters: small, loaded onto the base at any number of ranks, and another base is named."""
 
+import contextlib
+import io
 import itertools
 import os
 import random
@@ -17,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch_ragged import GlobalLayout, InterleavedShard, RaggedShard, checkpoint, with_layout
 from torch_ragged.checkpoint import TrainState, _base
 from torch_ragged.checkpoint._base import digests_of, held_base
+from torch_ragged.checkpoint._cli import main
 from torch_ragged.fsdp import fully_shard, rows
 
 MASK = (1 << 64) - 1
@@ -269,6 +272,16 @@ class BaseTest(unittest.TestCase):
         checkpoint.save(self.path, other)
         frozen = checkpoint.read_manifest(checkpoint.latest(self.path)).frozen
         self.assertEqual(frozen.keys(), {f"model.{name}" for name in LEFT_OUT if name != "down.weight"})
+
+    def test_the_command_line_shows_the_base_and_names_what_differs_in_it(self):
+        paths = [checkpoint.save(f"{self.path}/{seed}", make(base_seed=seed)) for seed in (7, 8)]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            self.assertEqual(main(["inspect", str(paths[0])]), 0)
+            self.assertEqual(main(["diff", *map(str, paths)]), 1)
+        self.assertRegex(printed.getvalue(), r"base +llama \(5 frozen tensors are there\)")
+        digest = checkpoint.read_manifest(paths[1]).frozen["model.down.weight"].digest
+        self.assertRegex(printed.getvalue(), rf"model.down.weight .* \(6, 5\) float32 in the base, digest {digest}")
 
     def test_ranks_that_differ_raise_before_anything_is_written(self):
         for rank, (base, frozen) in enumerate(run_ranks(2, unequal_ranks, f"{self.path}/none")):

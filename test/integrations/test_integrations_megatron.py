@@ -227,9 +227,8 @@ class MegatronTest(unittest.TestCase):
         self.assertEqual(found["lm_head.weight"], found["model.embed_tokens.weight"])
         key = StoredRows("decoder.layers.1.self_attention.linear_qkv.bias", (), 8, 12)
         self.assertEqual(found["model.layers.1.self_attn.k_proj.bias"][0], key)
-        self.assertEqual(
-            found["model.layers.0.mlp.up_proj.bias"], [("decoder.layers.0.mlp.linear_fc1.bias", (), INNER, 2 * INNER)]
-        )
+        up = StoredRows("decoder.layers.0.mlp.linear_fc1.bias", (), INNER, 2 * INNER)
+        self.assertEqual(found["model.layers.0.mlp.up_proj.bias"], [up])
         with self.assertRaisesRegex(ValueError, "groups that divide the heads, got 4 heads and 3 groups"):
             qkv_rows("qkv", (), 4, 3, 8)
 
