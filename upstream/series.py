@@ -144,8 +144,11 @@ SERIES = (
         (
             "transfer/__init__.py",
             "transfer/_atoms.py",
+            "transfer/_background.py",
             "transfer/_changes.py",
+            "transfer/_elements.py",
             "transfer/_engine_layout.py",
+            "transfer/_pulls.py",
             "transfer/_rounds.py",
             "transfer/_sides.py",
             "transfer/_staging.py",
@@ -157,7 +160,6 @@ SERIES = (
         "0008-transfer-plans",
         (
             "_picture.py",
-            "transfer/_background.py",
             "transfer/_check.py",
             "transfer/_errors.py",
             "transfer/_execution.py",

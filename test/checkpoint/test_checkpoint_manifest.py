@@ -81,6 +81,10 @@ class ManifestTest(unittest.TestCase):
             ("world_size", 2, "world_size is 2, but there are only 1 files"),
             ("world_size", 0, "world_size is 0, expected an int >= 1"),
             ("format", 0, "format is 0, expected an int >= 1"),
+            ("frozen", {"w": {"shape": [2], "dtype": "float32", "digest": "0"}}, "base is empty, but 1 tensors are in it"),
+            ("frozen", {"w": {"shape": [2], "dtype": "float32", "digest": 3}}, "w's digest is 3, expected str"),
+            ("frozen", ["model.w"], "frozen is ['model.w'], expected dict"),
+            ("base", 3, "base is 3, expected str"),
             ("fingerprint", 1, "fingerprint is 1, expected str"),
             ("torch_version", 1, "torch_version is 1, expected str"),
             ("package_version", 1, "package_version is 1, expected str"),
@@ -99,8 +103,8 @@ class ManifestTest(unittest.TestCase):
         self.assertEqual(self.read(self.BODY | {"files": only}).world_size, 1)
 
     def test_a_manifest_of_a_newer_format_names_its_writer(self):
-        with self.assertRaisesRegex(CheckpointError, "has format 2, written by torch_ragged 9.9.*: install a newer"):
-            self.read(self.BODY | {"format": 2, "package_version": "9.9"})
+        with self.assertRaisesRegex(CheckpointError, "has format 3, written by torch_ragged 9.9.*: install a newer"):
+            self.read(self.BODY | {"format": 3, "package_version": "9.9"})
 
     def test_files_that_are_no_manifest_are_named(self):
         self.read(self.BODY)

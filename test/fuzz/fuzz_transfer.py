@@ -46,7 +46,7 @@ def random_case(seed: int) -> dict[str, Any]:
     size = rng.choice(RANKS)
     case: dict[str, Any] = {"seed": seed, "size": size, "max_bytes": rng.choice((1 << 20, 1 << 20, 2000, 600))}
     runs = [
-        {"delta": rng.choice((None, "checksum", "checksum")), "async": rng.random() < 0.2} for _ in range(rng.choice((1, 2, 3)))
+        {"delta": rng.choice((None, "checksum", "baseline")), "async": rng.random() < 0.2} for _ in range(rng.choice((1, 2, 3)))
     ]
     case["runs"] = [{**run, "write": rng.choice(WRITES)} for run in runs]
     if size == 4 and rng.random() < 0.2:
@@ -114,6 +114,7 @@ class _Tensors:
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.case, self.rng, self.digest = case, random.Random(case["seed"]), hashlib.sha256()
+        self.deltas = {None: None, "checksum": "checksum", "baseline": transfer.Baseline()}
         self.meshes = [_mesh(*each) for each in case["meshes"]]
         self.turn = 0
         self.wanted: dict[str, torch.Tensor] = {}
@@ -179,7 +180,10 @@ class _Tensors:
     def run(self, plan: transfer.Plan, run: dict[str, Any]) -> None:
         has_partial = any(isinstance(p, Partial) for tensor in self.case["tensors"] for p in tensor["source"])
         handle = plan.run(
-            self.form(self.source), self.form(self.target), delta=run["delta"], async_op=run["async"] and not has_partial
+            self.form(self.source),
+            self.form(self.target),
+            delta=self.deltas[run["delta"]],
+            async_op=run["async"] and not has_partial,
         )
         if handle is not None:
             handle.wait()
@@ -238,6 +242,7 @@ class _Modules:
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.case, self.rng, self.digest = case, random.Random(case["seed"]), hashlib.sha256()
+        self.deltas = {None: None, "checksum": "checksum", "baseline": transfer.Baseline()}
         self.source, self.target = self.sharded(case["source"]), self.sharded(case["target"])
         self.wanted = {name: self.whole(tensor) for name, tensor in self.tensors(self.source).items()}
 
@@ -265,7 +270,7 @@ class _Modules:
         return transfer.plan(self.source, self.target, max_bytes=self.case["max_bytes"])
 
     def run(self, plan: transfer.Plan, run: dict[str, Any]) -> None:
-        handle = plan.run(self.source, self.target, delta=run["delta"], async_op=run["async"])
+        handle = plan.run(self.source, self.target, delta=self.deltas[run["delta"]], async_op=run["async"])
         if handle is not None:
             handle.wait()
 

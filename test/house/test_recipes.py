@@ -40,6 +40,8 @@ TASKS = {  # What a user types into the search, and the heading of its recipe.
     "learning-rate groups": "Learning-rate groups",
     "hsdp": "HSDP",
     "tensor parallelism": "Tensor parallelism",
+    "fused weights": "Fused weights",
+    "swiglu": "Fused weights",
     "expert parallelism": "Expert parallelism",
     "pipeline parallelism": "Pipeline parallelism",
     "muon": "Muon",

@@ -14,7 +14,7 @@ from small_models import curve, enter_ranks, make_data, make_model, make_trainer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from torch_ragged import RaggedShard
+from torch_ragged import RaggedShard, checkpoint
 from torch_ragged.fsdp import ZERO2, FSDPModule, fully_shard, rows
 from torch_ragged.integrations import installed
 from torch_ragged.integrations.accelerate import use
@@ -100,6 +100,34 @@ def resume(folder, state_dict_type):
     return steps(accelerator, model, optimizer, range(3, 6))
 
 
+def prepare_adapters():
+    """Only the projections of queries train."""
+    accelerator, model = make_accelerator(), make_model("llama")
+    for name, param in model.named_parameters():
+        param.requires_grad_("q_proj" in name)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    with use(orig_param_policy=row_policy):
+        model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer, checkpoint.TrainState(model, optimizer, base="llama")
+
+
+def save_adapters(folder):
+    """A load right after a save in the background: the next step is the one from before, to the bit."""
+    *prepared, state = prepare_adapters()
+    steps(*prepared, range(2))
+    future = checkpoint.async_save(folder, state, process_group=dist.new_group(backend="gloo"))
+    want = steps(*prepared, range(2, 4))
+    checkpoint.load(folder, state)
+    assert steps(*prepared, range(2, 4)) == want
+    return want, checkpoint.read_manifest(future.result())
+
+
+def resume_adapters(folder):
+    *prepared, state = prepare_adapters()
+    checkpoint.load(folder, state)
+    return steps(*prepared, range(2, 4))
+
+
 def wrong_uses():
     from accelerate import Accelerator
 
@@ -181,6 +209,18 @@ class AccelerateTest(unittest.TestCase):
                 self.assertEqual(run_ranks(2, resume, folder, kind)[0], want[0])
                 found = run_ranks(4, resume, folder, kind)  # Ranks 2 and 3 have the samples of ranks 0 and 1.
                 torch.testing.assert_close(torch.tensor(found[:2]), torch.tensor(want), rtol=1e-5, atol=1e-5)
+
+    def test_what_trains_is_saved_and_loaded_at_once_and_at_other_numbers_of_ranks(self):
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_ranks(2, save_adapters, folder)
+            manifest = found[0][1]
+            saved = [name for name in manifest.tensors if name.startswith("model.")]
+            self.assertTrue(len(saved) == 2 and all("q_proj" in name for name in saved), saved)
+            self.assertTrue(manifest.frozen and not any("q_proj" in name for name in manifest.frozen))
+            want = [curve for curve, _ in found]
+            self.assertEqual(run_ranks(2, resume_adapters, folder), want)
+            other = run_ranks(4, resume_adapters, folder)
+            torch.testing.assert_close(torch.tensor(other[:2]), torch.tensor(want), rtol=1e-5, atol=1e-5)
 
     def test_wrong_use_says_what_to_do(self):
         for ours, theirs, version, strategy, orig, plain, unknown in run_ranks(2, wrong_uses):

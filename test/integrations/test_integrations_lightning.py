@@ -4,13 +4,17 @@ import importlib.util
 import os
 import tempfile
 import unittest
+from unittest import mock
 
+import lightning_cases
 import torch
 import torch.distributed as dist
 from common import run_ranks
 from doc_pages import run_page
 from lightning_cases import fabric_run, trainer_run
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from torch_ragged import checkpoint
 
 HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None
 
@@ -42,6 +46,45 @@ def fabric(folder, form, resume=None):
         dist.barrier()
         losses += fabric_run("ragged", steps=3, first=3, made=(fabric, model, optimizer))[0]
     return losses
+
+
+class Frozen(lightning_cases.Model):
+    """Only the head trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+
+def save_head(folder, how):
+    """What trains, in the background; a load right after it; then a step on 2 ranks."""
+    with mock.patch.object(lightning_cases, "Model", Frozen):
+        if how == "trainer":
+            _, trainer, model = trainer_run("ragged", steps=2)
+            optimizer = trainer.optimizers[0]
+        else:
+            _, _, model, optimizer = fabric_run("ragged", steps=2)
+    state = checkpoint.TrainState(model, optimizer, base="blocks")
+    want = values(model)
+    future = checkpoint.async_save(f"{folder}/{how}", state, process_group=dist.new_group(backend="gloo"))
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.zero_()
+    checkpoint.load(f"{folder}/{how}", state)
+    found, manifest = values(model), checkpoint.read_manifest(future.result())
+    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
+    assert len(manifest.frozen) == 8 and all("blocks" in name for name in manifest.frozen), manifest.frozen
+    return want
+
+
+def load_head(folder, how, want):
+    """In Lightning's model, before it trains, at another number of ranks."""
+    with mock.patch.object(lightning_cases, "Model", Frozen):
+        model = trainer_run("ragged", steps=0)[2] if how == "trainer" else fabric_run("ragged", steps=0)[2]
+    checkpoint.load(f"{folder}/{how}", checkpoint.TrainState(model))
+    found = values(model)
+    assert all(torch.equal(found[name], want[name]) for name in want)
 
 
 @unittest.skipUnless(HAS_LIGHTNING, "lightning is not installed")
@@ -76,6 +119,11 @@ class LightningTest(unittest.TestCase):
         self.assertEqual(run_ranks(2, fabric, self.folder, "distributed", path)[0], want[3:])
         other = run_ranks(4, fabric, self.folder, "distributed", path)[0]
         torch.testing.assert_close(torch.tensor(other), torch.tensor(want[3:]), rtol=1e-5, atol=1e-6)
+
+    def test_what_trains_is_saved_and_loaded_at_once_and_at_other_numbers_of_ranks(self):
+        for how in ("trainer", "fabric"):
+            want = run_ranks(2, save_head, self.folder, how)[0]
+            run_ranks(3, load_head, self.folder, how, want)
 
     def test_the_page_runs(self):
         (printed,) = run_page("integrations/lightning.md")

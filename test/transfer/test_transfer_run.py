@@ -160,7 +160,7 @@ class TransferRunTest(unittest.TestCase):
         source = {"w": dtensor(torch.ones(6), mesh, [Shard(0)])}
         target = {"w": dtensor(torch.zeros(6), mesh, [Replicate()])}
         plan = transfer.plan(source, target)
-        for mine, here, there in (("checksum", "set", None), (None, None, "set")):
+        for mine, here, there in (("checksum", "checksum", None), (None, None, "checksum")):
             text = error_of(plan.run, source, target, delta=mine if rank == 0 else "checksum" if mine is None else None)
             assert text.startswith("ValueError: Plan.run() was called differently on different ranks"), text
             assert f"rank 0 has delta {here}, rank 1 has delta {there}" in text, text

@@ -17,7 +17,7 @@ from torch import nn
 from torch_ragged._ranks.agreement import gather_numbers, reduce_min
 from torch_ragged._ranks.groups import device_of_messages
 
-__all__ = ["Comparison", "compare_before_checkpoint", "digest_of", "first_difference"]
+__all__ = ["Comparison", "compare_before_checkpoint", "digest_of", "first_difference", "mixed"]
 
 _FIRST_CALLS = 8
 """The first calls are all compared: most differences are there from the start."""
@@ -247,8 +247,13 @@ def _weights_of(words: torch.Tensor) -> torch.Tensor:
     count, known = words.numel(), _known_weights.get(words.device)
     if known is None or len(known) < count:
         position = torch.arange(1, max(count, 1024) + 1, dtype=torch.int64, device=words.device)
-        for factor in (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # Those of SplitMix64.
-            position = position * factor
-            position = position ^ (position >> 29)
-        known = _known_weights[words.device] = position
+        known = _known_weights[words.device] = mixed(position)
     return known[:count]
+
+
+def mixed(position: torch.Tensor) -> torch.Tensor:
+    """Numbers (int64) that look random, other ones for other positions."""
+    for factor in (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # Those of SplitMix64.
+        position = position * factor
+        position = position ^ (position >> 29)
+    return position

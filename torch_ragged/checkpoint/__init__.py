@@ -18,9 +18,10 @@ lists the saved tensors and their placements, the versions of the writer, and th
 module with any DTensors: only the state dicts of the model and of the optimizer are read and written.
 
 Files: ``_api`` (save, async_save, load), ``_state`` (the contents of a checkpoint), ``_same`` (values that must be equal on all
-ranks), ``_matching`` (does the checkpoint fit the model), ``_replicas`` (each replica reads a share), ``_rng`` (random states),
-``_manifest``, ``_files`` (checksums), ``_writer`` and ``_reader`` (DCP's storage), ``_folder`` (the checkpoints of a run),
-``_background`` (the save in flight), ``_errors``, ``_cli``.
+ranks), ``_base`` (frozen parameters that are left out), ``_matching`` (does the checkpoint fit the model), ``_rows`` (rows of
+other checkpoints), ``_replicas`` (each replica reads a share), ``_rng`` (random states), ``_manifest``, ``_files`` (checksums),
+``_writer`` and ``_reader`` (DCP's storage), ``_folder`` (the checkpoints of a run), ``_background`` (the save in flight),
+``_errors``, ``_cli``.
 """
 
 from torch_ragged.checkpoint._api import async_save, load, save
@@ -28,6 +29,7 @@ from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._folder import keep, latest
 from torch_ragged.checkpoint._manifest import FileRecord, Manifest, TensorRecord, read_manifest
 from torch_ragged.checkpoint._reader import CheckpointReader
+from torch_ragged.checkpoint._rows import RowPlanner, StoredRows
 from torch_ragged.checkpoint._state import TrainState
 from torch_ragged.checkpoint._writer import CheckpointWriter
 
@@ -37,6 +39,8 @@ __all__ = [
     "CheckpointWriter",
     "FileRecord",
     "Manifest",
+    "RowPlanner",
+    "StoredRows",
     "TensorRecord",
     "TrainState",
     "async_save",

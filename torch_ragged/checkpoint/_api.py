@@ -28,11 +28,12 @@ from torch_ragged._ranks.agreement import before_groups
 from torch_ragged._ranks.comparison import compare_before_checkpoint
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.checkpoint._background import BackgroundSave, wait_for_save
+from torch_ragged.checkpoint._base import HeldBase, base_of_save, digests_of, refuse_other_base, remember_base
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, gather, on_all, raise_on_all
 from torch_ragged.checkpoint._folder import checkpoint_at, complete_in, folder_of, refuse_other_folders
 from torch_ragged.checkpoint._layouts import boxes_of, plain_state, refuse_gaps, relaid
-from torch_ragged.checkpoint._manifest import Manifest, read_manifest
+from torch_ragged.checkpoint._manifest import Manifest, describe, read_manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
 from torch_ragged.checkpoint._reader import CheckpointReader, damage
 from torch_ragged.checkpoint._rng import rng_checksums
@@ -267,11 +268,18 @@ def load(
         planner = CheckingPlanner(reader.manifest, spread, trust, bool(state.optimizers))
         try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.
 
-            def compare() -> dict[str, Any]:
-                planner.set_up_planner(request.prepare(metadata), metadata)
-                return boxes_of(request.tensors)
+            def compare() -> tuple[dict[str, Any], HeldBase]:
+                tensors = request.prepare(metadata)
+                planner.left_out = {name: describe(value) for name, value in request.left_out.items()}
+                planner.set_up_planner(tensors, metadata)
+                return boxes_of(tensors), request.held_base()
 
-            refuse_gaps(gather(compare, what, process_group), what)
+            held = gather(compare, what, process_group)
+            refuse_gaps([boxes for boxes, _ in held], what)
+            frozen = digests_of([base for _, base in held], what)
+            refuse_other_base(reader.manifest, frozen, what)
+            if frozen:
+                remember_base(state.model, frozen, bool(reader.manifest.frozen))
             _fill_request(request, reader, planner, what)
         except BaseException:
             request.forget()
@@ -376,13 +384,17 @@ def _prepare(
     steps = sum(map(_steps_of, state.optimizers))  # Before the states are taken: DCP may make them by a step.
     collected: list[Contents] = []
 
-    def collect() -> dict[str, Any]:
+    def collect() -> tuple[dict[str, Any], HeldBase | None]:
         collected.append(Contents(state, rank, kind is not None))
-        return boxes_of(collected[0].state_dict)
+        return boxes_of(collected[0].state_dict), collected[0].base
 
-    refuse_gaps(gather(collect, what, group), what)
+    held = gather(collect, what, group)
+    refuse_gaps([boxes for boxes, _ in held], what)
     contents = collected[0]
     refuse_different(contents.shared, what, group)
+    # All ranks have a base now, or none has: it is one of the values that were compared.
+    frozen = base_of_save(state.model, digests_of([base for _, base in held if base is not None], what)) if state.base else {}
+    contents.leave_out(frozen)
     folder = folder_of(path, state.step)
     if rank == 0:
         _warn_of_same_step(folder, state, steps)
@@ -391,6 +403,8 @@ def _prepare(
         consumed_tokens=state.consumed_tokens,
         data_position=copy.deepcopy(state.data_position),  # Training may change it before a background save writes it.
         objects=contents.names,
+        base=state.base if state.base and frozen else "",
+        frozen=frozen,
     )
     return contents.state_dict, CheckpointWriter(folder, manifest, rng_checksums(contents.rng), tied=contents.tied)
 

@@ -69,6 +69,7 @@ def _inspect(path: Path, pattern: str, draw: bool) -> int:
         ("ranks", str(manifest.world_size)),
         ("written by", f"torch_ragged {manifest.package_version}, torch {manifest.torch_version}, format {manifest.format}"),
         ("model", f"{_elements(manifest):,} elements{_tied(manifest)}, fingerprint {manifest.fingerprint[:16]}"),
+        *([("base", f"{manifest.base} ({len(manifest.frozen)} frozen tensors are there)")] if manifest.base else []),
         ("holds", ", ".join([*_top_level_parts(manifest), *manifest.objects])),
         ("random states", ", ".join(f"{name} ({kind})" for name, kind in manifest.rng.items()) or "none"),
         ("files", f"{len(manifest.files)}, {_bytes(manifest.nbytes)}"),
@@ -108,13 +109,15 @@ def _diff(path: Path, other: Path, pattern: str, values: bool) -> int:
     folders = [checkpoint_at(path), checkpoint_at(other)]
     first, second = map(read_manifest, folders)
     rows = [("", str(folders[0]), str(folders[1]))]
-    for name in ("step", "consumed_tokens", "data_position", "world_size", "torch_version", "package_version", "objects"):
+    told = ("step", "consumed_tokens", "data_position", "world_size", "torch_version", "package_version", "objects", "base")
+    for name in told:
         a, b = getattr(first, name), getattr(second, name)
         if a != b:
             rows.append((name.replace("_", " "), str(a), str(b)))
-    names = sorted(name for name in {*first.tensors, *second.tensors} if fnmatch.fnmatchcase(name, pattern))
+    every, others = ({**manifest.frozen, **manifest.tensors} for manifest in (first, second))
+    names = sorted(name for name in {*every, *others} if fnmatch.fnmatchcase(name, pattern))
     for name in names:
-        a, b = first.tensors.get(name), second.tensors.get(name)
+        a, b = every.get(name), others.get(name)
         if a != b:
             rows.append((name, _described_record(a), _described_record(b)))
     in_both = [n for n in names if n in first.tensors and n in second.tensors]
@@ -157,7 +160,10 @@ def _value_difference(name: str, record: TensorRecord, folders: Sequence[Path]) 
 
 
 def _described_record(tensor: TensorRecord | None) -> str:
-    return "-" if tensor is None else " ".join(filter(None, (tensor.what, _placements(tensor), _mesh(tensor))))
+    if tensor is None:
+        return "-"
+    base = f"in the base, digest {tensor.digest}" if tensor.digest else ""
+    return " ".join(filter(None, (tensor.what, _placements(tensor), _mesh(tensor), base)))
 
 
 def _elements(manifest: Manifest) -> int:

@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.tensor._box_tensor import BoxTensor, with_layout
+from torch_ragged.tensor._checkpoint import chunk_boxes, shard_at
 from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, global_layout_of
-from torch_ragged.tensor._ownership import Box
+from torch_ragged.tensor._ownership import Box, row_major
 
 __all__ = [
     "boxes_of",
+    "held_boxes",
     "layouts_of_model",
     "name_in_checkpoint",
     "optimizer_with_layouts",
@@ -144,6 +147,26 @@ def refuse_gaps(held: Sequence[Mapping[str, _HeldTensor]], what: str) -> None:
             problems.append(f"{name}: {problem}")
     if problems:
         raise CheckpointError(f"{what}: the layouts of the ranks are not of whole tensors:{listed(problems)}")
+
+
+def held_boxes(name: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes that this rank holds of a tensor under any placements or with a layout, each with its view of local memory.
+
+    Raises:
+        TypeError: the local tensor has a type without such views, or several boxes and strides that are not contiguous.
+    """
+    local = tensor.detach()
+    if isinstance(tensor, DTensor):
+        boxes, local = chunk_boxes(tensor), local.to_local()  # type: ignore[attr-defined]
+    elif isinstance(tensor, BoxTensor):
+        boxes = tensor._boxes()
+    else:
+        boxes = (Box((0,) * tensor.ndim, tuple(tensor.shape), 0, row_major(tensor.shape)),)
+    if len(boxes) == 1 and boxes[0].sizes == tuple(local.shape):
+        return [(boxes[0], local)]
+    if isinstance(tensor, DTensor) and not local.is_contiguous():
+        raise TypeError(f"{name} has {len(boxes)} boxes in a local tensor with strides {local.stride()}: make it contiguous")
+    return [(box, shard_at(MetadataIndex(name, torch.Size(box.offsets)), boxes, local, tensor.shape)) for box in boxes]
 
 
 def relaid(copied: Any, original: Any) -> Any:

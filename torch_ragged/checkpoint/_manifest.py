@@ -44,7 +44,7 @@ __all__ = [
 
 _Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]  # shape, names of mesh dimensions, ranks
 
-FORMAT = 1  # Readers refuse a manifest with a higher number.
+FORMAT = 2  # Readers refuse a manifest with a higher number. A manifest without a base is written with format 1.
 MANIFEST = "manifest.json"
 CHUNKS = "chunks.json"
 MOST_BYTES = 1 << 30  # Of a manifest, chunks.json or .metadata: a larger one is forged, and would fill the memory.
@@ -56,6 +56,7 @@ class TensorRecord:
     """Shape and dtype of a tensor; of a DTensor also its placements and its mesh.
 
     ``mesh_ranks`` are in row-major order of ``mesh_shape``. ``tied_to`` is the first name of a parameter with several names.
+    ``digest`` is that of the values, of a parameter that is not in the checkpoint but in its base.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +66,7 @@ class TensorRecord:
     mesh_dim_names: tuple[str, ...] = ()
     mesh_ranks: tuple[int, ...] = ()
     tied_to: str = field(default="", compare=False)
+    digest: str = ""
 
     @property
     def what(self) -> str:
@@ -98,6 +100,8 @@ class Manifest:
         files: the record of each file except the manifest, by file name.
         fingerprint: SHA-256 of name, shape and dtype of all tensors of the model.
         objects: the names of the values that are not tensors: ``scheduler``, ``extra.<name>``, ``per_rank.<name>``.
+        base: what the caller has named as the base (``TrainState.base``); "" if nothing was left out.
+        frozen: the record of each parameter that was left out because it is in the base, by its name in the checkpoint.
         rng: by random generator: "same" if all ranks had equal states, "each" if ranks had different states.
         torch_version, package_version, format: the versions of the writer.
     """
@@ -111,9 +115,11 @@ class Manifest:
     fingerprint: str = ""
     rng: dict[str, str] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
+    base: str = ""
+    frozen: dict[str, TensorRecord] = field(default_factory=dict)
     torch_version: str = torch.__version__
     package_version: str = torch_ragged.__version__
-    format: int = FORMAT
+    format: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -132,8 +138,14 @@ class Manifest:
             if tensor.tied_to:
                 entry["tied_to"] = tensor.tied_to
             tensors[name] = entry
-        body = {key: value for key, value in vars(self).items() if key not in ("tensors", "files")}
+        body = {key: value for key, value in vars(self).items() if key not in ("tensors", "files", "base", "frozen")}
         body["tensors"] = tensors
+        if self.base:  # Otherwise as versions before format 2 wrote and read it.
+            body["base"], body["format"] = self.base, FORMAT
+            body["frozen"] = {
+                name: {"shape": tensor.shape, "dtype": tensor.dtype, "digest": tensor.digest}
+                for name, tensor in sorted(self.frozen.items())
+            }
         body["meshes"] = [dict(zip(("shape", "dim_names", "ranks"), mesh)) for mesh in meshes]
         body["files"] = {
             name: {"nbytes": file.nbytes, "block": file.block, "crc32": [f"{crc:08x}" for crc in file.crc32]}
@@ -217,6 +229,7 @@ def _texts_of(value: Any, what: str) -> tuple[str, ...]:
 def _from_body(body: dict[str, Any]) -> Manifest:
     meshes = [_mesh_of_entry(entry) for entry in _exactly(list, body.pop("meshes"), "meshes")]
     tensors = {name: _tensor_of(name, entry, meshes) for name, entry in _exactly(dict, body.pop("tensors"), "tensors").items()}
+    frozen = {name: _tensor_of(name, entry, []) for name, entry in _exactly(dict, body.pop("frozen", {}), "frozen").items()}
     files = {name: _file_of(name, entry) for name, entry in _exactly(dict, body.pop("files"), "files").items()}
     if ".metadata" not in files:
         raise ValueError("files has no .metadata")
@@ -230,9 +243,11 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         raise ValueError(f"world_size is {body['world_size']}, but there are only {of_ranks} files of ranks")
     for name in ("fingerprint", "torch_version", "package_version"):
         _exactly(str, body[name], name)
+    if not _exactly(str, body.get("base", ""), "base") and frozen:
+        raise ValueError(f"base is empty, but {len(frozen)} tensors are in it")
     _texts_of(body["objects"], "objects")
     _texts_of(list(_exactly(dict, body["rng"], "rng").values()), "rng")
-    return Manifest(tensors=tensors, files=files, **body)
+    return Manifest(tensors=tensors, frozen=frozen, files=files, **body)
 
 
 def _mesh_of_entry(entry: Any) -> _Mesh:
@@ -251,8 +266,9 @@ def _tensor_of(name: str, entry: Any, meshes: list[_Mesh]) -> TensorRecord:
     tensor = _exactly(dict, entry, name)
     shape, dtype = _read_shape(tensor["shape"], f"{name}'s shape"), _exactly(str, tensor["dtype"], f"{name}'s dtype")
     tied_to = _exactly(str, tensor.get("tied_to", ""), f"{name}'s tied_to")
+    digest = _exactly(str, tensor.get("digest", ""), f"{name}'s digest")
     if "mesh" not in tensor:
-        return TensorRecord(shape, dtype, tied_to=tied_to)
+        return TensorRecord(shape, dtype, tied_to=tied_to, digest=digest)
     index = _count(tensor["mesh"], f"{name}'s mesh")
     if index >= len(meshes):
         raise ValueError(f"{name}'s mesh is {index}, but there are {len(meshes)} meshes")

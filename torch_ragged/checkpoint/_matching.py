@@ -38,11 +38,15 @@ class CheckingPlanner(ObjectPlanner):
             another replica reads for this rank are not filled.
         trust: whether objects may be unpickled that are more than data.
         has_optimizer: whether an optimizer is loaded. One that keeps no states has no tensor to fill.
+
+    Attributes:
+        left_out: the model's tensors that are not filled because the checkpoint leaves them out. They are compared, too.
     """
 
     def __init__(self, manifest: Manifest, spread: bool = False, trust: bool = False, has_optimizer: bool = False) -> None:
         super().__init__(trust)
         self.manifest, self.spread, self.has_optimizer = manifest, spread, has_optimizer
+        self.left_out: dict[str, TensorRecord] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Compare the tensors of ``state_dict`` with the manifest. Changes no tensor.
@@ -52,7 +56,7 @@ class CheckingPlanner(ObjectPlanner):
         """
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.wanted = {name: describe(value) for name, value in self.state_dict.items() if isinstance(value, torch.Tensor)}
-        problems = differences(self.wanted, self.manifest.tensors)
+        problems = differences({**self.wanted, **self.left_out}, {**self.manifest.tensors, **self.manifest.frozen})
         # DCP would raise later, with a traceback of each rank.
         missing = [] if metadata is None else [name for name in self.state_dict if name not in metadata.state_dict_metadata]
         problems += [f"{name} is not in the checkpoint" for name in missing if name not in self.wanted]

@@ -9,7 +9,7 @@ import io
 import itertools
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from torch_ragged.checkpoint._base import HeldBase, frozen_in, held_base
 from torch_ragged.checkpoint._data import load_object
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._layouts import (
@@ -78,6 +79,11 @@ class TrainState:
             the names of parameters and buffers: a :class:`~torch_ragged.GlobalLayout`, or an object with its four fields.
             States of the optimizer that have the parameter's shape lie like it. Tensors that carry the four fields, in the
             model or in ``extra``, need no entry.
+        base: for a fine-tuning that trains few parameters, such as LoRA: what a reader loads first, as a name or a path. The
+            base is what the frozen parameters hold at the first :func:`save` or :func:`load` with it. A checkpoint leaves out
+            each parameter that is frozen, has no state of an optimizer and still holds its base's values; it has their digests
+            in its manifest. :func:`load` compares these digests with the model, which must hold the base, whether ``base`` is
+            set or not. Equal on all ranks. None: all parameters are saved.
     """
 
     model: nn.Module
@@ -90,6 +96,7 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, Any] = field(default_factory=dict)
     layouts: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
 
     def check(self) -> None:
         """Check the types and values of all fields.
@@ -122,6 +129,8 @@ class TrainState:
                 raise TypeError(f"TrainState.{field_name} must be a dict whose keys are str, got {reprlib.repr(held)}")
         if not isinstance(self.layouts, Mapping) or not all(isinstance(name, str) for name in self.layouts):
             raise TypeError(f"TrainState.layouts must map names of parameters to layouts, got {reprlib.repr(self.layouts)}")
+        if self.base is not None and (not isinstance(self.base, str) or not self.base):
+            raise TypeError(f"TrainState.base must be the name or the path of the base, or None, got {self.base!r}")
         try:
             same = json.loads(json.dumps(self.data_position))
         except (TypeError, ValueError) as error:
@@ -159,6 +168,7 @@ class Contents:
         names: the names of the values that are not tensors, for the manifest.
         shared: the values that one rank writes for all, by name.
         tied: the first name of each parameter of the model that has several names, by its other names.
+        base: what this rank holds of the frozen parameters; None if the state names no base.
     """
 
     def __init__(self, state: TrainState, rank: int, is_staged: bool = False) -> None:
@@ -176,7 +186,7 @@ class Contents:
         self.names = _object_names(state)
         self.tied = _tied_names(state.model)
         self.shared = {
-            **{name: getattr(state, name) for name in ("step", "consumed_tokens", "data_position")},
+            **{name: getattr(state, name) for name in ("step", "consumed_tokens", "data_position", "base")},
             **objects,
             **{
                 f"extra.{name}": value
@@ -196,6 +206,16 @@ class Contents:
         if state.optimizers:
             found = _optimizer_state(state, "views" if is_staged else "stored")
             self.state_dict["optimizer"] = optimizer_with_layouts(found, self.state_dict["model"])
+        self.base = _held_base(state, self.state_dict["model"]) if state.base is not None else None
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Remove tensors of the model from the state dict."""
+        for name in names:
+            del self.state_dict["model"][name.removeprefix("model.")]
+
+
+def _held_base(state: TrainState, model: Mapping[str, Any]) -> HeldBase:
+    return held_base(model, frozen_in(state.model, state.optimizers))
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
@@ -325,6 +345,7 @@ class Request:
     Attributes:
         objects: for ``dcp.load``: pickles and random states. They are filled and checked before any parameter changes.
         tensors: for ``dcp.load``: the tensors of the model, the optimizers and ``extra``.
+        left_out: the tensors of the model that the checkpoint leaves out, by their names in it.
     """
 
     def __init__(
@@ -379,7 +400,16 @@ class Request:
             wanted = optimizer_with_layouts(self._optimizer_state(), self.tensors["model"])
             self._groups = wanted.pop("param_groups")
             self.tensors["optimizer"] = wanted
+        model = self.tensors["model"]
+        names = [name for name in self.manifest.frozen if name.removeprefix("model.") in model]
+        self.left_out: dict[str, Any] = {name: model.pop(name.removeprefix("model.")) for name in names}
         return self.tensors
+
+    def held_base(self) -> HeldBase:
+        """What this rank holds of the tensors that the checkpoint leaves out; if none, of those that a save could leave out."""
+        if self.left_out:
+            return held_base({name.removeprefix("model."): value for name, value in self.left_out.items()}, self.left_out)
+        return _held_base(self.state, self.tensors["model"]) if self.state.base is not None else HeldBase({}, set())
 
     def _sources(self, name: str) -> list[int]:
         """The saved ranks whose state of ``per_rank[name]`` this rank reads."""
@@ -443,7 +473,8 @@ class Request:
     def apply(self) -> None:
         """Set the model, the optimizers, the scheduler, ``extra``, ``per_rank`` and the generators to the loaded values."""
         state, manifest = self.state, self.manifest
-        set_model_state_dict(state.model, plain_state(self.tensors["model"]))
+        options = StateDictOptions(strict=not self.left_out)
+        set_model_state_dict(state.model, plain_state(self.tensors["model"]), options=options)
         if state.optimizers:
             self._load_optimizers(plain_state(self.tensors["optimizer"]["state"]))
         if state.scheduler is not None:

@@ -216,7 +216,7 @@ class CheckpointWriter(FileSystemWriter):
             world_size=len(reports),
             files=files,
             tensors=tensors,
-            fingerprint=fingerprint(tensors),
+            fingerprint=fingerprint({**tensors, **self.manifest.frozen}),
             rng={name: "same" if is_same else "each" for name, is_same in same.items()},
         )
         with self.fs.create_stream(Path(self.path) / MANIFEST, "wb") as stream:

@@ -504,14 +504,14 @@ def names_peers(step: Callable[..., Any]) -> Callable[..., Any]:
     """The method ``step``, which raises a PeerError that names the ranks if one of its collectives fails."""
 
     @functools.wraps(step)
-    def named(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def named(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         def ranks() -> list[int]:
             meshes = {mesh_of(param) for group in self.param_groups for param in group["params"]} - {None}
             return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})  # type: ignore[union-attr]
 
         # ``ranks`` is a function: it is called if a collective fails, not in each step.
         with peers_named(f"{type(self).__name__}.step", "", ranks):
-            return step(self, closure)
+            return step(self, *args, **kwargs)
 
     return named
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import numbers
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -33,7 +33,14 @@ from torch_ragged.optim._gather import Batch, GatherToRoot, Placed, mesh_ranks, 
 from torch_ragged.optim._matrix_groups import check_segments
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 
-__all__ = ["MatrixOptimizer"]
+__all__ = ["MatrixOptimizer", "StatesOf"]
+
+StatesOf = Callable[[torch.Tensor, dict[str, Any], Optional[int]], dict[str, Any]]
+"""``(parameter, its group, index) -> states`` that a step reads and writes next. They are valid until the next call.
+
+Without an index, those that have the placements of the parameter. With one, views of those of a matrix: ``index`` counts the
+matrices of the parameter whose root is this rank.
+"""
 
 
 class MatrixOptimizer(RaggedOptimizer):
@@ -46,6 +53,7 @@ class MatrixOptimizer(RaggedOptimizer):
     algorithm: str
     wire: torch.dtype
     takes_segments = False
+    has_states_at_roots = False  # Whether the states that ``fsdp.offloaded`` keeps elsewhere are those at the roots.
     _knobs = ("max_root_bytes", "check_gradients")
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_root_bytes: Optional[int], check_gradients: bool) -> None:
@@ -66,11 +74,17 @@ class MatrixOptimizer(RaggedOptimizer):
         """The cost of the computation with one matrix, in any unit. Equal on all ranks, since roots are chosen by it."""
         raise NotImplementedError
 
-    def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
+    def init_states(self, param: torch.Tensor, group: dict[str, Any], elsewhere: Collection[str] = ()) -> None:
+        """Make the states of a parameter that are missing, but for those that lie ``elsewhere``. Ranks call it in one order."""
+        raise NotImplementedError
+
+    def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         """The local part of the tensor to gather at the root; updates local states, such as the momentum."""
         raise NotImplementedError
 
-    def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _compute(
+        self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor], states_of: StatesOf
+    ) -> torch.Tensor:
         """At the root: the updates of a batch of matrices. ``spot.stack`` is an index into ``params``."""
         raise NotImplementedError
 
@@ -179,13 +193,66 @@ class MatrixOptimizer(RaggedOptimizer):
         loss = run_closure(closure)
         groups = groups_on_host(self)
         entries = [(param, group) for group in groups for param in group["params"]]
+        gradients = self._step_matrices(entries, self.states_of, is_captured=is_captured)
+        # No collective from here on: a rank that is late here delays no other one in this step.
+        start = 0
+        for group in groups:
+            stop = start + len(group["params"])
+            if group["algorithm"] == "adamw":
+                adamw_step(self, group, group["params"], gradients[start:stop], eps=group["adamw_eps"])
+            start = stop
+        return loss
+
+    @torch.no_grad()
+    @names_peers
+    def step_matrices(
+        self, params: Collection[torch.Tensor], states_of: StatesOf, *, check_gradients: bool = True
+    ) -> list[torch.Tensor]:
+        """A part of a step: of the matrices among ``params``, whose states need not lie in this optimizer.
+
+        A step in such parts has the bits of :meth:`step`. Every rank of the parameters' meshes must call it.
+
+        Args:
+            params: parameters of this optimizer, equal on all ranks; also those of AdamW, for the agreement on gradients.
+            states_of: brings the states; :attr:`states_of` is the one of :meth:`step`.
+            check_gradients: whether ranks agree on gradients, if the optimizer's own ``check_gradients`` is True, too.
+
+        Returns:
+            AdamW's parameters that have a gradient on other ranks only: it counts as zero on this one.
+        """
+        entries = [(param, group) for group in groups_on_host(self) for param in group["params"]]
+        gradients = self._step_matrices(entries, states_of, params, check_gradients)
+        return [
+            param
+            for (param, group), gradient in zip(entries, gradients)
+            if group["algorithm"] == "adamw" and gradient is not None and param.grad is None
+        ]
+
+    def states_of(self, param: torch.Tensor, group: dict[str, Any], index: Optional[int]) -> dict[str, Any]:
+        """The states that lie in this optimizer: see :data:`StatesOf`."""
+        assert index is None, "this optimizer has no states at roots"
+        self.init_states(param, group)
+        return self.state[param]
+
+    def _step_matrices(
+        self,
+        entries: list[Any],
+        states_of: StatesOf,
+        chosen: Optional[Collection[torch.Tensor]] = None,
+        check_gradients: bool = True,
+        is_captured: bool = False,
+    ) -> list[torch.Tensor | None]:
+        """Step the matrices. Returns the local gradients of ``entries``; None for parameters that are not ``chosen``."""
         params = [param for param, _ in entries]
         matrices = [i for i, (_, group) in enumerate(entries) if group["algorithm"] == self.algorithm]
         # Before the first collective. It looks at options and at the shapes of states, which ranks have in common: all of them
         # raise, or none.
         for i in matrices:
             self._check_step(*entries[i])
-        gradients = agree_on_gradients(params, None if self.check_gradients else ())
+        stepped = [i for i, param in enumerate(params) if chosen is None or param in chosen]
+        agreed = None if check_gradients and self.check_gradients else ()
+        found = dict(zip(stepped, agree_on_gradients([params[i] for i in stepped], agreed)))
+        gradients = [found.get(i) for i in range(len(params))]
         if is_captured:
             check_warm(self, (param for param, gradient in zip(params, gradients) if gradient is not None))
         # One mesh after another, in the order of parameters: ranks that share several meshes meet in the same order. Not known:
@@ -196,28 +263,32 @@ class MatrixOptimizer(RaggedOptimizer):
             # A rank with another set would make another plan, and the all-to-alls would hang or mix elements.
             present = [i for i in indices if gradients[i] is not None]
             if present:
-                self._matrix_step(indices, present, entries, gradients, mesh)
-        # No collective from here on: a rank that is late here delays no other one in this step.
-        start = 0
-        for group in groups:
-            stop = start + len(group["params"])
-            if group["algorithm"] == "adamw":
-                adamw_step(self, group, params[start:stop], gradients[start:stop], eps=group["adamw_eps"])
-            start = stop
-        return loss
+                self._matrix_step(indices, present, entries, gradients, mesh, states_of)
+        return gradients
 
     def _matrix_step(
-        self, indices: list[int], present: list[int], entries: list[Any], gradients: list[Any], mesh: DeviceMesh | None
+        self,
+        indices: list[int],
+        present: list[int],
+        entries: list[Any],
+        gradients: list[Any],
+        mesh: DeviceMesh | None,
+        states_of: StatesOf,
     ) -> None:
         """Step the matrix parameters of one mesh that have gradients: ``present``, a subset of ``indices``."""
         plan = self._plan(indices, present, entries, mesh)
         params, groups = [entries[i][0] for i in present], [entries[i][1] for i in present]
         # Momentum changes here, before anything is sent. If a transfer fails after it, this step cannot be repeated with the
         # same result.
-        inputs = [self._send(param, group, gradients[i]) for param, group, i in zip(params, groups, present)]
+        inputs = [
+            self._send(param, group, gradients[i], states_of(param, group, None))
+            for param, group, i in zip(params, groups, present)
+        ]
         of_stacks = [params[index] for index in plan.tensors]
         device = inputs[0].device
-        updates = plan.run(inputs, lambda batch, data: self._compute(batch, data, of_stacks), self._share, self.wire, device)
+        updates = plan.run(
+            inputs, lambda batch, data: self._compute(batch, data, of_stacks, states_of), self._share, self.wire, device
+        )
         # With Nesterov's momentum they are new memory of the size of the shards. The updates come beside it.
         del inputs
         for param, group, update in zip(params, groups, updates):
@@ -241,7 +312,8 @@ class MatrixOptimizer(RaggedOptimizer):
         ]
         roots = [of_part for of_part, _ in chosen]
         flights = split_flights(stacks, roots, self.wire.itemsize, self.max_root_bytes)
-        if len(self._plans) >= 16:  # Each set of parameters with gradients has a plan: bound their memory.
+        # Each set of parameters with gradients has a plan: bound their memory. A step in backward has one for each group.
+        if len(self._plans) >= max(16, len(indices)):
             self._plans.clear()
         self._plans[key] = GatherToRoot(stacks, placed, tensors, roots, flights, mesh)
         return self._plans[key]

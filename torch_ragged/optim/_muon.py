@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Optional, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.optim._base import add_scaled, check_numbers, local, scalar, zeros_placed
+from torch_ragged._register._torch import dtensor_like
+from torch_ragged.optim._base import add_scaled, check_numbers, from_flat, local, scalar, zeros_placed
 from torch_ragged.optim._block_moment import moment_nbytes, moment_shapes, update_moment, zero_moment
 from torch_ragged.optim._blocks import BlockLayout, BlockPolicy, block_layout_of
 from torch_ragged.optim._gather import Batch, Placed
-from torch_ragged.optim._matrix import MatrixOptimizer
+from torch_ragged.optim._matrix import MatrixOptimizer, StatesOf
 from torch_ragged.optim._newton_schulz import (
     COEFFICIENTS,
     EPS,
@@ -272,23 +274,28 @@ class Muon(RootStateOptimizer):
         has_states = any(entries[i][1]["neuron_beta"] is not None for i in indices)
         (RootStateOptimizer if has_states else MatrixOptimizer)._assign(self, indices, present, entries, mesh)
 
-    def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
+    def init_states(self, param: torch.Tensor, group: dict[str, Any], elsewhere: Collection[str] = ()) -> None:
+        """As in the base class: the momentum, and with ``neuron_beta`` its averages."""
+        state, (layout, policy) = self.state[param], self._blocks(param, group)
+        if layout is None and "momentum_buffer" not in (*state, *elsewhere):
+            state["momentum_buffer"] = torch.zeros_like(param)
+        elif layout is not None and "momentum_codes" not in (*state, *elsewhere):
+            state.update(zero_moment("momentum", param, layout, policy))
+        # A state that was loaded may be redistributed here, by collectives. All ranks of the mesh reach this for the same
+        # parameters in the same order, before the first all-to-all of the step.
+        self._place_states(param, group, elsewhere)
+
+    def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         """Update the local momentum. Returns the local part of the matrix to orthogonalise."""
-        state, momentum, nesterov = self.state[param], group["momentum"], group["nesterov"]
+        momentum, nesterov = group["momentum"], group["nesterov"]
         layout, policy = self._blocks(param, group)
         if layout is None:
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(param)
-            # A state that was loaded may be redistributed here, by collectives. All ranks of the mesh reach this for the same
-            # parameters in the same order, before the first all-to-all of the step.
-            self._place_states(param, group)
             buffer = local(state["momentum_buffer"])
             buffer.lerp_(gradient, 1 - momentum)
-            # Without Nesterov, the state itself is the input. The transfer only reads it.
-            return gradient.lerp(buffer, momentum) if nesterov else buffer
-        if "momentum_codes" not in state:
-            state.update(zero_moment("momentum", param, layout, policy))
-        self._place_states(param, group)
+            if nesterov:
+                return gradient.lerp(buffer, momentum)
+            # The state itself is the input, which the transfer only reads. Memory that was lent has another state by then.
+            return buffer if state is self.state[param] else buffer.clone()
 
         def update(moment: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
             # Products and sums, each rounded once: a fused operation rounds the last elements of a tensor in another way.
@@ -316,6 +323,36 @@ class Muon(RootStateOptimizer):
                 )
             self._layouts[key] = layout, policy
         return self._layouts[key]
+
+    def piece_units(self, param: torch.Tensor, group: dict[str, Any]) -> int:
+        """As in the base class: the local momentum is not cut."""
+        if group["neuron_beta"] is not None:
+            super().piece_units(param, group)  # It chooses the roots.
+        return 1
+
+    def piece_states(
+        self, param: torch.Tensor, group: dict[str, Any], start: int, stop: int
+    ) -> dict[str, tuple[int, torch.dtype]]:
+        """As in the base class: the momentum. The averages of ``neuron_beta`` are small, and stay on the device."""
+        numel, (layout, policy) = local(param).numel() * (stop - start), self._blocks(param, group)
+        if layout is None:
+            return {"momentum_buffer": (numel, param.dtype)}
+        scales = (moment_nbytes(param, layout, policy) - local(param).numel()) // 4 * (stop - start)
+        return {"momentum_codes": (numel, torch.uint8), "momentum_scales": (scales, torch.float32)}
+
+    def piece_placements(self, param: DTensor, group: dict[str, Any], name: str) -> tuple[Placement, ...]:
+        """As in the base class."""
+        layout = self._blocks(param, group)[0] if name == "momentum_scales" else None
+        return tuple(param.placements if layout is None else layout.grid)
+
+    def piece_joined(self, param: DTensor, group: dict[str, Any], name: str, flat: torch.Tensor) -> DTensor:
+        """As in the base class."""
+        if name == "momentum_buffer":  # With the strides of a state that zeros_like() makes: kernels round by them.
+            like = torch.empty_like(local(param), device="meta")
+            return dtensor_like(flat.as_strided(like.shape, like.stride()), param)
+        shape = tuple(param.shape)
+        shape = self._blocks(param, group)[1].grid(shape) if name == "momentum_scales" else shape
+        return from_flat(flat, shape, param.device_mesh, self.piece_placements(param, group, name))
 
     def _check_step(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         """Raise if the momentum is in other blocks than those of the group."""
@@ -367,7 +404,9 @@ class Muon(RootStateOptimizer):
             return zeros_placed(shape, dtype, param.device_mesh, param.placements, param)
         return super().empty_state(param, group, name, shape, dtype)
 
-    def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _compute(
+        self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor], states_of: StatesOf
+    ) -> torch.Tensor:
         kind: Any = batch.kind
         schedule, eps, batched, beta, blocks = kind
         if blocks == 1:
@@ -380,7 +419,9 @@ class Muon(RootStateOptimizer):
         if beta is not None:
             groups = {param: group for group in self.param_groups for param in group["params"]}
             for update, spot in zip(updates, batch.spots):  # One by one: sums must not depend on the batch.
-                (moment,) = self._at_root(params, spot, groups[params[spot.stack]]).values()
+                param = params[spot.stack]
+                part, index = self._of_root(params, spot)
+                (moment,) = self._at_root(param, groups[param], index, part).values()
                 # New row-major memory: the bits of sums depend on strides, which are those of the batch.
                 rows = update.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
                 update.copy_(_normalized_rows(rows, moment, beta))

@@ -6,17 +6,18 @@ It must not know what the states mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.optim._aligned import aligned
-from torch_ragged.optim._base import STEP_NBYTES, local, mesh_of, zeros_placed
+from torch_ragged.optim._base import STEP_NBYTES, from_flat, local, mesh_of, zeros_placed
 from torch_ragged.optim._gather import Batch, Spot, mesh_ranks
-from torch_ragged.optim._matrix import MatrixOptimizer
+from torch_ragged.optim._matrix import MatrixOptimizer, StatesOf
 from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.placement_types import RaggedShard
 
@@ -71,18 +72,21 @@ class RootStateOptimizer(MatrixOptimizer):
         roots, parts = self._roots.get(param), self._parts(param, group)
         return roots is not None and all(split <= self._stack(part, group).blocks for part, (_, split) in zip(parts, roots))
 
-    def _place_states(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+    def _root_placements(self, param: torch.Tensor, part: int) -> tuple[RaggedShard]:
+        """Each rank of the flattened mesh holds the states of the matrices whose root it is."""
+        units = [0] * mesh_ranks(mesh_of(param))[1]
+        # A stack without matrices has no root: rank 0 counts as one, as a RaggedShard needs a unit.
+        for root in self._roots[param][part][0] or (0,):
+            units[root] += 1
+        return (RaggedShard((0,) if param.ndim == 3 else (), tuple(units)),)
+
+    def _place_states(self, param: torch.Tensor, group: dict[str, Any], elsewhere: Collection[str] = ()) -> None:
         """Make the states at the roots if they are missing. Redistribute those that were loaded from a run with other roots."""
-        states = self._root_states(param, group)
-        of_parts = self._roots[param] if states else []
-        mesh, ranks, held = mesh_of(param), mesh_ranks(mesh_of(param))[1], self.state[param]
-        for name, (shape, part) in states.items():
-            units = [0] * ranks
-            # A stack without matrices has no root: rank 0 counts as one, as a RaggedShard needs a unit.
-            for root in of_parts[part][0] or (0,):
-                units[root] += 1
-            # Each rank of the flattened mesh holds the states of the matrices whose root it is.
-            placement = (RaggedShard((0,) if param.ndim == 3 else (), tuple(units)),)
+        mesh, held = mesh_of(param), self.state[param]
+        for name, (shape, part) in self._root_states(param, group).items():
+            if name in elsewhere:
+                continue
+            placement = self._root_placements(param, part)
             if name in held:
                 # By collectives: all ranks of the mesh are here, with equal placements, as they have loaded the same. Assumed:
                 # a state that is no DTensor has the matrices of this rank only. Nothing notices a whole one.
@@ -102,28 +106,71 @@ class RootStateOptimizer(MatrixOptimizer):
             )
         return self._meshes[mesh]
 
-    def _at_root(self, params: Sequence[torch.Tensor], spot: Spot, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Views of the states of a matrix at this rank, its root. ``params`` has the parameter of each stack."""
+    def _of_root(self, params: Sequence[torch.Tensor], spot: Spot) -> tuple[int, int]:
+        """The part of a matrix at this rank, its root, and its index among those of this rank.
+
+        ``params`` has the parameter of each stack.
+        """
         param = params[spot.stack]
         part = sum(each is param for each in params[: spot.stack])
         # Roots never descend: this rank's matrices are neighbours in the stack, and its part of the state has them in this
         # order.
-        index = spot.position - self._roots[param][part][0].index(mesh_ranks(mesh_of(param))[0])
+        return part, spot.position - self._roots[param][part][0].index(mesh_ranks(mesh_of(param))[0])
+
+    def states_of(self, param: torch.Tensor, group: dict[str, Any], index: Optional[int]) -> dict[str, Any]:
+        """The states that lie in this optimizer: see :data:`StatesOf`."""
+        return super().states_of(param, group, None) if index is None else self._at_root(param, group, index)
+
+    def _at_root(self, param: torch.Tensor, group: dict[str, Any], index: int, part: int = 0) -> dict[str, torch.Tensor]:
+        """Views of the states of a matrix at this rank, its root."""
         states = {name: state for name, state in self._root_states(param, group).items() if state.part == part}
         return {name: local(self.state[param][name]).view(-1, *shape[-2:])[index] for name, (shape, _) in states.items()}
+
+    def _choose_roots(self, mesh: DeviceMesh | None) -> None:
+        """Choose the roots of all matrices of the mesh at once, as the first step does it.
+
+        Chosen one by one, they would be other roots.
+        """
+        entries = [(each, own) for own in self.param_groups for each in own["params"]]
+        matrices = [i for i, (_, own) in enumerate(entries) if own["algorithm"] == self.algorithm]
+        self._assign([i for i in matrices if mesh_of(entries[i][0]) == mesh], [], entries, mesh)
+
+    # -- pieces: parts of the states that lie in different memories, for ``fsdp.offloaded`` ------------------------------
+
+    def piece_units(self, param: torch.Tensor, group: dict[str, Any]) -> int:
+        """Into how many parts of equal sizes this rank's states of a matrix parameter can be cut: the matrices at this root."""
+        if param not in self._roots:
+            self._choose_roots(mesh_of(param))
+        return self._roots[param][0][0].count(mesh_ranks(mesh_of(param))[0])
+
+    def piece_states(
+        self, param: torch.Tensor, group: dict[str, Any], start: int, stop: int
+    ) -> dict[str, tuple[int, torch.dtype]]:
+        """Of the parts ``start`` to ``stop``: the number of elements and the dtype of each state that may lie elsewhere."""
+        states = self._root_states(param, group).items()
+        return {name: ((stop - start) * math.prod(state.shape[-2:]), torch.float32) for name, state in states}
+
+    def piece_matrix(self, param: torch.Tensor, group: dict[str, Any], name: str, flat: torch.Tensor) -> torch.Tensor:
+        """The state ``name`` of one matrix, given its elements."""
+        return flat.view(self._root_states(param, group)[name].shape[-2:])
+
+    def piece_placements(self, param: DTensor, group: dict[str, Any], name: str) -> tuple[Placement, ...]:
+        """The placements of the state ``name`` of ``param``."""
+        return self._root_placements(param, self._root_states(param, group)[name].part)
+
+    def piece_joined(self, param: DTensor, group: dict[str, Any], name: str, flat: torch.Tensor) -> DTensor:
+        """The state ``name`` of ``param``, given its elements on this rank."""
+        shape = self._root_states(param, group)[name].shape
+        return from_flat(flat, shape, self._flat(param.device_mesh), self.piece_placements(param, group, name))
 
     def _root_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
         """The bytes of this rank's states at roots, after the first step, which chooses the roots if they are not chosen."""
         mesh, known = mesh_of(param), self._roots
         if param not in known and param not in self._foreseen:
-            # All matrices of the mesh at once, as the first step does it: chosen one by one, they would have other roots than
-            # on ranks that did not ask.
-            entries = [(each, own) for own in self.param_groups for each in own["params"]]
-            matrices = [i for i, (_, own) in enumerate(entries) if own["algorithm"] == self.algorithm]
             # Not kept: one rank may ask alone, and a step, after a further group perhaps, must choose as the others do.
             try:
                 self._roots = {**known}
-                self._assign([i for i in matrices if mesh_of(entries[i][0]) == mesh], [], entries, mesh)
+                self._choose_roots(mesh)
                 self._foreseen.update(self._roots)
             finally:
                 self._roots = known
@@ -158,6 +205,7 @@ class FactoredOptimizer(RootStateOptimizer):
     """
 
     wire = torch.float32
+    has_states_at_roots = True
     of_factor: str
     """The name of what is computed from a factor: its state is named ``left_`` or ``right_`` and this."""
 
@@ -196,11 +244,14 @@ class FactoredOptimizer(RootStateOptimizer):
                 states[name] = states[f"{name}_{self.of_factor}"] = RootState((*lead, side, side))
         return states
 
-    def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
+    def init_states(self, param: torch.Tensor, group: dict[str, Any], elsewhere: Collection[str] = ()) -> None:
+        """As in the base class: the step counter, and the states at the roots."""
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        self._place_states(param, group)
+        self._place_states(param, group, elsewhere)
+
+    def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         state["step"] += 1
         return gradient
 
@@ -210,7 +261,9 @@ class FactoredOptimizer(RootStateOptimizer):
             return super().first_state_nbytes(param, group)
         return self._root_nbytes(param, group) + STEP_NBYTES
 
-    def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _compute(
+        self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor], states_of: StatesOf
+    ) -> torch.Tensor:
         """One matrix after the other: products of a batch may round differently from products of one matrix."""
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for matrix, spot in zip(matrices, batch.spots):
@@ -218,7 +271,8 @@ class FactoredOptimizer(RootStateOptimizer):
             # The counter is on the CPU: no wait for the device.
             group, step = groups[param], int(self.state[param]["step"].item())
             # Into the gathered memory. Results beside it would double the memory of a flight.
-            matrix.copy_(self._direction(aligned(matrix), self._at_root(params, spot, group), group, step))
+            states = states_of(param, group, self._of_root(params, spot)[1])
+            matrix.copy_(self._direction(aligned(matrix), states, group, step))
         return matrices
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:

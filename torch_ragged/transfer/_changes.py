@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import torch
 
 from torch_ragged.tensor._carry import pack, part_view
 from torch_ragged.tensor._exchange import Part, parts_within
 
-__all__ = ["Delta", "checksum"]
-
-Delta = Literal["checksum"]
-"""What ``run(delta=)`` takes."""
+__all__ = ["checksum", "chunk_bytes", "chunks"]
 
 # Digits of pi. They are fixed, because both ends of an atom need equal weights, in different processes.
 _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344), (0x082EFA98EC4E6C89, 0x452821E638D01377)
@@ -33,30 +29,36 @@ def checksum(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> t
     both sums for certain. Several changes cancel with a probability of about 2**-54 if only the highest bits of words change,
     and less otherwise. Words of 64 bits would cancel far more often.
     """
-    words = _chunk_bytes(flat.device) // 4
+    words = chunk_bytes(flat.device) // 4
     sums = torch.stack([_sums(chunk, _weights(flat.device, words, _SEEDS[0])) for chunk in _word_chunks(flat, parts, dtype)])
     return (sums * _weights(flat.device, max(len(sums), words), _SEEDS[1])[:, : len(sums)].t()).sum(0)
 
 
-def _chunk_bytes(device: torch.device) -> int:
+def chunk_bytes(device: torch.device) -> int:
     """Bytes that are worked on at a time: those that fit into a core's cache, or that keep an accelerator busy."""
     return 1 << 18 if device.type == "cpu" else 1 << 22
 
 
-def _word_chunks(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The elements of ``parts`` one after another, as 1-D int32 words; a last word is filled up with zeros."""
-    size, numel = _chunk_bytes(flat.device) // dtype.itemsize, sum(part.numel for part in parts)
+def chunks(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype, size: int) -> Iterator[torch.Tensor]:
+    """The elements of ``parts`` as ``dtype``, one after another, in 1-D tensors of ``size``: views where that is possible."""
+    numel = sum(part.numel for part in parts)
     whole = part_view(flat, parts[0]) if len(parts) == 1 and parts[0].is_contiguous and flat.dtype == dtype else None
-    if whole is not None and whole.storage_offset() * dtype.itemsize % 4:
-        whole = None  # It cannot be viewed as words.
     for start in range(0, numel, size):
         stop = min(start + size, numel)
         if whole is not None:
-            chunk = whole[start:stop]
+            yield whole[start:stop]
         else:
             chunk = torch.empty(stop - start, dtype=dtype, device=flat.device)
             pack(chunk, flat, list(parts_within(parts, start, stop)))
+            yield chunk
+
+
+def _word_chunks(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The elements of ``parts`` one after another, as 1-D int32 words; a last word is filled up with zeros."""
+    for chunk in chunks(flat, parts, dtype, chunk_bytes(flat.device) // dtype.itemsize):
         raw = chunk.view(torch.uint8)
+        if raw.storage_offset() % 4:
+            raw = raw.clone()  # It cannot be viewed as words.
         if len(raw) % 4:
             raw = torch.cat([raw, raw.new_zeros(-len(raw) % 4)])
         yield raw.view(torch.int32)

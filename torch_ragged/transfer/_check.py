@@ -17,6 +17,7 @@ from torch_ragged.tensor._cut_placement import cuts_of
 from torch_ragged.tensor._global_layout import global_layout_of
 from torch_ragged.tensor._ownership import coordinate_at, owned
 from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
+from torch_ragged.transfer._pulls import PullLayout, PullSide
 from torch_ragged.transfer._sides import (
     BoxSpec,
     RelocatedSide,
@@ -45,6 +46,10 @@ def side_of(given: object, name: str) -> Side | None:
         if name == "source":
             raise TypeError("plan(source=) takes DTensors or Specs: an EngineLayout can only be the target")
         return EngineSide(given)
+    if isinstance(given, PullLayout):
+        if name == "source":
+            raise TypeError("plan(source=) takes DTensors or Specs: a PullLayout can only be the target")
+        return given.side
     side = TensorSide(specs_of(given, name))
     for key, spec in side.specs.items():
         if isinstance(spec, BoxSpec):
@@ -107,6 +112,9 @@ def _merged(given: Mapping[int, Side], name: str) -> Side:
     """One side of what different ranks give; all ranks call it with equal arguments."""
     if len(given) == 1:
         return next(iter(given.values()))
+    pulls = [side for side in given.values() if isinstance(side, PullSide)]
+    if len(pulls) == len(given):
+        return PullSide.joined(pulls)
     specs = {rank: side.specs for rank, side in given.items() if type(side) is TensorSide}
     if len(specs) < len(given):
         raise ValueError(
@@ -177,6 +185,8 @@ def held_tensors(given: object, side: Side, which: str) -> dict[str, Readable]:
     Raises:
         TypeError, ValueError: one is missing, or is not what the plan was made for.
     """
+    if isinstance(side, PullSide):
+        return _pull_tensors(given, side)
     pairs = {} if given is None else named_values(given, f"run({which}=)")
     if isinstance(side, EngineSide):
         return dict(_engine_tensors(pairs, side))
@@ -240,6 +250,17 @@ def _engine_tensors(pairs: Mapping[str, torch.Tensor], side: EngineSide) -> Iter
                 f"{numel} of {tensor.dtype}"
             )
         yield key, _flat(value, f"run(target=): {key}", is_written=True)
+
+
+def _pull_tensors(given: object, side: PullSide) -> dict[str, Readable]:
+    own = side.held.get(dist.get_rank(), ())
+    if own and not isinstance(given, PullLayout):
+        raise TypeError(f"run(target=) is {type(given).__name__}, and was planned as a PullLayout: give the PullLayout")
+    if not own or not isinstance(given, PullLayout):
+        return {}
+    if given.side.held != {dist.get_rank(): own}:
+        raise ValueError("run(target=) is a PullLayout with other copies than planned: make a new plan")
+    return dict(given.tensors)
 
 
 def _flat_of(value: torch.Tensor, spec: Spec, what: str, is_written: bool) -> Readable:

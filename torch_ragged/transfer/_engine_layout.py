@@ -9,7 +9,6 @@ It knows neither engines nor process groups. Tensors of the source may be fused,
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 
 from torch_ragged.tensor._exchange import clipped, overlap
 from torch_ragged.tensor._ownership import Box, Owned, boxes_of_interval, chunk_range, row_major
-from torch_ragged.transfer._sides import Holder
+from torch_ragged.transfer._sides import Holder, ListedSide
 
 __all__ = ["EngineLayout", "EngineSide"]
 
@@ -186,14 +185,12 @@ def _in_front(numbers: Sequence[int], ndim: int, fill: int = 1) -> tuple[int, ..
     return (*(fill,) * (ndim - len(numbers)), *numbers)
 
 
-class EngineSide:
+class EngineSide(ListedSide):
     """The target side of an :class:`EngineLayout`: what ranks hold of each tensor of the source."""
 
     def __init__(self, layout: EngineLayout) -> None:
         self.tensors = dict(layout.tensors)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._holders: dict[str, list[Holder]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        super().__init__({}, {}, {})
         for key, tensor in self.tensors.items():
             # Ranks with equal boxes are replicas: one holder, whose ranks may pass elements on to each other.
             by_boxes: dict[tuple[Box, ...], list[int]] = {}
@@ -210,30 +207,6 @@ class EngineSide:
                     own = _in_source(boxes, tensor.shape, shape, offsets)
                     if own.boxes:
                         holders.append(Holder(tuple(sorted(ranks)), key, own))
-
-    @property
-    def names(self) -> Sequence[str]:
-        return list(self.shapes)
-
-    @functools.cached_property
-    def ranks(self) -> frozenset[int]:
-        return frozenset(rank for tensor in self.tensors.values() for rank, _ in tensor.held)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._dtypes[name]
-
-    def geometry(self, name: str) -> object:
-        return name
-
-    def replicas(self, name: str) -> int:
-        return max((len(holder.ranks) for holder in self._holders[name]), default=1)
-
-    def held_by(self, name: str, rank: int) -> Iterator[Holder]:
-        return (holder for holder in self._holders[name] if rank in holder.ranks)
-
-    def near(self, name: str, piece: Owned) -> Iterable[Holder]:
-        # All of them: a superset is enough, as atoms_of() intersects each with the piece.
-        return self._holders[name]
 
     def lines(self) -> Iterator[str]:
         return (f"{name}: {tensor}" for name, tensor in self.tensors.items())

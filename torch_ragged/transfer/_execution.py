@@ -24,15 +24,15 @@ from torch_ragged.tensor._carry import copy_into, pack, part_view
 from torch_ragged.tensor._exchange import Part
 from torch_ragged.transfer._atoms import Atom, Copy
 from torch_ragged.transfer._changes import checksum
+from torch_ragged.transfer._elements import CARRIERS, Baseline, apply_delta, delta_of
 from torch_ragged.transfer._rounds import Slice
 from torch_ragged.transfer._staging import Staged
 from torch_ragged.transfer._watch import Lost, Watch
 
 __all__ = ["Execution"]
 
-# By itemsize. Elements of a round have one size (rounds_of), so one buffer serves tensors of several dtypes, and offsets in it
-# count elements.
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_NO_ELEMENTS, _ALL_ELEMENTS = 0, -1
+"""What a sender answers for an atom, or else the bytes of its element delta."""
 
 
 class _Letter(NamedTuple):
@@ -48,7 +48,10 @@ _Place = tuple[int, Union[str, None]]
 
 
 class _Packed(NamedTuple):
-    """Letters that are packed into one buffer, peer by peer, each with its interval."""
+    """Letters that are packed into one buffer, peer by peer, each with its interval, which counts elements.
+
+    Elements of a round have one size (``rounds_of``), so one buffer serves tensors of several dtypes.
+    """
 
     buffer: torch.Tensor
     places: list[tuple[_Letter, slice]]
@@ -82,6 +85,7 @@ class Execution:
         group: carries the rounds.
         device: of the buffers.
         only_changed: whether an atom travels only if a receiver has other elements than its sender.
+        baseline: what was sent before, for element deltas; None: atoms travel whole.
         sends_all: whether this rank sends all atoms in any case.
         on_their_way: the tensors of the round that is waited for.
         sent_bytes, peak_bytes: what this rank has sent, and the most bytes of its buffers.
@@ -95,12 +99,16 @@ class Execution:
     device: torch.device
     watch: Watch
     only_changed: bool = False
+    baseline: Baseline | None = None
     sends_all: bool = False
     on_their_way: tuple[str, ...] = ()
     sent_bytes: int = 0
     peak_bytes: int = 0
     _held: int = 0
     _windows: dict[_Place, tuple[torch.Tensor, int]] = field(default_factory=dict)  # With the first element's offset.
+    # By the key of an atom: the bytes of each element delta of the run, and the deltas of the round that is packed.
+    _delta_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    _deltas: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _rank: int = field(default_factory=dist.get_rank)
 
     def run(self) -> None:
@@ -143,7 +151,11 @@ class Execution:
         inbox = [_Letter(each, atom, atom.sender) for each, atom in atoms if atom.receivers[0] == self._rank]
 
         def pack_letter(letter: _Letter, place: torch.Tensor) -> None:
-            pack(place, *self._source_of(letter.slice_, letter.atom))
+            delta = self._deltas.get(_key(letter[:2]))
+            if delta is None:
+                pack(place, *self._source_of(letter.slice_, letter.atom))
+            else:
+                place.view(torch.uint8)[: len(delta)] = delta
 
         def straight(letter: _Letter) -> torch.Tensor:
             flat, parts = self._source_of(letter.slice_, letter.atom)
@@ -151,6 +163,9 @@ class Execution:
 
         mail = self._post(atoms, outbox, inbox, pack_letter, straight)
         mail.staged = staged
+        for delta in {id(delta): delta for delta in self._deltas.values()}.values():  # They are packed.
+            self._release(delta)
+        self._deltas.clear()
         return mail
 
     def _receive(self, round_: range, mail: _Mail) -> None:
@@ -180,7 +195,7 @@ class Execution:
     def _changed(self, atoms: _Letters) -> _Letters:
         """The atoms of which a receiver has other elements than the sender, equal on all their ranks: the sender decides.
 
-        Each receiver sends its checksum to the sender, which answers with one byte.
+        Each receiver sends its checksum to the sender, which answers with one number.
         """
         ranks = dist.get_process_group_ranks(self.group)
         sent: dict[int, _Letters] = {rank: [] for rank in ranks}
@@ -194,10 +209,10 @@ class Execution:
         splits = [[len(letters) for letters in box.values()] for box in (sent, received)]
         known: dict[Hashable, torch.Tensor] = {}
         for each, atom in outbox:  # Receivers of equal elements have atoms of their own.
-            if (key := (each.name, atom.source_key, atom.source)) not in known:
+            if (key := _source_key(each, atom)) not in known:
                 known[key] = checksum(*self._source_of(each, atom), each.target_dtype)
         # All ranks of the group issue both all-to-alls, also those without atoms in this round.
-        ours = self._rows([known[each.name, atom.source_key, atom.source] for each, atom in outbox])
+        ours = self._rows([known[_source_key(*letter)] for letter in outbox])
         theirs, held = (
             torch.empty_like(ours),
             self._rows(
@@ -205,15 +220,59 @@ class Execution:
             ),
         )
         self._all_to_all(theirs, held, splits[0], splits[1])
-        differs = (ours != theirs).any(1)
-        # If one receiver of an atom lacks it, the atom travels to all of them: the first receiver passes on what it gets. The
-        # host reads these answers, because they decide which messages are issued.
-        changed = {_key(letter) for letter, yes in zip(outbox, differs.tolist()) if yes or self.sends_all}
-        answers = torch.tensor([_key(letter) in changed for letter in outbox], dtype=torch.uint8, device=self.device)
+        # The host reads these answers, because they decide which messages are issued. If one receiver of an atom lacks it, the
+        # atom travels to all of them: the first receiver passes on what it gets.
+        found: dict[tuple[int, int], int] = {}
+        for letter, lacks in zip(outbox, (ours != theirs).any(1).tolist()):
+            found[_key(letter)] = _ALL_ELEMENTS if lacks or self.sends_all else found.get(_key(letter), _NO_ELEMENTS)
+        if self.baseline is not None:
+            self._make_deltas(outbox, ours, theirs, found, self.baseline)
+        answers = torch.tensor([found[_key(letter)] for letter in outbox], dtype=torch.int64, device=self.device)
         told = answers.new_empty(len(inbox))
         self._all_to_all(told, answers, splits[1], splits[0])
-        changed |= {_key(letter) for letter, yes in zip(inbox, told.tolist()) if yes}
-        return [letter for letter in atoms if _key(letter) in changed]
+        found.update((_key(letter), answer) for letter, answer in zip(inbox, told.tolist()))
+        self._delta_bytes.update((key, answer) for key, answer in found.items() if answer not in (_NO_ELEMENTS, _ALL_ELEMENTS))
+        return [letter for letter in atoms if found[_key(letter)] != _NO_ELEMENTS]
+
+    def _make_deltas(
+        self,
+        outbox: _Letters,
+        ours: torch.Tensor,
+        theirs: torch.Tensor,
+        found: dict[tuple[int, int], int],
+        baseline: Baseline,
+    ) -> None:
+        """Answer with the bytes of a delta where all receivers of an atom hold the baseline, and make it the new baseline."""
+        sent = {_source_key(*letter): letter for letter in outbox}
+        old = {key: self._baseline_of(*letter, baseline) for key, letter in sent.items()}
+        known = {key: checksum(old[key], atom.source, each.target_dtype) for key, (each, atom) in sent.items()}
+        before = self._rows([known[_source_key(*letter)] for letter in outbox])
+        # A delta has values, not differences: a receiver that holds the source's elements already keeps them.
+        fits = ((before == theirs).all(1) | (ours == theirs).all(1)).tolist()
+        strangers = {_key(letter) for letter, yes in zip(outbox, fits) if not yes}
+        deltas: dict[Hashable, torch.Tensor | None] = {}
+        for letter in outbox if not self.sends_all else ():
+            if found[_key(letter)] == _NO_ELEMENTS or _key(letter) in strangers:
+                continue
+            if (key := _source_key(*letter)) not in deltas:
+                deltas[key] = delta_of(*self._source_of(*letter), old[key], letter[1].source)
+            if (delta := deltas[key]) is not None:
+                self._deltas[_key(letter)], found[_key(letter)] = delta, len(delta)
+        for made in deltas.values():
+            if made is not None:
+                self._hold(made)
+        # Behind all deltas of the round: atoms to different receivers may have elements in common. If the run fails now, some
+        # receivers do not hold this, and the next run finds out.
+        for key, letter in sent.items():
+            flat, parts = self._source_of(*letter)
+            for part, old_part in zip(parts, letter[1].source):
+                part_view(old[key], old_part).copy_(part_view(flat, part))
+
+    def _baseline_of(self, slice_: Slice, atom: Atom, baseline: Baseline) -> torch.Tensor:
+        """What was sent of the local tensor of an atom. Offsets in it are those in the local tensor, also if it is staged."""
+        name = atom.source_key or slice_.name
+        given = self.source[name]
+        return baseline.of(name, slice_.dtype, given.local if isinstance(given, Staged) else given)
 
     def _rows(self, sums: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(sums) if sums else torch.empty((0, 2), dtype=torch.int64, device=self.device)
@@ -247,9 +306,9 @@ class Execution:
             add(dist.isend, buffer, peer)
         for peer, buffer in _by_peer(received):
             add(dist.irecv, buffer, peer)
-        for letter in (letter for letter in outbox if letter.slice_.goes_straight(letter.atom)):
+        for letter in filter(self._goes_straight, outbox):
             add(dist.isend, straight(letter), letter.peer)
-        for letter in (letter for letter in inbox if letter.slice_.goes_straight(letter.atom)):
+        for letter in filter(self._goes_straight, inbox):
             add(dist.irecv, part_view(self._target_of(letter), letter.atom.target[0]), letter.peer)
         self.sent_bytes += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
         try:
@@ -265,15 +324,20 @@ class Execution:
     def _packed(self, letters: list[_Letter]) -> _Packed:
         """A buffer for the letters that are packed, and where each lies in it: peer by peer, each in the letters' order."""
         # The sort is stable: both ends of a pair pack its letters in the plan's order.
-        small = sorted((each for each in letters if not each.slice_.goes_straight(each.atom)), key=lambda letter: letter.peer)
+        small = sorted(itertools.filterfalse(self._goes_straight, letters), key=lambda letter: letter.peer)
         places, start = [], 0
-        for letter in small:
-            places.append((letter, slice(start, start + letter.atom.numel)))
-            start += letter.atom.numel
         itemsize = small[0].slice_.dtype.itemsize if small else 1
-        buffer = torch.empty(start, dtype=_CARRIERS[itemsize], device=self.device)
+        for letter in small:
+            delta_bytes = self._delta_bytes.get(_key(letter[:2]))
+            numel = letter.atom.numel if delta_bytes is None else -(-delta_bytes // itemsize)
+            places.append((letter, slice(start, start + numel)))
+            start += numel
+        buffer = torch.empty(start, dtype=CARRIERS[itemsize], device=self.device)
         self._hold(buffer)
         return _Packed(buffer, places)
+
+    def _goes_straight(self, letter: _Letter) -> bool:
+        return _key(letter[:2]) not in self._delta_bytes and letter.slice_.goes_straight(letter.atom)
 
     def _hold(self, buffer: torch.Tensor) -> None:
         self._held += buffer.nbytes
@@ -298,7 +362,12 @@ class Execution:
             piece = mail.received.buffer[where].view(letter.slice_.dtype)
             # An accelerator may run this copy after the buffer is freed below. Its allocator gives the memory only to later
             # work of the same stream.
-            copy_into(self._target_of(letter), piece, letter.atom.target)
+            delta_bytes = self._delta_bytes.get(_key(letter[:2]))
+            if delta_bytes is None:
+                copy_into(self._target_of(letter), piece, letter.atom.target)
+            else:
+                delta = piece.view(torch.uint8)[:delta_bytes]
+                apply_delta(delta, self._target_of(letter), letter.atom.target, letter.slice_.dtype)
         self._release(mail.received.buffer)
         mail.received = _Packed(mail.received.buffer, [])
 
@@ -347,6 +416,11 @@ def _by_peer(packed: _Packed) -> Iterator[tuple[int, torch.Tensor]]:
     for peer, places in itertools.groupby(packed.places, key=lambda place: place[0].peer):
         where = [each for _, each in places]
         yield peer, packed.buffer[where[0].start : where[-1].stop]
+
+
+def _source_key(slice_: Slice, atom: Atom) -> Hashable:
+    """Equal for atoms of equal elements, which go to receivers that hold them at other offsets, or need their own message."""
+    return slice_.name, atom.source_key, atom.source
 
 
 def _key(letter: tuple[Slice, Atom]) -> tuple[int, int]:

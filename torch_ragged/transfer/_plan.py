@@ -14,10 +14,11 @@ from torch import nn
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages, group_of, timeout_of
 from torch_ragged.transfer._background import Handle, in_background, in_turn
-from torch_ragged.transfer._changes import Delta
 from torch_ragged.transfer._check import Readable, check_memory, checked_shapes, completed, held_tensors, read_once, side_of
+from torch_ragged.transfer._elements import Baseline, Delta
 from torch_ragged.transfer._engine_layout import EngineLayout
 from torch_ragged.transfer._execution import Execution
+from torch_ragged.transfer._pulls import PullLayout
 from torch_ragged.transfer._rounds import Slice, rounds_of, slices_of
 from torch_ragged.transfer._sides import AnySpec, RelocatedSide, Side, TensorSide
 from torch_ragged.transfer._staging import Staged
@@ -35,7 +36,7 @@ _plan_counts = {"plans": 0, "failures": 0}
 
 def plan(
     source: Union[Described, RelocatedSide, None],
-    target: Union[Described, EngineLayout, None],
+    target: Union[Described, EngineLayout, PullLayout, None],
     *,
     max_bytes: int = 1 << 28,
     group: dist.ProcessGroup | None = None,
@@ -58,8 +59,8 @@ def plan(
             local tensor may carry its layout (:func:`~torch_ragged.with_layout`): then each rank gives its own boxes, which
             are joined. Other plain tensors count as replicated on all ranks of the DTensors, or, if there are none, on all
             ranks that give them. Extra states of modules are left out.
-        target: the same, without Partial; or an :class:`EngineLayout`. A dtype may differ from the source's: a cast to fewer
-            bytes is made before elements travel, others after.
+        target: the same, without Partial; an :class:`EngineLayout`; or of each rank its :class:`PullLayout`. A dtype may differ
+            from the source's: a cast to fewer bytes is made before elements travel, others after.
         max_bytes: the most bytes of buffers on one rank while the plan runs, copies of sources that are not contiguous or
             Partial included. A tensor that needs more is moved in pieces.
         group: the process group of all ranks that call; None: all ranks.
@@ -151,16 +152,17 @@ class Plan:
         self._runs = 0
         assert isinstance(source, TensorSide)
         self._partial = frozenset(name for name in self.shapes if source.specs[name].has_partial)
-        self._schedules = {False: self._scheduled(self._partial)}  # True: for sources that are not contiguous.
+        # By whether sources are not contiguous, and whether elements travel. Runs add what they need.
+        self._schedules = {(False, False): self._scheduled(self._partial)}
 
     @property
     def rounds(self) -> int:
         """The number of rounds."""
-        return len(self._schedules[False].rounds)
+        return len(self._schedules[False, False].rounds)
 
     def slices_of(self, rank: int) -> list[Slice]:
         """What a rank sends, receives and copies of each tensor, or piece of a large one, in the order of the plan."""
-        return self._slices_of(rank, self._schedules[False].finer, self._partial)
+        return self._slices_of(rank, self._schedules[False, False].finer, self._partial)
 
     def tiles(self, max_dims: int = 3) -> Tiles:
         """The plan as regular tiles, for many-to-many collectives: NVIDIA's M2N (nccl-extensions) takes a tile per call.
@@ -185,16 +187,16 @@ class Plan:
         """
         return tiles_of(self.source, self.target, self.shapes, max_dims)
 
-    def _slices_of(self, rank: int, finer: int, staged: Collection[str]) -> list[Slice]:
-        return slices_of(self.source, self.target, self.shapes, rank, max(self.max_bytes // 2, 1), finer, staged)
+    def _slices_of(self, rank: int, finer: int, staged: Collection[str], packs_all: bool = False) -> list[Slice]:
+        return slices_of(self.source, self.target, self.shapes, rank, max(self.max_bytes // 2, 1), finer, staged, packs_all)
 
-    def _scheduled(self, staged: Collection[str]) -> _Schedule:
+    def _scheduled(self, staged: Collection[str], packs_all: bool = False) -> _Schedule:
         """The slices of this rank, and rounds in which no rank needs more than its half of ``max_bytes``."""
         budget, finer = max(self.max_bytes // 2, 1), 1
         while True:
             problem, slices = None, []
             try:
-                slices = self._slices_of(self._rank, finer, staged)
+                slices = self._slices_of(self._rank, finer, staged, packs_all)
             except Exception as error:
                 problem = error
             # Before the all-gather below, in which the others would wait for a rank that cannot make its slices.
@@ -207,16 +209,17 @@ class Plan:
             everyone = [torch.empty_like(mine) for _ in self.ranks]
             dist.all_gather(everyone, mine, group=self._group)
             staging = torch.stack(everyone, dim=1).cpu()
-            # The maximum is over all ranks, so all of them return here, or all cut finer. Windows of one element end the loop:
-            # slices_of() raises if one element is too much.
+            # The maximum is over all ranks, so all of them return here, or all cut finer. Windows of one element end the loop.
             if int(staging.max()) <= budget:
                 return _Schedule(slices, rounds_of([each.dtype.itemsize for each in slices], staging, budget), finer)
+            if finer > budget:  # More ranks read one element than slices_of() takes for its replicas.
+                raise ValueError(f"max_bytes is too small: a rank needs {2 * int(staging.max())} bytes for single elements")
             finer *= 2
 
     def run(
         self,
         source: Tensors | None = None,
-        target: Tensors | None = None,
+        target: Union[Tensors, PullLayout, None] = None,
         *,
         delta: Delta | None = None,
         async_op: bool = False,
@@ -227,11 +230,15 @@ class Plan:
             source: the tensors of the source, as for :func:`plan`: a module, a mapping or pairs. They may be others than
                 those of ``plan()`` that lie alike. A rank that holds none of them may give None.
             target: the tensors of the target, which are written in place, also if they were made in inference mode. For an
-                engine: plain local tensors by the engine's names. They must not share memory with the source.
+                engine: plain local tensors by the engine's names, or the :class:`PullLayout` of this rank. They must not share
+                memory with the source.
             delta: ``"checksum"``: send only what differs between source and target now. Senders and receivers compare
                 checksums of 128 bits of what they hold, cast to the target's dtype. So it does not matter how a tensor was
                 written, on which side, or whether it is a new tensor. It costs one pass over the source and over the target,
-                and buffers of up to 1 MB on a CPU and 64 MB on an accelerator.
+                and buffers of up to 1 MB on a CPU and 64 MB on an accelerator. A :class:`Baseline`: the same, and receivers
+                that hold the baseline get only the elements whose bits differ from it, with their positions, if that is
+                shorter. This costs three more passes over the source, the baseline's memory on ranks that send, buffers of
+                11 MB on a CPU and 170 MB on an accelerator, and more rounds: large parts count for ``max_bytes``, too.
             async_op: return a handle at once; the run goes on in the background. Do not change the source and do not use the
                 target until its ``wait()`` returns. Runs of one group happen in order.
 
@@ -247,16 +254,18 @@ class Plan:
 
         Collectives: two all-reduces of 32 bytes, one of 24 bytes, all-reduces of the windows of a Partial, and messages between
         pairs of ranks: per round one for all small parts, and one for each part of 64 KiB or more that is contiguous on both
-        ends. The first run with a source that is not contiguous also agrees on rounds for it. With
-        ``delta``, also two all-to-alls per round, of 17 bytes for each part that one rank may send to another.
+        ends. The first run with a source that is not contiguous, or with a Baseline, also agrees on rounds for it. With
+        ``delta``, also two all-to-alls per round, of 24 bytes for each part that one rank may send to another.
         """
         if self._has_failed:  # On all ranks. Collectives of the failed run may still be in flight on the group.
             raise RuntimeError("a run of this plan has failed, and its process group is not usable: make the plan anew")
         given: list[dict[str, Readable]] = [{}, {}]
         problem: Exception | None = None
         try:
-            if delta not in (None, "checksum"):
-                raise ValueError(f'run(delta=) takes None or "checksum", got {delta!r}')
+            if isinstance(delta, Baseline):
+                delta.enter(self._group)
+            elif delta not in (None, "checksum"):
+                raise ValueError(f'run(delta=) takes None, "checksum" or a transfer.Baseline, got {delta!r}')
             # In the call, also of a run in the background: its tensors are those that the caller has now.
             given = [held_tensors(source, self.source, "source"), held_tensors(target, self.target, "target")]
             check_memory(given[0], given[1], self._device)
@@ -275,7 +284,10 @@ class Plan:
         }  # No target is staged.
         run = functools.partial(self._run, given[0], written, problem, delta, f"{self._number}/{self._runs}")
         if async_op:
-            return in_background(self._group, self._device, run)
+            handle = in_background(self._group, self._device, run)
+            if isinstance(delta, Baseline):
+                delta.leave(self._group, handle)
+            return handle
         in_turn(self._group, run)
         return None
 
@@ -292,30 +304,33 @@ class Plan:
         key: str,
     ) -> None:
         self.is_complete = False  # Again: an earlier run in the background may have ended since the call.
+        kind = 2 if isinstance(delta, Baseline) else 1 if delta else 0
         watch = Watch(self.ranks, f"{self._group.group_name}/{key}", self._timeout, self._device)
         execution = Execution(
-            *self._schedules[False][:2],
+            *self._schedules[False, False][:2],
             source,
             target,
             self._group,
             self._device,
             watch,
             only_changed=delta is not None,
+            baseline=delta if isinstance(delta, Baseline) else None,
             sends_all=self._sends_all,
         )
         try:
             with torch.inference_mode():  # Only in this mode, tensors that were made in it may be written. Others may, too.
                 # Two answers on delta tell whether ranks differ: the smallest is the largest.
                 in_place = not any(isinstance(each, Staged) and name not in self._partial for name, each in source.items())
-                answers = [problem is None, delta is None, delta is not None, in_place]
+                answers = [problem is None, kind, -kind, in_place]
                 fine = torch.tensor(answers, dtype=torch.int64, device=self._device)
                 watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
                 # These numbers are equal on all ranks, so all take the same branches. If a rank has a problem, nothing travels,
                 # and agree() below raises on all ranks.
-                if fine[0] and fine[1:3].any() and not fine[3]:
-                    problem = self._schedule_staged()
-                if fine[0] and fine[1:3].any() and problem is None:
-                    execution.slices, execution.rounds, _ = self._schedules[not fine[3]]
+                is_agreed, lowest, negative, all_in_place = fine.tolist()
+                if is_agreed and lowest == -negative:
+                    problem = self._schedule(not all_in_place, kind == 2)
+                if is_agreed and lowest == -negative and problem is None:
+                    execution.slices, execution.rounds, _ = self._schedules[not all_in_place, kind == 2]
                     execution.run()
                     # A rank whose run is complete waits for the others: all ranks succeed, or all raise. On an accelerator, the
                     # host waits here for the copies, too, as the collective is behind them on the stream.
@@ -330,17 +345,24 @@ class Plan:
             raise failure from error
         self.last_sent_bytes, self.last_peak_bytes = execution.sent_bytes, execution.peak_bytes
         advice = "give it tensors as planned, and an equal delta on all ranks"
-        agree([self._group], self._device, "Plan.run()", f"delta {'set' if delta else None}", problem, advice)
+        claim = f"delta {(None, 'checksum', 'a Baseline')[kind]}"
+        agree([self._group], self._device, "Plan.run()", claim, problem, advice)
         self._sends_all = self._sends_all and delta is None
         self.is_complete = True
 
-    def _schedule_staged(self) -> Exception | None:
-        """Make the schedule for sources that are not contiguous; the problem on all ranks, if ``max_bytes`` is too small."""
-        if True not in self._schedules:
+    def _schedule(self, stages: bool, packs_all: bool) -> Exception | None:
+        """Make a schedule if no run has needed it yet; the problem on all ranks, if ``max_bytes`` is too small for it.
+
+        Args:
+            stages: for sources that are not contiguous.
+            packs_all: for element deltas.
+        """
+        if (stages, packs_all) not in self._schedules:
             try:
                 # It agrees and gathers on the plan's group: all ranks make it in the same run. What it raises depends on shapes
                 # and ``max_bytes`` only, so all ranks raise it.
-                self._schedules[True] = self._scheduled(self.shapes)
+                staged = self.shapes if stages else self._partial
+                self._schedules[stages, packs_all] = self._scheduled(staged, packs_all)
             except ValueError as error:
                 return error
         return None

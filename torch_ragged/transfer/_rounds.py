@@ -59,6 +59,7 @@ def slices_of(
     budget: int,
     finer: int = 1,
     staged: Collection[str] = (),
+    packs_all: bool = False,
 ) -> list[Slice]:
     """The slices of all tensors; ranks have them in the same order, with their own atoms.
 
@@ -67,6 +68,7 @@ def slices_of(
         budget: bytes of the buffers of one round. A tensor is cut if a rank might need more for it.
         finer: cut into smaller windows by this factor.
         staged: the tensors whose windows are copied before they are read.
+        packs_all: count buffers for what goes straight, too, and those in which element deltas are made.
 
     Raises:
         ValueError: the budget is too small for one element.
@@ -80,7 +82,7 @@ def slices_of(
     for name in names:
         dtype, shape = wire_dtype(source.dtype(name), target.dtype(name)), shapes[name]
         # A spread element is sent and received at most twice on one rank; a direct one is sent to at most all replicas.
-        needed = (4 if spreads else 1 + target.replicas(name)) * dtype.itemsize
+        needed = (4 if spreads else 1 + target.replicas(name)) * dtype.itemsize * (1 + packs_all)
         if name in staged:
             needed += source.dtype(name).itemsize
         if needed > budget and 0 not in shape:
@@ -99,7 +101,9 @@ def slices_of(
             stretches = tuple(_window_stretches(source, name, rank, window)) if name in staged else ()
             casts = source.dtype(name) != target.dtype(name)
             found = Slice(name, dtype, target.dtype(name), *known[key], casts, stretches)
-            packed = sum(_packed_numel(atom, rank) for atom in found.atoms if not found.goes_straight(atom))
+            packed = sum(_packed_numel(atom, rank) for atom in found.atoms if packs_all or not found.goes_straight(atom))
+            if packs_all:  # A delta is never longer than its atom. The sender makes it, and then packs it.
+                packed += sum(atom.numel for atom in found.atoms if atom.sender == rank)
             copied = sum(stop - start for _, start, stop in stretches)
             slices.append(found._replace(staging=dtype.itemsize * packed + source.dtype(name).itemsize * copied))
     return slices

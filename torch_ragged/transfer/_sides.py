@@ -33,6 +33,7 @@ __all__ = [
     "AnySpec",
     "BoxSpec",
     "Holder",
+    "ListedSide",
     "Ranks",
     "RelocatedSide",
     "Side",
@@ -81,6 +82,39 @@ class Side(Protocol):
 
     def lines(self) -> Iterator[str]:
         """A line for each tensor, for comparison between ranks."""
+
+
+class ListedSide:
+    """A side that lists the holders of each tensor. Names and shapes are those of the source's tensors."""
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype], holders: dict[str, list[Holder]]
+    ) -> None:
+        self.shapes, self._dtypes, self._holders = shapes, dtypes, holders
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self.shapes)
+
+    @functools.cached_property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(rank for holders in self._holders.values() for holder in holders for rank in holder.ranks)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
+
+    def geometry(self, name: str) -> object:
+        return name
+
+    def replicas(self, name: str) -> int:
+        return max((len(holder.ranks) for holder in self._holders[name]), default=1)
+
+    def held_by(self, name: str, rank: int) -> Iterator[Holder]:
+        return (holder for holder in self._holders[name] if rank in holder.ranks)
+
+    def near(self, name: str, piece: Owned) -> Iterable[Holder]:
+        # All of them: a superset is enough, as atoms_of() intersects each with the piece.
+        return self._holders[name]
 
 
 @dataclass(frozen=True)

@@ -418,11 +418,13 @@ class FSDPState:
             group.reduction.finish()
             # A backward of several forwards may reduce the group again: then its hooks wait for the end.
             has_hooks = group.has_hooks and self.context.forwards < 2
-            if is_only_one and (has_hooks or group.gradient_user is not None):
+            user = group.gradient_user
+            if is_only_one and (has_hooks or user is not None):
                 # Hooks of the user run here, at one point of the order that all ranks share. They may communicate.
-                used = _used_anywhere([group]) if has_hooks and group.reduction.was_reduced else None
-                if group.reduction.set_grads_early(used) and group.gradient_user is not None:
-                    group.gradient_user.use(group)
+                is_shared = has_hooks or (user is not None and user.communicates)
+                used = _used_anywhere([group]) if is_shared and group.reduction.was_reduced else None
+                if group.reduction.set_grads_early(used) and user is not None:
+                    user.use(group)
         for group in groups:
             group.reduce_gradients()
         self.comm.reducing.append(groups)

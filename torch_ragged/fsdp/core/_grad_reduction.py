@@ -56,7 +56,13 @@ class GradientState(Enum):
 
 
 class GradientUser(Protocol):
-    """Uses the reduced gradients of groups (``FSDPParamGroup``) within backward, as an optimizer that steps there."""
+    """Uses the reduced gradients of groups (``FSDPParamGroup``) within backward, as an optimizer that steps there.
+
+    Attributes:
+        communicates: whether :meth:`use` does, equal on all ranks. Then they call it at one point of the order that they share.
+    """
+
+    communicates: bool
 
     def before_reduction(self, group: Any, is_only_one: bool) -> None:
         """Gradients of ``group`` are reduced next. It may raise: ranks call this in the same order.
@@ -66,7 +72,7 @@ class GradientUser(Protocol):
         """
 
     def use(self, group: Any) -> None:
-        """``.grad`` of ``group`` is complete. It must not communicate: ranks call this at different moments of a pass."""
+        """``.grad`` of ``group`` is complete. Ranks call this at different moments of a pass, unless it ``communicates``."""
 
     def finish(self, groups: Sequence[Any]) -> None:
         """A pass ends, whose ``groups`` were given to :meth:`use`: return when they are used. It must not raise."""

@@ -27,11 +27,14 @@ _IN_FLIGHT = 2  # The most groups whose step the thread has not ended, when back
 class BackwardStep:
     """The ``GradientUser`` of an optimizer that steps in backward, by its ``step_group(group)``.
 
-    On the CPU, a thread steps, beside autograd: docs/offload.md has a picture. On an accelerator, the thread of autograd issues
-    the step's kernels.
+    On the CPU, a thread steps, beside autograd: docs/offload.md has a picture. On an accelerator, or if the step
+    ``communicates``, the thread of autograd steps: so ranks issue all collectives in one order.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Mapping[FSDPParamGroup, Sequence[SteppedParam]]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, members: Mapping[FSDPParamGroup, Sequence[SteppedParam]], communicates: bool = False
+    ) -> None:
+        self.communicates = communicates
         # Weakly: groups refer to this object as long as they live.
         self._optimizer, self._members = weakref.ref(optimizer), members
         self._used = UsedGradients()
@@ -74,17 +77,17 @@ class BackwardStep:
             self._options_then = _comparable(optimizer.param_groups)
         self._reduced[group] = True
         stream = current_stream(group.sharded.flat.device)
-        if stream is None:
+        if stream is None and not self.communicates:
             self._jobs.append(self._worker.submit(self._run, optimizer, group))
             # If steps take longer than backward, reduced gradients would wait for the thread: those of all groups. One group is
             # stepped, and one waits. No rank waits for another one here.
             while len(self._jobs) > _IN_FLIGHT:
                 self._jobs.pop(0).result()
             return
-        for member in self._with_gradients(group):
+        for member in self._with_gradients(group) if stream is not None else ():
             # Its memory may be of another stream, and is freed before that one waits for this one.
             local_of(member.param.grad).record_stream(stream)  # type: ignore[arg-type]
-        self._streams.append(stream)
+        self._streams += [stream] if stream is not None else []
         self._run(optimizer, group)
 
     def _run(self, optimizer: Any, group: FSDPParamGroup) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,18 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._kit import Need, PlainPart, Terms, check_pairs
 from torch_ragged.fsdp.core._param_swap import load_replaced
 from torch_ragged.fsdp.offload._in_backward import BackwardStep
-from torch_ragged.fsdp.offload._pieces import ELEMENT_WISE, ElementWise, Piece, StateSizes, StepChunk, SteppedParam
+from torch_ragged.fsdp.offload._matrices import Lent, Matrices
+from torch_ragged.fsdp.offload._pieces import (
+    ELEMENT_WISE,
+    ElementWise,
+    Piece,
+    StateSizes,
+    StepChunk,
+    SteppedParam,
+    UsedGradients,
+)
 from torch_ragged.fsdp.offload._policy import Offload
-from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Tier, host_slabs, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Tier, TierPiece, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
@@ -67,8 +76,9 @@ def offloaded(
     DTensors with the placements of their parameters, and a state dict can be loaded at another fraction, or without offload.
 
     Host memory is allocated in this call, page-locked if the mesh is not on the CPU. A step on an accelerator copies the states
-    through two windows of device memory, of at most 8,388,608 elements each. If a scratch file of ``Offload(to=folder)`` fails
-    on one rank, ``step`` raises on all ranks, and this optimizer must load a checkpoint before it goes on.
+    through two windows of device memory, each of at most 8,388,608 elements, or one matrix. If a scratch file of
+    ``Offload(to=folder)`` fails on one rank, ``step`` raises on all ranks, and this optimizer must load a checkpoint before it
+    goes on.
 
     The optimizer holds views of the groups' buffers. If these are replaced (a conversion to another dtype), its next step
     raises. ``reshard_to`` refuses such a model.
@@ -77,12 +87,15 @@ def offloaded(
     reduced, which frees their memory. ``optimizer.step()`` must follow: it steps what has other gradients, and raises the
     errors of the steps. What needs all gradients before a step is an error: ``clip_grad_norm_``, ``GradScaler``, and others.
 
-    Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files or ``in_backward``, also in each step.
+    Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files or ``in_backward``, also in each step,
+    of matrices two. A step of matrices has its own, too.
 
     Args:
-        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``torch_ragged.optim.Adam8bit`` or ``AdamW8bit``.
+        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``Adam8bit``, ``AdamW8bit``, ``Muon``, ``Shampoo`` or ``SOAP``
+            of ``torch_ragged.optim``.
         model: a module on which ``fully_shard`` was called, or a module that contains such modules.
-        params: what ``optimizer`` takes: parameters, or parameter groups. None: ``model.parameters()``.
+        params: what ``optimizer`` takes: parameters, or parameter groups, as ``matrix_groups(model)``. None:
+            ``model.parameters()``.
         in_backward: step in backward. Equal on all ranks.
         options: the options of ``optimizer``.
 
@@ -100,18 +113,22 @@ def offloaded(
         for group in groups:
             group.check_awake()
         is_class = isinstance(optimizer, type)
-        if optimizer not in ELEMENT_WISE and not (is_class and hasattr(optimizer, "piece_optimizer")):
+        has_rules = is_class and (hasattr(optimizer, "piece_optimizer") or hasattr(optimizer, "step_matrices"))
+        if optimizer not in ELEMENT_WISE and not has_rules:
             given = f"the class {optimizer.__name__}" if is_class else f"an object of {type(optimizer).__name__}"
             raise TypeError(
-                "offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit and AdamW8bit of torch_ragged.optim, got "
-                f"{given}: give one of these classes, not an object of it; or make the optimizer without offloaded(), all "
-                "states on the device"
+                "offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit, AdamW8bit, Muon, Shampoo and SOAP of "
+                f"torch_ragged.optim, got {given}: give one of these classes, not an object of it; or make the optimizer "
+                "without offloaded(), all states on the device"
             )
         _check_groups(groups, model)
         if options.get("differentiable"):
             raise ValueError(f"offloaded({optimizer.__name__}) supports no differentiable=True: its steps have no graph")
         template = optimizer(model.parameters() if params is None else params, **options)
-        rules = ElementWise(optimizer, groups) if optimizer in ELEMENT_WISE else template
+        if optimizer in ELEMENT_WISE:
+            rules: Any = ElementWise(optimizer, groups)
+        else:
+            rules = Matrices(template, groups) if hasattr(template, "step_matrices") else template
         result = OffloadedOptimizer(template, groups, rules, in_backward)
         offload = [group.plan.part(Offload) for group in groups]
         claim += [f"optimizer: {text_of(optimizer)}", f"offload_policy: {text_of(offload)}", f"in_backward: {in_backward}"]
@@ -155,18 +172,6 @@ def _policy_of(group: FSDPParamGroup | None) -> Offload:
     return (group and group.plan.part(Offload)) or Offload(optimizer=0.0)
 
 
-class _Part(NamedTuple):
-    """A piece with the chunk that steps it, and the tier of the chunk."""
-
-    piece: Piece
-    chunk: StepChunk
-    tier: Tier
-
-    def states(self) -> dict[str, Any]:
-        """The states of the piece. If the tier is transient, they are valid until its next call only."""
-        return self.chunk.states_of(self.piece, self.tier.look(self.chunk))
-
-
 class OffloadedOptimizer(Optimizer):
     """The optimizer that :func:`offloaded` makes. It has the parameter groups of the optimizer that it stands for.
 
@@ -184,7 +189,7 @@ class OffloadedOptimizer(Optimizer):
         super().__init__(template.param_groups, template.defaults)
         if hasattr(template, "_step_supports_amp_scaling"):  # Fused optimizers unscale gradients themselves.
             self._step_supports_amp_scaling = template._step_supports_amp_scaling
-        self._rules = rules
+        self._rules, self._matrices = rules, rules if isinstance(rules, Matrices) else None
         # What must be there in a step: views of these buffers are what is stepped.
         self._buffers = {group: group.sharded.flat for group in groups}
         # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
@@ -201,45 +206,61 @@ class OffloadedOptimizer(Optimizer):
         self._members = {
             param: SteppedParam(number, of, param, *homes.get(param, (None, 0))) for number, (of, param) in enumerate(given)
         }
+        if self._matrices is not None:
+            self._matrices.count_units(self._members.values())
         self._by_group: dict[FSDPParamGroup | None, list[SteppedParam]] = {}
         for member in self._members.values():
             self._by_group.setdefault(member.group, []).append(member)
         self._chunks = self._make_chunks(in_backward)
         self._tiers = list(dict.fromkeys(tier for _, tier in self._chunks))
-        self._of_groups: dict[FSDPParamGroup | None, list[tuple[StepChunk, Tier]]] = {None: self._chunks}
-        for chunk, tier in self._chunks:
+        # Of pieces that are stepped by themselves: matrices are stepped together.
+        stepped = [(chunk, tier) for chunk, tier in self._chunks if not self._is_matrix(chunk.pieces[0].member)]
+        self._of_groups: dict[FSDPParamGroup | None, list[tuple[StepChunk, Tier]]] = {None: stepped}
+        for chunk, tier in stepped:
             for home in chunk.homes:
                 self._of_groups.setdefault(home, []).append((chunk, tier))
+        self._problem: Exception | None = None  # Of a tier, in this step of matrices. It raises at the end of the step.
         self._last: StepChunk | None = None  # The chunk that was stepped last.
         self._after: dict[StepChunk, tuple[StepChunk, Tier]] = {}  # Which chunk followed, the last time.
         # In the order of the parameters, which is equal on all ranks: a full state dict gathers one after the other. The order
         # of chunks is not, since each rank has other elements.
-        self._parts: dict[torch.Tensor, list[_Part]] = {}
-        parts = [_Part(piece, chunk, tier) for chunk, tier in self._chunks for piece in chunk.pieces]
+        self._parts: dict[torch.Tensor, list[TierPiece]] = {}
+        parts = [TierPiece(piece, chunk, tier) for chunk, tier in self._chunks for piece in chunk.pieces]
         for part in sorted(parts, key=lambda part: (part.piece.member.number, part.piece.start)):
             self._parts.setdefault(part.piece.member.param, []).append(part)
-        # In each parameter group, a parameter by which a step sees that it needs other states.
-        self._samples: dict[int, tuple[SteppedParam, set[str]]] = {}
-        for *_, last in self._parts.values():
-            if last.piece.sizes:
-                self._samples.setdefault(last.piece.member.group_number, (last.piece.member, set(last.piece.sizes)))
+        # In each parameter group, a parameter by which a step sees that it needs other states; of matrices, one of each shape.
+        self._samples: dict[Any, tuple[SteppedParam, set[str]]] = {}
+        for *_, (piece, _, _) in self._parts.values():
+            member, names = piece.member, set(piece.sizes)
+            if self._is_matrix(member) and member.param.requires_grad and _policy_of(member.group).optimizer:
+                # Of all, wherever this rank has their states: ranks raise together, before the collectives of a step.
+                names = set(rules.piece_states(member.param, self.param_groups[member.group_number], 0, 1))
+            if names:
+                shape = member.param.shape if self._is_matrix(member) else None
+                self._samples.setdefault((member.group_number, shape), (member, names))
         self.state = _States(self)  # type: ignore[assignment]
         for group in groups:
             group.gradient_user = None  # That of an earlier optimizer of the model.
         in_groups = {group: members for group, members in self._by_group.items() if group is not None}
-        self._in_backward = BackwardStep(self, in_groups) if in_backward else None
+        self._in_backward = BackwardStep(self, in_groups, self._matrices is not None) if in_backward else None
+
+    def _is_matrix(self, member: SteppedParam) -> bool:
+        return self._matrices is not None and self._matrices.is_matrix(member.param)
 
     # -- construction ----------------------------------------------------------------------------------------------
 
     def _make_chunks(self, in_backward: bool) -> list[tuple[StepChunk, Tier]]:
         """Cut each group where its states begin to lie elsewhere, and make the tiers."""
         beside: list[Piece] = []  # All of their states lie on the device.
+        whole_matrices: list[Piece] = []  # Theirs, too.
         in_host: dict[torch.device, dict[StepChunk, dict[str, torch.Tensor]]] = {}
         in_files: dict[str, list[StepChunk]] = {}
         for group, members in self._by_group.items():
             policy, behind = _policy_of(group), []
-            beside += [Piece(member, 0, member.numel, member.param) for member in members if not member.param.requires_grad]
-            trained = sorted((each for each in members if each.param.requires_grad), key=lambda member: member.interval)
+            matrices = [member for member in members if self._is_matrix(member)]
+            others = [member for member in members if not self._is_matrix(member)]
+            beside += [Piece(member, 0, member.numel, member.param) for member in others if not member.param.requires_grad]
+            trained = sorted((each for each in others if each.param.requires_grad), key=lambda member: member.interval)
             left = sum(member.numel for member in trained)
             left -= round(policy.optimizer * left)  # Elements whose states stay on the device.
             for member in trained:
@@ -250,13 +271,18 @@ class OffloadedOptimizer(Optimizer):
                     beside.append(Piece(member, 0, at, member.param if is_whole else member.leaf(0, at)))
                 if not is_whole:
                     behind.append((member, at))
-            if group is not None and behind:
-                device = group.sharded.flat.device
+            device = members[0].param.device if group is None else group.sharded.flat.device
+            most = FILE_NUMEL if policy.folder else window_numel(device)
+            kinds = [self._chunked(behind, most)]
+            if self._matrices is not None and matrices:
+                stays, leaves = self._matrices.cut(matrices, policy.optimizer, most)
+                whole_matrices += stays
+                kinds.append([StepChunk(pieces, self.param_groups, self._rules) for pieces in leaves])
+            for of_kind in filter(None, kinds):  # A slab for each: states of one name may differ in dtype.
                 if policy.folder:
-                    in_files.setdefault(policy.folder, []).extend(self._chunked(behind, FILE_NUMEL))
+                    in_files.setdefault(policy.folder, []).extend(of_kind)
                 else:
-                    slabs = host_slabs(self._chunked(behind, window_numel(device)), is_pinned=device.type != "cpu")
-                    in_host.setdefault(device, {}).update(slabs)
+                    in_host.setdefault(device, {}).update(host_slabs(of_kind, is_pinned=device.type != "cpu"))
         # Parameters as DTensors, and runs of them as plain tensors: foreach kernels take either.
         together: dict[tuple[FSDPParamGroup | None, bool], list[Piece]] = {}
         for piece in sorted(beside, key=lambda piece: not piece.is_whole):
@@ -264,11 +290,14 @@ class OffloadedOptimizer(Optimizer):
             has_own_chunk = home is not None and (in_backward or home.shards.file_nbytes > 0)
             together.setdefault((home if has_own_chunk else None, piece.is_whole), []).append(piece)
         on_device = Tier({})
-        chunks = [(StepChunk(pieces, self.param_groups, self._rules), on_device) for pieces in together.values()]
+        alike = [*together.values(), *filter(None, [whole_matrices])]
+        chunks: list[tuple[StepChunk, Tier]] = [
+            (StepChunk(pieces, self.param_groups, self._rules), on_device) for pieces in alike
+        ]
         # One tier for all groups: they share its windows.
-        for device, of_chunks in in_host.items():
-            tier = tier_of(of_chunks, device)
-            chunks += [(chunk, tier) for chunk in of_chunks]
+        for device, slabs in in_host.items():
+            tier = tier_of(slabs, device)
+            chunks += [(chunk, tier) for chunk in slabs]
         for folder, found in in_files.items():
             stateful = [chunk for chunk in found if chunk.nbytes]  # Not those of SGD, without momentum.
             files = FileTier(stateful, folder, dist.get_rank()) if stateful else on_device
@@ -322,9 +351,11 @@ class OffloadedOptimizer(Optimizer):
         """
         held, hosted = Counter[int](), Counter[int]()
         for param, parts in self._parts.items():
-            for piece, chunk, tier in parts:
-                tensors = [value for value in chunk.own_states_of(piece).values() if isinstance(value, torch.Tensor)]
-                held[id(param)] += sum(local_of(each).nbytes for each in tensors if each.ndim or counters)
+            # Pieces of matrices have them in common.
+            found = {id(value): value for piece, chunk, _ in parts for value in chunk.own_states_of(piece).values()}
+            tensors = [value for value in found.values() if isinstance(value, torch.Tensor)]
+            held[id(param)] += sum(local_of(each).nbytes for each in tensors if each.ndim or counters)
+            for piece, _, tier in parts:
                 if not isinstance(tier, FileTier):
                     hosted[id(param)] += sum(numel * dtype.itemsize for numel, dtype in piece.sizes.values())
         return held, hosted
@@ -335,6 +366,8 @@ class OffloadedOptimizer(Optimizer):
         if member is None or member.group is None:
             raise ValueError("a parameter is in no group of fully_shard")
         pieces = [part.piece for part in self._parts[param]]
+        if self._matrices is not None and self._is_matrix(member):
+            return self._matrices.first_nbytes(param, pieces)
         made = [self._rules.piece_states(param, group, piece.start, piece.stop) for piece in pieces if not piece.sizes]
         return _COUNTER * len(pieces) + sum(numel * dtype.itemsize for sizes in made for numel, dtype in sizes.values())
 
@@ -356,18 +389,34 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         self._prepare_step()
         if not self._has_files and self._in_backward is None:
-            self._step_chunks(self._chunks)
+            self._step_of(None)
             return loss
-        problem = None
-        try:
-            if self._in_backward is not None:
-                self._in_backward.take()
-                if "found_inf" in vars(self):
-                    raise RuntimeError("GradScaler came too late: with in_backward=True, backward has stepped scaled gradients")
-            self._check_states_are_valid()
-            self._step_chunks(self._chunks)
+        if self._matrices is not None:
+            with self._failing_together():  # Before the collectives of the step: all ranks issue them, or none.
+                self._end_backward_steps()
+        with self._failing_together():
+            if self._matrices is None:
+                self._end_backward_steps()
+            self._step_of(None)
+            if self._problem is not None:
+                raise self._problem
             for group in self._buffers:
                 group.shards.check()
+        return loss
+
+    def _end_backward_steps(self) -> None:
+        if self._in_backward is not None:
+            self._in_backward.take()
+            if "found_inf" in vars(self):
+                raise RuntimeError("GradScaler came too late: with in_backward=True, backward has stepped scaled gradients")
+        self._check_states_are_valid()
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """A part of a step that all ranks end, or none."""
+        problem = None
+        try:
+            yield
         except Exception as error:
             problem = error
         try:
@@ -378,7 +427,6 @@ class OffloadedOptimizer(Optimizer):
             self.state.clear()
             self.has_failed = True
             raise
-        return loss
 
     @torch.no_grad()
     def make_states(self) -> None:
@@ -393,39 +441,81 @@ class OffloadedOptimizer(Optimizer):
                 options["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
             for group, members in self._by_group.items():
                 for member in members:
-                    member.param.grad = torch.zeros_like(member.param) if member.param.requires_grad else None
+                    is_stepped = member.param.requires_grad and not self._is_matrix(member)
+                    member.param.grad = torch.zeros_like(member.param) if is_stepped else None
                 self._step_chunks(self._of_groups.get(group, ()))
                 for member in members:
                     member.param.grad = None
         finally:
             for options, rate in zip(self.param_groups, rates):
                 options["lr"] = rate
+        for part in itertools.chain.from_iterable(self._parts.values()):
+            param, chunk, sizes = part.piece.member.param, part.chunk, part.piece.sizes
+            if self._matrices is None or not self._is_matrix(part.piece.member) or not param.requires_grad:
+                continue
+            # Without a step, which would issue collectives and compute.
+            self._matrices.template.init_states(param, self.param_groups[part.piece.member.group_number], sizes)
+            for view in part.piece.views(part.tier.look(chunk)).values() if sizes and not part.piece.has_states else ():
+                view.zero_()
+                part.tier.store(chunk)
+            part.piece.has_states = True
 
     def step_group(self, group: FSDPParamGroup) -> None:
         """Step the parameters of one group, whose gradients are complete: a part of a step in backward."""
         self._check_states_are_valid()
         self._check_memory([group])
-        self._step_chunks(self._of_groups.get(group, ()))
+        self._step_of(group)
+
+    def _step_of(self, group: FSDPParamGroup | None) -> None:
+        """Step what has gradients in a group; None: all."""
+        late: list[torch.Tensor] = []
+        if self._matrices is not None:
+            self._matrices.template.param_groups = self.param_groups  # A load replaces them.
+            members = self._members.values() if group is None else self._by_group[group]
+            # Equal on all ranks: a step in backward has used a gradient on all of them, or on none.
+            params = {member.param for member in members if not UsedGradients.has(member.param.grad)}
+            lent = Lent(self._matrices, self._parts, self._fetch)
+            if group is not None:
+                with lent.noting():
+                    group.shards.prepare(in_step=True)
+            late = lent.step(params, check_gradients=group is None)
+            self._problem = self._problem or lent.problem
+        try:
+            for param in late:
+                param.grad = torch.zeros_like(param)
+            self._step_chunks(self._of_groups.get(group, ()))
+        except OSError as error:
+            if self._matrices is None:
+                raise
+            self._problem = self._problem or error  # Later groups of this backward have collectives.
+        finally:
+            for param in late:
+                param.grad = None
 
     def _step_chunks(self, candidates: Sequence[tuple[StepChunk, Tier]]) -> None:
         """Step those of the chunks that have gradients."""
         scaling: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
         chunks = [(chunk, tier) for chunk, tier in candidates if chunk.has_gradients]
         for (chunk, tier), following in itertools.zip_longest(chunks, chunks[1:]):
-            if self._last is not None:
-                self._after[self._last] = chunk, tier
-            self._last = chunk
             for home in chunk.homes:
                 home.shards.prepare(in_step=True)
-            memory = tier.fetch(chunk)
-            # After the last one, the chunk that came next the last time: it is read while forward and backward run.
-            next_chunk, next_tier = following or self._after.get(chunk) or (chunk, tier)
-            if next_chunk is not chunk:
-                next_tier.fetch_ahead(next_chunk)
+            memory = self._fetch(chunk, tier, following)
             try:
                 chunk.step(self.param_groups, memory, scaling)
             finally:
                 tier.store(chunk)
+
+    def _fetch(self, chunk: StepChunk, tier: Tier, following: tuple[StepChunk, Tier] | None = None) -> Mapping[str, Any]:
+        """The states of ``chunk``. Then the next one is read ahead: ``following``, or the one that came next the last time."""
+        if self._last is not None:
+            self._after[self._last] = chunk, tier
+        self._last = chunk
+        memory = tier.fetch(chunk)
+        # After the last chunk of a step, the first one of the next step: it is read while forward and backward run.
+        next_chunk, next_tier = following or self._after.get(chunk) or (chunk, tier)
+        if next_chunk is not chunk:
+            next_tier.fetch_ahead(next_chunk)
+        return memory
 
     def _prepare_step(self) -> None:
         for group in self._buffers:
@@ -443,7 +533,7 @@ class OffloadedOptimizer(Optimizer):
         self._check_sizes(self.param_groups)
 
     def _check_sizes(self, options: Sequence[Mapping[str, Any]]) -> None:
-        for number, (member, names) in self._samples.items():
+        for (number, _), (member, names) in self._samples.items():
             needed = self._rules.piece_states(member.param, options[number], 0, member.numel)
             if needed.keys() != names:
                 raise RuntimeError(
@@ -560,6 +650,8 @@ class OffloadedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.param_groups = state["param_groups"]
+        if self._matrices is not None:
+            self._matrices.template.param_groups = self.param_groups
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -613,7 +705,7 @@ class _Runs:
             elements.view(torch.uint8).copy_(data[here.start * width : here.stop * width])
             part.tier.store(part.chunk)
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[_Part, torch.Tensor, slice]]:
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[TierPiece, torch.Tensor, slice]]:
         """The pieces of a run; of each its elements that lie in the run, valid until the next one, and where they lie there."""
         optimizer = self.states.optimizer
         for part in optimizer._parts[self.param]:
@@ -655,11 +747,11 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
             return {name: rules.piece_joined(param, name, stored[name]) if name in stored else own[name] for name in names}
         # Each is copied before the next look, which replaces what a window of a tier has now.
         is_copy = is_apart or form == "copies"
-        states = [_copied_to_host(found) if is_copy else found for found in map(_Part.states, parts)]
+        states = [_copied_to_host(found) if is_copy else found for found in map(TierPiece.states, parts)]
         result = {name: states[0][name] for name in names}
         # Between steps, the pieces of a parameter have the same states: those with elements, and counters, which are equal.
         for name, value in result.items() if not first.piece.is_whole else ():
-            if isinstance(value, torch.Tensor) and value.ndim:
+            if isinstance(value, torch.Tensor) and value.ndim and name in sizes:
                 flat = value if len(states) == 1 else torch.cat([each[name].cpu() for each in states])
                 result[name] = rules.piece_joined(param, name, flat)
         return result
@@ -696,9 +788,12 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
             on_device = options.get("capturable") or options.get("fused")
             return value.to(torch.float32, copy=True).to(param.device) if on_device else value.clone()
         if member.group is None:
-            dtype = param.dtype if param.is_floating_point() else value.dtype
+            has_own = optimizer._is_matrix(member) or not param.is_floating_point()  # States with a dtype of their own.
+            dtype = value.dtype if has_own else param.dtype
             return value.to(dtype=dtype, device=param.device, copy=True)
         sizes = optimizer._rules.piece_states(param, options, piece.start, piece.stop)
+        if optimizer._matrices is not None and optimizer._matrices.own(param, name):
+            return value.to(param.device, copy=True)
         if name not in sizes:
             return None
         if not piece.is_whole:
@@ -720,9 +815,9 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
             optimizer._in_backward.reset()
         for tier in optimizer._tiers:
             tier.reset()
-        optimizer.has_failed = False
-        for param in list(self):
-            del self[param]
+        optimizer.has_failed, optimizer._problem = False, None
+        for part in itertools.chain.from_iterable(self._parts.values()):
+            part.chunk.set_states(part.piece, None, {})
 
     def __contains__(self, param: object) -> bool:
         return param in self._parts and self._parts[param][0].chunk.has_states(self._parts[param][0].piece)  # type: ignore[index]

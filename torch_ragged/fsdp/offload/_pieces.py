@@ -79,14 +79,15 @@ class Piece:
     member: SteppedParam
     start: int
     stop: int
-    leaf: torch.Tensor  # What is stepped: a view of the run; or the parameter, if all of its states lie on the device.
+    # What is stepped: a view of the run; or the parameter, if all of its states lie on the device, or are those of matrices.
+    leaf: torch.Tensor
     sizes: StateSizes = field(default_factory=dict)  # Of states in a tier. The others lie where the optimizer makes them.
     offsets: dict[str, int] = field(default_factory=dict)  # Where states in a tier begin in the memory of the chunk.
     has_states: bool = False  # Whether a step, or a state dict, has made the states.
 
     @property
     def is_whole(self) -> bool:
-        return self.leaf is self.member.param
+        return self.leaf is self.member.param and not self.sizes
 
     def views(self, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: memory[name][self.offsets[name] :][:numel] for name, (numel, _) in self.sizes.items()}

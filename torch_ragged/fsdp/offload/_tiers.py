@@ -13,14 +13,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
-from torch_ragged.fsdp.offload._pieces import StepChunk
+from torch_ragged.fsdp.offload._pieces import Piece, StepChunk
 
-__all__ = ["FILE_NUMEL", "WINDOWS", "WINDOW_NUMEL", "FileTier", "Tier", "WindowTier", "host_slabs", "tier_of", "window_numel"]
+__all__ = ["FILE_NUMEL", "WINDOWS", "WINDOW_NUMEL", "FileTier", "TierPiece", "Tier", "WindowTier", "host_slabs", "tier_of"]
+__all__ += ["window_numel"]
 
 WINDOW_NUMEL = 1 << 23  # The most elements of a chunk for a device: enough for a bus's full bandwidth, small beside a model.
 FILE_NUMEL = 1 << 22  # The most elements of a chunk in a file: with two float32 states, one read or write of 32 MiB.
@@ -79,6 +80,18 @@ def host_slabs(chunks: Sequence[StepChunk], is_pinned: bool) -> dict[StepChunk, 
         for chunk, part in zip(holders, slab.split(numels)):
             parts[chunk][name] = part
     return parts
+
+
+class TierPiece(NamedTuple):
+    """A piece with the chunk that steps it, and the tier of the chunk."""
+
+    piece: Piece
+    chunk: StepChunk
+    tier: Tier
+
+    def states(self) -> dict[str, Any]:
+        """The states of the piece. If the tier is transient, they are valid until its next call only."""
+        return self.chunk.states_of(self.piece, self.tier.look(self.chunk))
 
 
 class WindowTier(Tier):
