@@ -249,7 +249,7 @@ class ProcessGroupCollectives(Collectives):
     def _exchange(
         self, output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, divisor: float, sizes: Sequence[int]
     ) -> Work:
-        """A reduce-scatter as an all-to-all in the :attr:`wire`'s dtype, and a sum in that of ``output``, in the order of ranks."""
+        """A reduce-scatter as an all-to-all in the dtype of the wire, and a sum in order of ranks, in that of ``output``."""
         sent = buffer if self.wire is None or buffer.element_size() <= self.wire.itemsize else buffer.to(self.wire)
         if self._carrier(group, buffer.device).is_gloo:
             return Then(_gloo.reduce_scatter(output, sent, group, divisor, sizes), functools.partial(_forget, sent))
