@@ -33,6 +33,7 @@ ARGUMENTS = (
     ("`parallelize`", {"dp_mesh_dims": SimpleNamespace(counts_once=True)}),
     ("`CPUOffloadPolicy()`", {"offload_policy": CPUOffloadPolicy()}),
     ("`Offload()`", {"offload_policy": Offload()}),
+    ("`offload_policy={name: ...}`", {"offload_policy": {"0.weight": CPUOffloadPolicy()}}),
     ('`Offload(parameters="files")`', {"offload_policy": Offload(parameters="files", to="folder")}),
     ("`Float8Policy`", {"mp_policy": Float8Policy()}),
     ("`Float4Policy`", {"mp_policy": Float4Policy()}),

@@ -112,6 +112,8 @@ class CombinationsTest(unittest.TestCase):
             fully_shard, layer, mesh=one, weights=[1, 2, 1, 1], shard_placement_fn=lambda param: Shard(param.ndim - 1)
         )
         self.assertIn(wanted, text)
+        text = error_of(fully_shard, nn.Linear(4, 4), mesh=one, weights=[1, 2, 1, 1], mp_policy=Float8Policy())
+        self.assertEqual(text, "ValueError: Float8Policy does not support weights=[1, 2, 1, 1]: leave weights out")
 
     @fake_group(4)
     def test_equal_weights_exclude_nothing(self):

@@ -14,7 +14,7 @@ _KINDS = ("equivalent", "cost", "gpu", "open")
 
 
 def accepted() -> dict[tuple[str, str, str, str], tuple[str, str]]:
-    """Kind and reason of each accepted survivor."""
+    """Kind and reason of each accepted survivor. The line "*" is each line of a function that only a GPU runs."""
     result = {}
     for entry in json.loads(_ACCEPTED.read_text()):
         assert entry["kind"] in _KINDS, entry
@@ -32,7 +32,8 @@ def _short(answer: dict[str, Any]) -> dict[str, Any]:
     survivors, reasons = [], accepted()
     for result in sorted(answer["mutants"], key=_key):
         if not result["outcome"].startswith("caught"):
-            kind, reason = reasons.get(_key(result), ("open", result["outcome"]))
+            whole = reasons.get((*_key(result)[:2], "*", "*"), ("open", result["outcome"]))
+            kind, reason = reasons.get(_key(result), whole)
             fields = {field: result[field] for field in ("file", "function", "text", "change")}
             survivors.append({**fields, "kind": kind, "reason": reason})
     run = len(answer["mutants"])

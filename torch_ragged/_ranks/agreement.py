@@ -274,7 +274,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(text_of, value)))}}}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{text_of(key)}: {text_of(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(sorted(f'{text_of(key)}: {text_of(each)}' for key, each in value.items()))}}}"
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     text = repr(value)

@@ -170,8 +170,6 @@ def fully_shard(
         if shard_placement_fn is not None:
             _check_function("shard_placement_fn", shard_placement_fn, "parameter", "Shard(0)")
         DataParallelMesh.check(mesh, dp_mesh_dims)
-        if isinstance(offload_policy, Mapping):
-            offload_policy = OffloadByName.of(offload_policy)  # type: ignore[assignment]
         options = {
             "dp_mesh_dims": dp_mesh_dims,
             "reshard_after_forward": reshard_after_forward,
@@ -259,6 +257,8 @@ def parts_of(arguments: Mapping[str, Any]) -> list[FeaturePart]:
             given = "parallelize" if getattr(value, "counts_once", False) else f"dp_mesh_dims={value}"
             terms = Terms(given, {Need.IN_MESH: OUTSIDE}, breaks=(Need.MOVABLE, Need.OWN_MESH))
             parts.append(PlainPart(terms, makes_groups=True))
+        elif name == "offload_policy" and isinstance(value, Mapping):
+            parts.append(OffloadByName.of(value))
         elif name == "offload_policy" and isinstance(value, CPUOffloadPolicy):
             parts.append(CPUOffloadPart(value.pin_memory))
         elif name == "weights" and value is not None:

@@ -88,9 +88,6 @@ class OffloadByName(FeaturePart):
                 parts[name] = made.setdefault(text_of(policy), policy)
         return cls(policies, parts)
 
-    def text(self) -> str:
-        return ", ".join(f"{name}: {text_of(policy)}" for name, policy in sorted(self.policies.items()))
-
     @property
     def terms(self) -> Terms:
         of_parts = [part.terms for part in dict.fromkeys(self.parts.values())]

@@ -27,6 +27,7 @@ from torch_ragged.fsdp import (
     fully_shard,
 )
 from torch_ragged.fsdp.codes._float8_planes import _PlaneSet
+from torch_ragged.fsdp.core.encodings._plain import Phase
 
 PAIRS = {
     "rows, then squares": Float8Policy(torch.float32, tile=(1, 128), weight_factory=float8_weight, backward=Float8Policy()),
@@ -149,6 +150,19 @@ def gathers():
 
 
 class ValuesTest(unittest.TestCase):
+    @fake_group(2)
+    def test_codes_that_do_not_come_in_backward_raise_and_hold_no_memory(self):
+        layer = nn.Linear(256, 256, bias=False)
+        policy = PAIRS["squares, then rows"]
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy, reshard_after_forward=False)
+        (group,) = layer._ragged_groups(False)
+        group.unshard(phase=Phase.FORWARD)
+        with mock.patch.object(_PlaneSet, "decode", side_effect=RuntimeError("no room")):
+            self.assertIn("no room", error_of(group.unshard, phase=Phase.BACKWARD))
+        group.unshard(phase=Phase.BACKWARD)  # Nothing of the failed one is left in its way.
+        layer.reset_iter_state()
+        self.assertEqual(group.encoding.nbytes_beside, 0)
+
     @ranks(2)
     def test_each_phase_computes_with_its_own_values():
         for name, policy in PAIRS.items():

@@ -146,10 +146,6 @@ class Float8Policy(MixedPrecisionPolicy, FeaturePart):
         else:
             kit.encoding = PlanesEncoding(kit.layout, kit.rank, self.weight_factory, self.forms, self.recomputes)
 
-    def quantizes(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
-        """Whether parameters of ``dtype`` with the layout ``spec`` are all-gathered as float8."""
-        return not self.why_plain(spec, dtype)
-
     def why_plain(self, spec: TensorSpec, dtype: torch.dtype) -> str:
         """Why parameters of ``dtype`` with the layout ``spec`` are not quantized, and what to do; "" if they are."""
         if dtype not in _QUANTIZED_DTYPES:
