@@ -1,12 +1,11 @@
 """Sphinx's settings: ``make docs`` builds the site of these pages in out/docs."""
 
 import html
-import importlib
 import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
@@ -17,6 +16,9 @@ from sphinx.util.docutils import SphinxDirective
 
 import torch_ragged
 from torch_ragged.fsdp.core._kit import FeaturePart
+
+sys.path.insert(0, str(Path(__file__).parent))
+from page import SCRIPTS, made  # noqa: E402
 
 project = "torch_ragged"
 author = "the torch_ragged authors"
@@ -108,21 +110,10 @@ class Made(SphinxDirective):
 
     optional_arguments = 1
     final_argument_whitespace = True
-    scripts: ClassVar[dict[str, tuple[str, str]]] = {
-        "combinations": ("combinations", "table"),
-        "compatibility": ("measured", "compatibility"),
-        "errors": ("make_errors", "entries"),
-        "fsdp2_tests": ("measured", "fsdp2_tests"),
-        "mutants": ("measured", "mutants"),
-        "op_coverage": ("measured", "op_coverage"),
-        "programs": ("measured", "programs"),
-    }
 
     def run(self) -> list[nodes.Node]:
-        script, function = self.scripts[self.name]
         section = nodes.container()
-        lines = getattr(importlib.import_module(script), function)(*self.arguments)
-        self.state.nested_parse(StringList(["", *lines]), 0, section)
+        self.state.nested_parse(StringList(["", *made(self.name, *self.arguments)]), 0, section)
         return [section]
 
 
@@ -147,9 +138,8 @@ def make_cards(app: Any, page: str, template: str, context: dict[str, Any], doct
 
 
 def setup(app: Any) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
     app.add_transform(AlsoCalled)
-    for name in Made.scripts:
+    for name in SCRIPTS:
         app.add_directive(name, Made)
     analyzer = ModuleAnalyzer.for_module("torch_ragged.fsdp._fully_shard")
     analyzer.analyze()

@@ -91,6 +91,7 @@ def _messages() -> Iterator[Message]:
             yield Message(ast.unparse(node.exc.func).split(".")[-1].lstrip("_"), " ".join(text.split()), module, name)
 
 
+@functools.cache
 def area_of(module: str) -> str:
     """The title of the area of a module: that of the longest prefix in ``AREAS``.
 

@@ -21,6 +21,7 @@ INSTEAD = {
     r"\bstands? on\b": "is built on",
     r"\bto be had\b": "available",
     r"\bgives? back\b": "free, return",
+    r"(?<!equal gradients, )\b(the same|equal) bits on any number of ranks": "with equal gradients, the same bits ...",
 }
 
 

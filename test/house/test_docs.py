@@ -128,6 +128,26 @@ class PagesTest(unittest.TestCase):
                 wide += [f"{path.name}: {line}" for line in box[2].splitlines() if len(line) > 88]
         self.assertEqual(wide, [])
 
+    def test_pages_with_lists_that_are_made_say_how_a_clone_reads_them(self):
+        script = load("page")
+        for name, _ in script.SCRIPTS.values():
+            load(name)
+        directive = re.compile(rf"^```\{{({'|'.join(script.SCRIPTS)})\}}", re.MULTILINE)
+        with_lists = [page for page in PAGES if directive.search((DOCS / page).read_text())]
+        self.assertEqual(len(with_lists), 7)
+        for page in with_lists:
+            text = (DOCS / page).read_text()
+            said, *_ = directive.split(text)
+            self.assertIn(f"`python docs/page.py {page.removesuffix('.md')}`", said, page)
+            filled = script.filled(text)
+            self.assertGreater(len(filled), len(text) + 1000, page)
+            self.assertIsNone(directive.search(filled), page)
+
+    def test_switching_from_fsdp2_has_every_argument(self):
+        table = (DOCS / "fsdp.md").read_text().partition("## Arguments")[2].partition("\n## ")[0]
+        found = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+        self.assertEqual(sorted(inspect.signature(fully_shard).parameters), sorted(found))
+
     def test_the_readme_is_short(self):
         self.assertLessEqual(len((ROOT / "README.md").read_text().splitlines()), 120)
 

@@ -81,9 +81,20 @@ ELSEWHERE = {  # And what other pages are about: the page, and its heading.
     "wandb": ("operations", "Metrics"),
     "tensorboard": ("operations", "Metrics"),
     "docker": ("running", "Docker and Kubernetes"),
+    "kubernetes": ("running", "Docker and Kubernetes"),
+    "slurm": ("running", "Slurm"),
     "fsdp1": ("moving_here", "From FSDP1"),
     "deepspeed": ("moving_here", "From DeepSpeed"),
     "zero-2": ("meshes", "ZeRO, by placement"),
+    "how many GPUs": ("tuning", "Will it fit?"),
+    "NCCL timeout": ("troubleshooting", "The run hangs"),
+    "mp.spawn": ("running", "Without torchrun"),
+    "srun": ("running", "Without torchrun"),
+    "max-restarts": ("running", "Restarts by torchrun"),
+    "firewall": ("running", "What listens"),
+    "upgrade": ("running", "Upgrade and uninstall"),
+    "uninstall": ("running", "Upgrade and uninstall"),
+    "license": ("running", "Upgrade and uninstall"),
 }
 WANTED = {**{word: ("recipes", heading) for word, heading in TASKS.items()}, **ELSEWHERE}
 SEARCH = """
