@@ -85,10 +85,11 @@ def save(
         the folder of the checkpoint.
 
     Raises:
-        TypeError, ValueError: ``state`` is no TrainState, or a field of it cannot be saved; or replicas (HSDP) hold other
+        TypeError, ValueError: ``state`` is no TrainState, or a field of it has a wrong type; or replicas (HSDP) hold other
             parameters, of which the checkpoint would have those of one: see ``check_replicas`` of ``fully_shard``.
         CheckpointError: the checkpoint could not be written, or ranks differ in ``path`` or in a value that one rank writes for
-            all. Every rank raises it; the text names the rank and the file, or the value. Or another job saves to ``path``: the
+            all, or a value is more than data, which :func:`load` would refuse. Every rank raises it; the text names the rank
+            and the file, or the value. Or another job saves to ``path``: the
             text names its host and process. Or a rank died: the text names it, and the process group cannot be used again. If a
             cleanup fails after the rename, ``save`` succeeds and logs a warning.
     """
@@ -146,8 +147,7 @@ def async_save(
     Raises:
         TypeError, ValueError: ``state`` is no TrainState, a field of it cannot be saved, ``kind`` is unknown, or
             ``process_group`` is missing.
-        CheckpointError: the save could not be started, or ranks differ in a value that one rank writes for all. Every rank
-            raises it.
+        CheckpointError: the save could not be started, or a value cannot be saved, as for :func:`save`. Every rank raises it.
     """
     with before_groups("async_save"):
         if dist.is_initialized() and process_group is None:
