@@ -8,6 +8,7 @@ import pickle
 import shutil
 import socket
 import unittest
+import warnings
 import zipfile
 
 import torch
@@ -77,7 +78,8 @@ class CodeTest(Untrusted):
                     self.assertFalse(self.path.exists() or self.ran.exists())
                 folder = saved_unchecked(self.path, make(1))
                 self.check_refused(folder, f"{in_checkpoint} holds more than data: posix.mkdir.", "pass trust=True", make=make)
-                with contextlib.redirect_stdout(io.StringIO()) as told:
+                with contextlib.redirect_stdout(io.StringIO()) as told, warnings.catch_warnings():
+                    warnings.simplefilter("error")  # Nor does it print one of DCP.
                     self.assertEqual(_cli.main(["verify", str(folder)]), 0)
                 said = in_checkpoint.replace("per_rank.evil of rank 0", "per_rank.0.evil")
                 self.assertIn(f"\n{said} holds more than data: posix.mkdir. ", told.getvalue())

@@ -968,9 +968,11 @@ options:
 """,
         )
 
-    def test_as_a_program_it_needs_no_process_group(self):
-        command = [sys.executable, "-m", "torch_ragged.offline", "llama-3-70b", "--ranks", "8"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    def test_as_a_program_it_needs_neither_a_process_group_nor_numpy(self):
+        (self.folder / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, "-m", "torch_ragged", "plan", "llama-3-70b", "--ranks", "8"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertTrue(done.stdout.startswith("llama-3-70b: 70,553,706,496 parameters in 723 tensors, 81 groups"))
 

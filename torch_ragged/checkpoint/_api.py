@@ -10,9 +10,8 @@ import copy
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch_ragged._ranks.comparison import compare_before_checkpoint
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.checkpoint._background import BackgroundSave, wait_for_save
 from torch_ragged.checkpoint._data import ObjectPlanner
-from torch_ragged.checkpoint._errors import CheckpointError, gather, on_all, raise_on_all
+from torch_ragged.checkpoint._errors import CheckpointError, gather, on_all, raise_on_all, without_warning
 from torch_ragged.checkpoint._folder import checkpoint_at, complete_in, folder_of, refuse_other_folders
 from torch_ragged.checkpoint._layouts import boxes_of, plain_state, refuse_gaps, relaid
 from torch_ragged.checkpoint._manifest import Manifest, read_manifest
@@ -97,7 +96,7 @@ def save(
     folder, what = writer.folder, f"saving {writer.folder}"
     writer.read_back = read_back
     try:
-        with raise_on_all(what, process_group, lambda: writer.doing), _without_warning():
+        with raise_on_all(what, process_group, lambda: writer.doing), without_warning():
             dcp.save(
                 tensors,
                 storage_writer=writer,
@@ -171,7 +170,7 @@ def async_save(
         staged: Any = on_all(
             lambda: relaid(stager.stage(plain_state(tensors, with_dtensors=False)), tensors), what, process_group
         )
-        with _without_warning():
+        with without_warning():
             future: Any = dcp.async_save(
                 staged,
                 storage_writer=writer,
@@ -317,7 +316,7 @@ def _fill_request(request: Request, reader: CheckpointReader, planner: CheckingP
             no_dist=not dist.is_initialized(),
         )
 
-    with raise_on_all(what, reader.group, lambda: reader.doing), _without_warning():
+    with raise_on_all(what, reader.group, lambda: reader.doing), without_warning():
         fill(request.objects, ObjectPlanner(planner.trust))
         on_all(request.unpack, what, reader.group)
         reader.verify = False  # The first fill has verified all files.
@@ -465,11 +464,3 @@ def _finish_save(
     if isinstance(outcome, CheckpointError):
         _clean_up(writer, group)
     result.end(outcome)
-
-
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    """Silence DCP's warning that torch.distributed is disabled: saving from a single process is intended here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

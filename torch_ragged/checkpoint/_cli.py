@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from torch_ragged._command_line import command_name, ends_quietly
 from torch_ragged.checkpoint._data import ObjectPlanner, load_object
-from torch_ragged.checkpoint._errors import CheckpointError, raise_on_all
+from torch_ragged.checkpoint._errors import CheckpointError, raise_on_all, without_warning
 from torch_ragged.checkpoint._folder import checkpoint_at
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, read_manifest
 from torch_ragged.checkpoint._reader import CheckpointReader, damage
@@ -132,7 +132,7 @@ def _refused_objects(reader: CheckpointReader, metadata: Metadata) -> list[str]:
         if not isinstance(item, TensorStorageMetadata) or name.partition(".")[0] in ("objects", "per_rank")
     }
     reader.verify = False  # It was verified before.
-    with raise_on_all(f"reading {reader.folder}"):
+    with raise_on_all(f"reading {reader.folder}"), without_warning():
         dcp.load(held, storage_reader=reader, planner=Planner(), no_dist=True)
     objects = ", ".join(name for name in reader.manifest.objects if not name.startswith("per_rank."))
     for name, tensor in held.items():
@@ -182,7 +182,7 @@ def _value_difference(name: str, record: TensorRecord, folders: Sequence[Path]) 
         reader = CheckpointReader(folder, verify=False)
         reader.read_metadata()  # First: it checks that the files have the bytes that the manifest promises.
         tensor = {name: torch.empty(record.shape, dtype=dtype, device="cpu")}
-        with raise_on_all(f"reading {folder}"):
+        with raise_on_all(f"reading {folder}"), without_warning():
             dcp.load(tensor, storage_reader=reader, planner=ObjectPlanner(), no_dist=True)
         tensors.append(tensor[name])
     a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
