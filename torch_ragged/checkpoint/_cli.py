@@ -127,7 +127,7 @@ def _refused_objects(reader: CheckpointReader, metadata: Metadata) -> list[str]:
             check(value.read(), read_item.dest_index.fqn)
 
     held = {
-        name: torch.empty(item.size, dtype=torch.uint8) if isinstance(item, TensorStorageMetadata) else None
+        name: torch.empty(item.size, dtype=torch.uint8, device="cpu") if isinstance(item, TensorStorageMetadata) else None
         for name, item in metadata.state_dict_metadata.items()
         if not isinstance(item, TensorStorageMetadata) or name.partition(".")[0] in ("objects", "per_rank")
     }
