@@ -23,9 +23,10 @@ Main = Callable[[Optional[Sequence[str]]], int]
 
 
 def command_name(module: str) -> str:
-    """The command that was typed: ``torch-ragged plan``, ``torch-ragged-plan``, or ``python -m`` and ``module``."""
-    typed = Path(sys.argv[0]).name
-    if typed == "torch-ragged":
+    """The command that was typed: ``torch-ragged plan``, ``torch-ragged-plan``, or ``python -m`` and a module."""
+    path = Path(sys.argv[0])
+    typed = "python -m torch_ragged" if path.parts[-2:] == ("torch_ragged", "__main__.py") else path.name
+    if typed in ("torch-ragged", "python -m torch_ragged"):
         return next(f"{typed} {command}" for command, folder in _COMMANDS.items() if module == f"torch_ragged.{folder}")
     return typed if typed.startswith("torch-ragged-") else f"python -m {module}"
 

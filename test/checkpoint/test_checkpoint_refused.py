@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from checkpoint_forger import saved_unchecked
 from checkpoint_model import make_state, train, values
 from common import error_of, run_ranks
 
@@ -115,8 +116,12 @@ def check_pickles(path):
     """What cannot be unpickled is found before any parameter is filled."""
     state = make_state(0)
     train(state, 1)
+    state.extra["strange"] = Unloadable() if dist.get_rank() == 1 else 1
+    text = error_of(checkpoint.save, path, state)
+    assert "extra.strange holds more than data: test_checkpoint_refused._raise" in text and "(rank 1)" in text, text
+    assert not os.listdir(path)
     state.extra["strange"] = Unloadable()
-    checkpoint.save(path, state)
+    saved_unchecked(path, state)
     state = make_state(1)
     refused(path, state, "AttributeError: no such class", trust=True)
     refused(path, make_state(1), "holds more than data: test_checkpoint_refused._raise", "pass trust=True")

@@ -327,6 +327,20 @@ class FullDiskTest(unittest.TestCase):
             run_ranks(2, check_error_in_a_background_save, path)
 
     @unittest.skipUnless(Path("/dev/full").exists(), "needs /dev/full")
+    def test_a_disk_without_a_free_byte_names_the_first_file(self):
+        create = _disk.create
+
+        def on_full_disk(path):
+            create(path).close()
+            return open("/dev/full", "wb")
+
+        with tempfile.TemporaryDirectory() as path, mock.patch.object(_disk, "create", on_full_disk):
+            text = error_of(checkpoint.save, path, small_state(2))
+            self.assertEqual(names_in(Path(path)), [])
+        room = r"\(the disk is full: the file needs about \d+ bytes, 0 of them are written, \d+ bytes are free\)"
+        self.assertRegex(text, rf"No space left on device {room}: .*/writer-\w+\.lease \(rank 0\)")
+
+    @unittest.skipUnless(Path("/dev/full").exists(), "needs /dev/full")
     def test_the_error_of_the_kernel_is_not_lost_in_an_archive(self):
         def write():
             with _files.HashingFileSystem().create_stream("/dev/full", "wb") as stream:

@@ -5,12 +5,14 @@ import io
 import json
 import os
 import pickle
+import shutil
 import socket
 import unittest
+import warnings
 import zipfile
 
 import torch
-from checkpoint_forger import Untrusted, forge, make_state
+from checkpoint_forger import Untrusted, forge, make_state, saved_unchecked
 from common import error_of
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
@@ -32,6 +34,18 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
+class ExtraState(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, value):
+        pass
+
+
 class CodeTest(Untrusted):
     def test_objects_that_run_code_are_refused_unless_trusted(self):
         def with_extra(step):
@@ -45,20 +59,42 @@ class CodeTest(Untrusted):
             state.optimizer.param_groups[0]["evil"] = Evil(self.ran)
             return state
 
-        for make, what in (
-            (with_extra, "the pickle of extra.evil, scheduler holds more than data: posix.mkdir."),
-            (with_per_rank, "per_rank.evil of rank 0 holds more than data: posix.mkdir."),
-            (with_group, "optimizer.param_groups.0.evil holds more than data: posix.mkdir."),
+        def with_module(step):
+            state = make_state(step)
+            state.model.register_module("evil", ExtraState(Evil(self.ran)))
+            return state
+
+        for make, name, in_checkpoint in (
+            (with_extra, "extra.evil", "the pickle of extra.evil, scheduler"),
+            (with_per_rank, "per_rank.evil", "per_rank.evil of rank 0"),
+            (with_group, "optimizer.param_groups.0.evil", "optimizer.param_groups.0.evil"),
+            (with_module, "model.evil._extra_state", "model.evil._extra_state"),
         ):
             with self.subTest(make.__name__):
-                folder = checkpoint.save(self.path, make(1))
-                self.check_refused(folder, what, "pass trust=True", make=make)
+                for save in (checkpoint.save, checkpoint.async_save):
+                    text = error_of(save, self.path, make(1))
+                    self.assertIn(f"saving to {self.path}: {name} holds more than data: posix.mkdir. ", text)
+                    self.assertIn("Save its values, as by str(path)", text)
+                    self.assertFalse(self.path.exists() or self.ran.exists())
+                folder = saved_unchecked(self.path, make(1))
+                self.check_refused(folder, f"{in_checkpoint} holds more than data: posix.mkdir.", "pass trust=True", make=make)
+                with contextlib.redirect_stdout(io.StringIO()) as told, warnings.catch_warnings():
+                    warnings.simplefilter("error")  # Nor does it print one of DCP.
+                    self.assertEqual(_cli.main(["verify", str(folder)]), 0)
+                said = in_checkpoint.replace("per_rank.evil of rank 0", "per_rank.0.evil")
+                self.assertIn(f"\n{said} holds more than data: posix.mkdir. ", told.getvalue())
+                self.assertEqual(told.getvalue().count("more than data"), 1)
+                self.assertFalse(self.ran.exists())
                 checkpoint.load(folder, make(7), trust=True)
                 self.assertTrue(self.ran.is_dir())
                 self.ran.rmdir()
+                shutil.rmtree(self.path)
 
     def test_types_that_the_user_allows_are_loaded(self):
-        folder = checkpoint.save(self.path, make_state(extra={"path": Plain(3)}))
+        state = make_state(extra={"path": Plain(3)})
+        self.assertIn("extra.path holds more than data", error_of(checkpoint.save, self.path, state))
+        with torch.serialization.safe_globals([Plain]):
+            folder = checkpoint.save(self.path, state)
         state = make_state(2, extra={"path": None})
         self.assertIn("holds more than data", error_of(checkpoint.load, folder, state))
         with torch.serialization.safe_globals([Plain]):

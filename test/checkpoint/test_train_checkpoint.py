@@ -539,8 +539,10 @@ class CommandLineTest(unittest.TestCase):
             state.model.experts[0, 0, 0] += 1.0
         state.step = 4
         checkpoint.save(other.name, state)
+        code, text = self.run_cli("diff", self.folder, other.name)
+        self.assertEqual((code, "values are compared only with --values" in text), (1, True))
         code, text = self.run_cli("diff", self.folder, other.name, "--values", "--tensors", "model.*")
-        self.assertEqual(code, 1)
+        self.assertEqual((code, "only with --values" in text), (1, False))
         self.assertRegex(text, r"step +3 +4\n")
         self.assertRegex(text, r"world size +2 +1\n")
         self.assertRegex(text, r"model\.experts .*1 of 90 values differ, by at most 1\n")

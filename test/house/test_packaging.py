@@ -100,6 +100,7 @@ class PackagingTest(unittest.TestCase):
             for typed, name in (
                 (f"/usr/bin/{script}", script),
                 ("/usr/bin/torch-ragged", of_one),
+                ("torch_ragged/__main__.py", of_one.replace("torch-ragged", "python -m torch_ragged")),
                 (f"{module}/__main__.py", f"python -m {module}"),
             ):
                 help_text, wrong = io.StringIO(), io.StringIO()

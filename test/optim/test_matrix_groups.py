@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import warnings
 
 import pytest
 import torch
@@ -175,6 +176,24 @@ def test_names_modules_and_parameters_overrule():
         ({"segments": {"blocks.0.w": ((4, 4), 1)}}, everything - {"blocks.1.w"}),
     ):
         assert matrices_of(matrix_groups(model, **given), model) == expected, given
+
+
+def test_a_large_part_of_unknown_use_gets_a_warning():
+    def layers(make):
+        return Module(layers=nn.ModuleList(Module(moe=make(), proj=linear()) for _ in range(2)))
+
+    model = layers(lambda: Module(w1=parameter(4, 8, 8), w2=parameter(4, 8, 8)))
+    with pytest.warns(UserWarning, match="gives 4 parameters of unknown use, 89 % of the model's elements, to AdamW: ") as told:
+        matrix_groups(model)
+    text = str(told[0].message)
+    assert r"layers.*.moe.w* (4, 8, 8) of Module. If they are" in text and "pass matrices=['layers.*.moe.w*']" in text, text
+    assert told[0].filename == __file__ and len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in ("matrices", "adamw"):
+            matrix_groups(model, **{given: ["layers.*.moe.w*"]})
+        matrix_groups(layers(lambda: Module(experts=parameter(4, 8, 8))))
+        matrix_groups(Module(token=parameter(1, 1, 8), table=parameter(2, 2), head=linear(16, 16)))
 
 
 def test_the_repr_shows_each_decision_and_why():

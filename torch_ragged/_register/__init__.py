@@ -14,9 +14,12 @@ from __future__ import annotations
 import re
 import warnings
 
-import torch
+# This package needs no NumPy: without it, a command's output would begin with a warning of torch's import.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
-from torch_ragged._register._upstream import is_upstream, know_old_names, use_modules_of_torch
+import torch  # noqa: E402
+
+from torch_ragged._register._upstream import is_upstream, know_old_names, use_modules_of_torch  # noqa: E402
 
 use_modules_of_torch()  # It runs first, so that later imports of this package's modules get torch's, if torch has them.
 

@@ -10,9 +10,8 @@ import copy
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged.checkpoint._background import BackgroundSave, wait_for_save
 from torch_ragged.checkpoint._base import HeldBase, base_of_save, digests_of, refuse_other_base, remember_base
 from torch_ragged.checkpoint._data import ObjectPlanner
-from torch_ragged.checkpoint._errors import CheckpointError, gather, on_all, raise_on_all
+from torch_ragged.checkpoint._errors import CheckpointError, gather, on_all, raise_on_all, without_warning
 from torch_ragged.checkpoint._folder import checkpoint_at, complete_in, folder_of, refuse_other_folders
 from torch_ragged.checkpoint._layouts import boxes_of, plain_state, refuse_gaps, relaid
 from torch_ragged.checkpoint._manifest import Manifest, describe, read_manifest
@@ -86,10 +85,11 @@ def save(
         the folder of the checkpoint.
 
     Raises:
-        TypeError, ValueError: ``state`` is no TrainState, or a field of it cannot be saved; or replicas (HSDP) hold other
+        TypeError, ValueError: ``state`` is no TrainState, or a field of it has a wrong type; or replicas (HSDP) hold other
             parameters, of which the checkpoint would have those of one: see ``check_replicas`` of ``fully_shard``.
         CheckpointError: the checkpoint could not be written, or ranks differ in ``path`` or in a value that one rank writes for
-            all. Every rank raises it; the text names the rank and the file, or the value. Or another job saves to ``path``: the
+            all, or a value is more than data, which :func:`load` would refuse. Every rank raises it; the text names the rank
+            and the file, or the value. Or another job saves to ``path``: the
             text names its host and process. Or a rank died: the text names it, and the process group cannot be used again. If a
             cleanup fails after the rename, ``save`` succeeds and logs a warning.
     """
@@ -97,7 +97,7 @@ def save(
     folder, what = writer.folder, f"saving {writer.folder}"
     writer.read_back = read_back
     try:
-        with raise_on_all(what, process_group, lambda: writer.doing), _without_warning():
+        with raise_on_all(what, process_group, lambda: writer.doing), without_warning():
             dcp.save(
                 tensors,
                 storage_writer=writer,
@@ -147,8 +147,7 @@ def async_save(
     Raises:
         TypeError, ValueError: ``state`` is no TrainState, a field of it cannot be saved, ``kind`` is unknown, or
             ``process_group`` is missing.
-        CheckpointError: the save could not be started, or ranks differ in a value that one rank writes for all. Every rank
-            raises it.
+        CheckpointError: the save could not be started, or a value cannot be saved, as for :func:`save`. Every rank raises it.
     """
     with before_groups("async_save"):
         if dist.is_initialized() and process_group is None:
@@ -172,7 +171,7 @@ def async_save(
         staged: Any = on_all(
             lambda: relaid(stager.stage(plain_state(tensors, with_dtensors=False)), tensors), what, process_group
         )
-        with _without_warning():
+        with without_warning():
             future: Any = dcp.async_save(
                 staged,
                 storage_writer=writer,
@@ -325,7 +324,7 @@ def _fill_request(request: Request, reader: CheckpointReader, planner: CheckingP
             no_dist=not dist.is_initialized(),
         )
 
-    with raise_on_all(what, reader.group, lambda: reader.doing), _without_warning():
+    with raise_on_all(what, reader.group, lambda: reader.doing), without_warning():
         fill(request.objects, ObjectPlanner(planner.trust))
         on_all(request.unpack, what, reader.group)
         reader.verify = False  # The first fill has verified all files.
@@ -479,11 +478,3 @@ def _finish_save(
     if isinstance(outcome, CheckpointError):
         _clean_up(writer, group)
     result.end(outcome)
-
-
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    """Silence DCP's warning that torch.distributed is disabled: saving from a single process is intended here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -1,12 +1,14 @@
 """``torch-ragged checkpoint inspect|verify|diff``, which is also ``python -m torch_ragged.checkpoint``.
 
-It looks at a checkpoint from the command line. It runs in one process, needs no model, unpickles no object and changes no file.
+It looks at a checkpoint from the command line. It runs in one process, needs no model, runs no code of a pickle and changes no
+file.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import io
 import math
 import sys
 from collections.abc import Sequence
@@ -14,13 +16,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from torch_ragged._command_line import command_name, ends_quietly
-from torch_ragged.checkpoint._data import ObjectPlanner
-from torch_ragged.checkpoint._errors import CheckpointError, raise_on_all
+from torch_ragged.checkpoint._data import ObjectPlanner, load_object
+from torch_ragged.checkpoint._errors import CheckpointError, raise_on_all, without_warning
 from torch_ragged.checkpoint._folder import checkpoint_at
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, read_manifest
 from torch_ragged.checkpoint._reader import CheckpointReader, damage
+from torch_ragged.checkpoint._same import bytes_of
 from torch_ragged.checkpoint._writer import missing_chunks
 from torch_ragged.debug import visualize_sharding
 
@@ -102,7 +108,38 @@ def _verify(path: Path) -> int:
             f"{reader.folder} is whole: {len(reader.manifest.files)} files, {_bytes(reader.manifest.nbytes)}, "
             f"{chunks} chunks of {len(reader.manifest.tensors)} tensors"
         )
+        for refused in _refused_objects(reader, metadata):
+            print(refused)
     return bool(problems)
+
+
+def _refused_objects(reader: CheckpointReader, metadata: Metadata) -> list[str]:
+    """Why ``load`` refuses objects of a checkpoint that has no damage, unless it trusts the checkpoint."""
+    refused = []
+
+    def check(data: bytes, name: str) -> None:
+        try:
+            load_object(data, name, trust=False, map_location="cpu")
+        except Exception as error:
+            refused.append(str(error) if isinstance(error, CheckpointError) else f"{name}: {type(error).__name__}: {error}")
+
+    class Planner(DefaultLoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            check(value.read(), read_item.dest_index.fqn)
+
+    held = {
+        name: torch.empty(item.size, dtype=torch.uint8, device="cpu") if isinstance(item, TensorStorageMetadata) else None
+        for name, item in metadata.state_dict_metadata.items()
+        if not isinstance(item, TensorStorageMetadata) or name.partition(".")[0] in ("objects", "per_rank")
+    }
+    reader.verify = False  # It was verified before.
+    with raise_on_all(f"reading {reader.folder}"), without_warning():
+        dcp.load(held, storage_reader=reader, planner=Planner(), no_dist=True)
+    objects = ", ".join(name for name in reader.manifest.objects if not name.startswith("per_rank."))
+    for name, tensor in held.items():
+        if tensor is not None:
+            check(bytes_of(tensor), f"the pickle of {objects}" if name == "objects" else name)
+    return refused
 
 
 def _diff(path: Path, other: Path, pattern: str, values: bool) -> int:
@@ -131,6 +168,8 @@ def _diff(path: Path, other: Path, pattern: str, values: bool) -> int:
         print(f"no difference between {folders[0]} and {folders[1]}{'' if values else ' (values: only with --values)'}")
         return 0
     _table(rows)
+    if not values:
+        print("values are compared only with --values")
     return 1
 
 
@@ -146,7 +185,7 @@ def _value_difference(name: str, record: TensorRecord, folders: Sequence[Path]) 
         reader = CheckpointReader(folder, verify=False)
         reader.read_metadata()  # First: it checks that the files have the bytes that the manifest promises.
         tensor = {name: torch.empty(record.shape, dtype=dtype, device="cpu")}
-        with raise_on_all(f"reading {folder}"):
+        with raise_on_all(f"reading {folder}"), without_warning():
             dcp.load(tensor, storage_reader=reader, planner=ObjectPlanner(), no_dist=True)
         tensors.append(tensor[name])
     a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)

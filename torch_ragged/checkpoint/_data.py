@@ -17,10 +17,27 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from torch_ragged.checkpoint._errors import CheckpointError
 
-__all__ = ["ObjectPlanner", "load_object"]
+__all__ = ["ObjectPlanner", "check_object", "load_object"]
+
+_TRUST = (
+    "If you trust the checkpoint, pass trust=True to load; or allow these types only, with torch.serialization.add_safe_globals"
+)
+_SAVE = (
+    "Save its values, as by str(path), vars(args), dataclasses.asdict(config) or array.tolist(); or allow these types where "
+    "the program saves and loads, with torch.serialization.add_safe_globals"
+)
 
 
-def load_object(data: bytes, name: str, trust: bool, map_location: str | None = None) -> Any:
+def check_object(data: bytes, name: str) -> None:
+    """Check, before ``data`` is saved as ``name``, that :func:`load_object` will load it.
+
+    Raises:
+        CheckpointError: it holds more than data.
+    """
+    load_object(data, name, trust=False, map_location="cpu", advice=_SAVE)
+
+
+def load_object(data: bytes, name: str, trust: bool, map_location: str | None = None, advice: str = _TRUST) -> Any:
     """The object that ``torch.save`` wrote as ``data``.
 
     Args:
@@ -28,6 +45,7 @@ def load_object(data: bytes, name: str, trust: bool, map_location: str | None = 
         name: what they hold, for the text of the error.
         trust: if True, unpickle any object, which can run any code. If False, read data only.
         map_location: as for ``torch.load``.
+        advice: what to do if it is refused, for the text of the error.
 
     Raises:
         CheckpointError: ``trust`` is False, and the bytes hold more than data.
@@ -39,8 +57,7 @@ def load_object(data: bytes, name: str, trust: bool, map_location: str | None = 
         return torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{name} holds more than data{_types(data)}. To build such objects, a pickle runs code. If you trust the "
-            "checkpoint, pass trust=True to load; or allow these types only, with torch.serialization.add_safe_globals"
+            f"{name} holds more than data{_types(data)}. To build such objects, a pickle runs code. {advice}"
         ) from error
 
 

@@ -5,6 +5,7 @@ These helpers never swallow an error: each error of each rank is in the text tha
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch_ragged._ranks.peers import Peers, is_of_backend
 from torch_ragged._ranks.standstill import announce
 
-__all__ = ["CheckpointError", "on_all", "from_ranks", "gather", "listed", "raise_on_all"]
+__all__ = ["CheckpointError", "on_all", "from_ranks", "gather", "listed", "raise_on_all", "without_warning"]
 
 T = TypeVar("T")
 
@@ -126,6 +127,14 @@ def raise_on_all(what: str, group: dist.ProcessGroup | None = None, doing: Calla
         failures = {rank: _error_text(failure) for rank, (failure, _) in error.failures.items()}
         is_told = all(isinstance(failure, (CheckpointError, OSError)) for failure, _ in error.failures.values())
         raise CheckpointError(from_ranks(what, failures)) from (None if is_told else error)
+
+
+@contextmanager
+def without_warning() -> Iterator[None]:
+    """Silence DCP's warning that torch.distributed is disabled: one process is intended here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def from_ranks(what: str, failures: dict[int, str]) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 
-__all__ = ["CHECKSUM_BLOCK", "FileRecord", "HashingFileSystem", "check_blocks", "check_size"]
+__all__ = ["CHECKSUM_BLOCK", "FileRecord", "HashingFileSystem", "check_blocks", "check_size", "names_file"]
 
 CHECKSUM_BLOCK = 32 * 1024 * 1024  # bytes per checksum
 
@@ -117,8 +117,8 @@ class HashingFileSystem(FileSystem):
             if cause is error and getattr(error, "filename", None) not in (None, str(path)):
                 raise  # It names another file: what is written is read from there.
             if isinstance(cause, OSError):
-                needed = max(self.planned, hashing.asked if hashing else 0)
-                raise OSError(cause.errno, _reason(cause, path, needed), str(path)) from error
+                with names_file(path, max(self.planned, hashing.asked if hashing else 0)):
+                    raise cause from error
             raise CheckpointError(f"{path} cannot be written: {type(error).__name__}: {error}") from error
         self.records[path.name] = hashing.record
 
@@ -135,12 +135,21 @@ class HashingFileSystem(FileSystem):
             self.records[new] = self.records.pop(old)
 
 
+@contextmanager
+def names_file(path: Path, needed: int) -> Iterator[None]:
+    """Let an OSError name ``path``, which is written: errors of write, flush and close do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, _reason(error, path, needed), str(path)) from error
+
+
 def _reason(error: OSError, path: Path, needed: int) -> str:
     """Why ``path`` could not be written. If the disk is full, also how many bytes are needed, written and free."""
     reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return reason
-    written = path.stat().st_size if path.exists() else 0
+    written = path.stat().st_size if path.is_file() else 0
     text = f"{reason} (the disk is full: the file needs about {needed} bytes, {written} of them are written"
     if error.errno == errno.EDQUOT or not hasattr(os, "statvfs"):  # statvfs knows no quota.
         return text + ")"

@@ -22,6 +22,7 @@ from typing import Any
 from torch_ragged._ranks.process import Process, myself, process_state_of
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
+from torch_ragged.checkpoint._files import names_file
 
 __all__ = ["Lease", "acquire", "held_tokens", "lease_seconds", "owner_of_this_process"]
 
@@ -127,12 +128,13 @@ def acquire(folder: Path, token: str, owner: str) -> Lease:
     mine = folder / f"writer-{token}.lease"
     job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "")  # If the launcher has set one.
     holder = _Holder(owner, myself(), datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"), job)
-    with _disk.create(mine) as file:
-        _disk.write(file, json.dumps(asdict(holder)).encode())
+    text = json.dumps(asdict(holder)).encode()
     try:
+        with names_file(mine, len(text)), _disk.create(mine) as file:
+            _disk.write(file, text)
         _wait_for_others(folder, mine, owner, seconds)
     except BaseException:
-        _disk.unlink(mine)
+        _disk.unlink(mine)  # Also an empty file, of a full disk: other jobs would wait for it.
         raise
     return Lease(mine, seconds)
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.checkpoint._base import HeldBase, frozen_in, held_base
-from torch_ragged.checkpoint._data import load_object
+from torch_ragged.checkpoint._data import check_object, load_object
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._layouts import (
     layouts_of_model,
@@ -69,10 +69,10 @@ class TrainState:
             and all saved states of a generator were equal, the new ranks get this state. If they differed, each new rank is
             seeded from rank 0's state and its own rank.
         extra: further values, by name. Tensors, including DTensors, are loaded in place. Objects with ``state_dict`` and
-            ``load_state_dict`` and picklable values are legal too. One rank writes all of them except DTensors, so :func:`save`
-            refuses a value that differs between ranks.
+            ``load_state_dict`` are legal too, and values that ``torch.load(weights_only=True)`` reads. One rank writes all of
+            them except DTensors, so :func:`save` refuses a value that differs between ranks.
         per_rank: values that differ between ranks, such as a data loader, by name: objects with ``state_dict`` and
-            ``load_state_dict``, or picklable values. The names are equal on all ranks. Each rank loads what the same rank
+            ``load_state_dict``, or values as in ``extra``. The names are equal on all ranks. Each rank loads what the same rank
             saved, with tensors on the CPU. If the number of ranks differs, :func:`load` needs ``redistribute``. Saved names
             that are not in ``per_rank`` are not loaded.
         layouts: for a model whose parameters are plain local tensors, as those of FlexShard: what this rank holds of each, by
@@ -199,13 +199,15 @@ class Contents:
         self.state_dict: dict[str, Any] = {
             "model": _model_state(state),
             "extra": _state_tensors(state),
-            "objects": _pickled(objects, ", ".join(objects)),
+            "objects": _pickled_items(objects),
             "per_rank": {str(rank): own},
             "rng": {str(rank): self.rng},
         }
         if state.optimizers:
             found = _optimizer_state(state, "views" if is_staged else "stored")
             self.state_dict["optimizer"] = optimizer_with_layouts(found, self.state_dict["model"])
+        for part in ("model", "optimizer"):  # DCP pickles these objects; here they are checked.
+            _pickled_items(dict(_objects_in(part, self.state_dict.get(part))))
         self.base = _held_base(state, self.state_dict["model"]) if state.base is not None else None
 
     def leave_out(self, names: Iterable[str]) -> None:
@@ -216,6 +218,15 @@ class Contents:
 
 def _held_base(state: TrainState, model: Mapping[str, Any]) -> HeldBase:
     return held_base(model, frozen_in(state.model, state.optimizers))
+
+
+def _objects_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values in a nested state dict that are neither tensors nor numbers nor strings."""
+    if isinstance(value, (Mapping, list)):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _objects_in(f"{name}.{key}", inner)
+    elif type(value) not in (str, float, int, bool, type(None)) and not isinstance(value, torch.Tensor):
+        yield name, value
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
@@ -251,11 +262,26 @@ def _model_state(state: TrainState) -> dict[str, Any]:
 
 
 def _pickled(value: Any, name: str) -> torch.Tensor:
-    """The pickle of a value as a uint8 tensor."""
+    """The pickle of a value as a uint8 tensor.
+
+    Raises:
+        CheckpointError: it has no pickle, or :func:`load` would refuse it.
+    """
     pickled = io.BytesIO()
     with _names_user_code(f"pickling {name}"):
         torch.save(value, pickled)
+    check_object(pickled.getvalue(), name)
     return torch.frombuffer(bytearray(pickled.getvalue()), dtype=torch.uint8)
+
+
+def _pickled_items(values: Mapping[str, Any]) -> torch.Tensor:
+    """One pickle of all ``values``, as :func:`_pickled`; its error has the name of one of them."""
+    try:
+        return _pickled(values, ", ".join(values))
+    except CheckpointError:
+        for name, value in values.items():
+            _pickled(value, name)
+        raise
 
 
 class _Before:

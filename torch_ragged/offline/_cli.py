@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -56,13 +57,15 @@ _FORMS: dict[str, Callable[..., Granularity]] = {
 }
 _FORMS_TEXT = "elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor"
 _SEQUENCE = 4096
+_RESERVE = 5
 Fused = dict[str, list[tuple[int, Optional[Granularity]]]]
 """By parameter: the size and the granularity of each segment; None for that of the parameter."""
 
 
 @ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool with the arguments ``argv`` (default: the command line's). Returns the exit status, 2 for bad input."""
+    """Run the tool with the arguments ``argv`` (default: the command line's). Returns the exit status:
+    2 for bad input, 1 if the model does not fit in ``--memory`` or ``--offload`` at any of the FSDP sizes."""
     parser = _plan_parser()
     try:
         options = parser.parse_args(argv)
@@ -80,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else None
     )
     setting = Setting(options.batch or 1, options.sequence or _SEQUENCE, replicas=options.replicas)
-    of_step = options.memory and {plan.ranks: fitting(planner, plan, precision, setting, options.memory) for plan in plans}
+    of_step = None
+    if options.memory:
+        reserve = math.ceil(options.memory * (_RESERVE if options.reserve is None else options.reserve) / 100)
+        of_step = {plan.ranks: fitting(planner, plan, precision, setting, options.memory, reserve) for plan in plans}
     where = "all matrices" if every_matrix else "expert matrices"
     words = granularity.text if granularity.kind == "elements" else f"{granularity.text} on {where}, else elements()"
     words += f"; segments of {len(fused):,} fused weight{'s' * (len(fused) > 1)}" if fused else ""
@@ -93,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(options.json).write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     if options.plot:
         plot(report, options.plot)
-    return 0
+    return 0 if report.fits else 1
 
 
 def _explain(plan: ModelPlan, group: str, report: Report, svg: str | None) -> str:
@@ -149,22 +155,35 @@ def _plan_parser() -> argparse.ArgumentParser:
         metavar="REGEX",
         help="pattern of the names of expert matrices (default: the family's names; for module:callable, 'experts')",
     )
-    add("--param-dtype", type=_dtype_option, default="bfloat16", help="dtype in all-gathers (default: bfloat16)")
+    add("--shard-dtype", type=_dtype_option, default="float32", help="dtype of sharded parameters (default: float32)")
+    add(
+        "--param-dtype",
+        type=_dtype_option,
+        default="bfloat16",
+        help="dtype in compute and all-gathers, as MixedPrecisionPolicy's (default: bfloat16)",
+    )
     add("--reduce-dtype", type=_dtype_option, default="float32", help="dtype in reduce-scatters (default: float32)")
     add("--optimizer-dtype", type=_dtype_option, default="float32", help="dtype of the optimizer's values (default: float32)")
     add(
         "--states",
         type=_natural,
-        default=3,
-        help="optimizer values per parameter (default: 3, Adam's moments and a master copy)",
+        default=2,
+        help="optimizer values per parameter (default: 2, Adam's moments; with --shard-dtype bfloat16 and a master copy: 3)",
     )
     add("--limit", type=_percent, default=5.0, help="recommend FSDP sizes with at most this percentage of padding (default: 5)")
     add(
         "--memory",
         type=_memory_option,
         metavar="SIZE",
-        help="bytes that a rank may use on the device, such as 80GB or 74GiB: does a training step fit? CUDA's context, NCCL's "
-        "buffers and fragmentation are not counted: leave some GB for them",
+        help="bytes that a rank may use on the device, such as 80GB or 74GiB: does a training step fit? If it fits at no FSDP "
+        "size, the exit status is 1; also for --offload",
+    )
+    add(
+        "--reserve",
+        type=_percent,
+        metavar="PERCENT",
+        help="with --memory: percentage of it that a step must leave for CUDA's context, NCCL's buffers and fragmentation, "
+        f"which are not counted (default: {_RESERVE})",
     )
     add("--batch", type=_positive_option, help="with --memory: sequences per rank (default: 1)")
     add("--sequence", type=_positive_option, help=f"with --memory: tokens per sequence (default: {_SEQUENCE})")
@@ -198,12 +217,15 @@ def _check_options(options: argparse.Namespace) -> tuple[Granularity, Fused, Pre
         ValueError: an option is wrong, or does not go with another one.
     """
     granularity = _granularity("--granularity", options.granularity)
-    precision = Precision(options.param_dtype, options.reduce_dtype, options.optimizer_dtype, options.states)
+    dtypes = options.param_dtype, options.reduce_dtype, options.optimizer_dtype
+    precision = Precision(*dtypes, options.states, options.shard_dtype)
     if options.svg and not options.explain:
         raise ValueError("--svg needs --explain GROUP: it draws the same buffer")
-    for name in ("batch", "sequence"):
-        if getattr(options, name) and not options.memory:
+    for name in ("batch", "sequence", "reserve"):
+        if getattr(options, name) is not None and not options.memory:
             raise ValueError(f"--{name} needs --memory SIZE: it belongs to the step that may fit")
+    if options.reserve is not None and options.reserve >= 100:
+        raise ValueError(f"--reserve {options.reserve:g}: expected a percentage below 100")
     if options.memory and options.param_dtype.itemsize < 2:
         raise ValueError(
             f"--memory needs the dtype of compute, such as bfloat16 for float8 weights, got --param-dtype {options.param_dtype}"

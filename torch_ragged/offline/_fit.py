@@ -19,7 +19,7 @@ from torch_ragged._register._torch import fake_world
 from torch_ragged.fsdp import MixedPrecisionPolicy, fully_shard
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.tools._replay import Activations, Replay
-from torch_ragged.offline._memory import Precision
+from torch_ragged.offline._memory import Precision, zero_memory
 from torch_ragged.offline._model_plan import ModelPlan, ModelPlanner
 from torch_ragged.offline._models import Model
 from torch_ragged.offline._shapes import Parameter
@@ -106,12 +106,11 @@ def step_memory(model: Model, plan: ModelPlan, precision: Precision, setting: Se
 
     Its process must have no process group. It makes one whose collectives move nothing, and destroys it.
     """
-    dtype = precision.optimizer if precision.has_master else precision.param
     policy = MixedPrecisionPolicy(param_dtype=precision.param, reduce_dtype=precision.reduce)
     # One parameter as large as a buffer gives the buffers of the model's own parameters: the plan has placed these.
     sizes = {name: layout.shard_numel for name, layout in plan.group_layouts().items()}
-    blocks = {name: _Sized(shard * plan.ranks, dtype) for name, shard in sizes.items() if name != "rest"}
-    root = _Sized(sizes.get("rest", 0) * plan.ranks, dtype)
+    blocks = {name: _Sized(shard * plan.ranks, precision.shard) for name, shard in sizes.items() if name != "rest"}
+    root = _Sized(sizes.get("rest", 0) * plan.ranks, precision.shard)
     root.blocks = nn.ModuleList(blocks.values())
     # A fake group counts as NCCL does: a reduce-scatter over gloo would hold a second buffer.
     with fake_world(plan.ranks * setting.replicas):
@@ -122,12 +121,11 @@ def step_memory(model: Model, plan: ModelPlan, precision: Precision, setting: Se
         fully_shard(root, mesh=mesh, mp_policy=policy)
         states = dict(zip(["rest", *blocks], module_states(root).values()))
         moment, held = Replay(states, _activations(model, precision, setting)).play(list(states.values()))
-    numel = plan.ragged.shard_numel
-    states_of_optimizer = (precision.states - precision.has_master) * precision.optimizer.itemsize
+    resident = zero_memory(plan.ragged, precision)[3]
     return StepMemory(
         moment.replace("of rest", "of the head"),
-        numel * dtype.itemsize,
-        numel * states_of_optimizer,
+        resident.parameters,
+        resident.optimizer,
         held["grad"],
         held["gathered"],
         held["gradients"],
@@ -183,7 +181,8 @@ class Fitting:
     Attributes:
         ranks: the FSDP size.
         setting: what a rank does.
-        limit: the bytes that the rank may use.
+        memory: the bytes that the rank may use.
+        reserve: those of them that a step must leave, for what is not counted.
         ways: the peak without checkpointing (``"no"``), and with it (``"blocks"``), if the model's activations are known.
         changes: if the first of these does not fit: what to change, the least harm first, each on top of those before it. The
             last one fits, or none does.
@@ -192,10 +191,15 @@ class Fitting:
 
     ranks: int
     setting: Setting
-    limit: int
+    memory: int
+    reserve: int
     ways: dict[str, StepMemory]
     changes: tuple[Change, ...]
     enough_ranks: int | None = None
+
+    @property
+    def limit(self) -> int:
+        return self.memory - self.reserve
 
     @property
     def knows_activations(self) -> bool:
@@ -207,19 +211,21 @@ class Fitting:
         return any(memory.total <= self.limit for memory in self.ways.values())
 
 
-def fitting(planner: ModelPlanner, plan: ModelPlan, precision: Precision, setting: Setting, limit: int) -> Fitting:
-    """Whether a step fits in ``limit`` bytes per rank, and what to change if it does not."""
+def fitting(
+    planner: ModelPlanner, plan: ModelPlan, precision: Precision, setting: Setting, memory: int, reserve: int = 0
+) -> Fitting:
+    """Whether a step leaves ``reserve`` of ``memory`` bytes per rank, and what to change if it does not."""
+    limit = memory - reserve
     kinds = {"no": setting, "blocks": replace(setting, checkpointing=True)} if planner.model.decoder else {"no": setting}
     ways = {way: step_memory(planner.model, plan, precision, each) for way, each in kinds.items()}
-    found: list[Change] = []
+    changes: list[Change] = []
     if ways["no"].total > limit:
         for change in _changes(planner, plan, precision, setting, ways):
-            found.append(change)
+            changes.append(change)
             if change.total <= limit:
                 break
-    fits = any(memory.total <= limit for memory in ways.values())
-    enough = None if fits else _enough_ranks(planner, plan, precision, setting, limit)
-    return Fitting(plan.ranks, setting, limit, ways, tuple(found), enough)
+    found = Fitting(plan.ranks, setting, memory, reserve, ways, tuple(changes))
+    return found if found.fits else replace(found, enough_ranks=_enough_ranks(planner, plan, precision, setting, limit))
 
 
 def _changes(

@@ -37,18 +37,15 @@ class Precision:
         param: the dtype of the parameters in compute, and in all-gathers.
         reduce: the dtype of gradients in reduce-scatters.
         optimizer: the dtype of the optimizer's values.
-        states: the number of optimizer values per parameter: 3 for Adam's two moments and a master copy.
+        states: the number of optimizer values per parameter, beside the parameter: 2 for Adam's moments.
+        shard: the dtype of the sharded parameters, which the optimizer updates, and of their gradients.
     """
 
     param: torch.dtype = torch.bfloat16
     reduce: torch.dtype = torch.float32
     optimizer: torch.dtype = torch.float32
-    states: int = 3
-
-    @property
-    def has_master(self) -> bool:
-        """Whether one of the optimizer's values is the master copy, which is the sharded parameter itself."""
-        return self.states > 0 and self.optimizer.itemsize > self.param.itemsize
+    states: int = 2
+    shard: torch.dtype = torch.float32
 
     @property
     def alignment(self) -> int:
@@ -103,17 +100,18 @@ def zero_memory(sharding: Sizes, precision: Precision) -> dict[int, RankMemory]:
     """Memory per rank by ZeRO stage.
 
     Stage 1 shards the optimizer's values, stage 2 also the gradients, stage 3 also the parameters. Unsharded values count as
-    whole buffers, with their padding. Replicas (HSDP) do not change the memory per rank. With weights, it is that of the rank
-    with the largest shard: see :func:`weighted_memory`.
+    whole buffers, with their padding; beside unsharded parameters, the shards count if they have another dtype. Replicas
+    (HSDP) do not change the memory per rank. With weights, it is that of the rank with the largest shard: see
+    :func:`weighted_memory`.
     """
-    shard = sharding.shard_numel
-    whole = sharding.whole(shard)
-    optimizer = shard * precision.states * precision.optimizer.itemsize
-    param, reduce = precision.param.itemsize, precision.reduce.itemsize
+    numel = sharding.shard_numel
+    shard, whole = numel * precision.shard.itemsize, sharding.whole(numel)
+    unsharded = whole * precision.param.itemsize + (shard if precision.shard != precision.param else 0)
+    optimizer = numel * precision.states * precision.optimizer.itemsize
     return {
-        1: RankMemory(whole * param, whole * reduce, optimizer),
-        2: RankMemory(whole * param, shard * reduce, optimizer),
-        3: RankMemory(shard * param, shard * reduce, optimizer),
+        1: RankMemory(unsharded, whole * precision.reduce.itemsize, optimizer),
+        2: RankMemory(unsharded, shard, optimizer),
+        3: RankMemory(shard, shard, optimizer),
     }
 
 
@@ -153,21 +151,14 @@ class Fit:
 
 
 def offload_fits(sharding: Sizes, precision: Precision, budget: Budget) -> dict[str, Fit]:
-    """What fits on an accelerator: without offload, and by each kind of ``Offload``, that of the least traffic first.
-
-    If the optimizer's dtype is wider than the parameters', one of the optimizer's values is the master copy. It is the sharded
-    parameter itself, so it lies where the parameters lie.
-    """
+    """What fits on an accelerator: without offload, and by each kind of ``Offload``, that of the least traffic first."""
     memory = zero_memory(sharding, precision)[3]
-    states = precision.states - precision.has_master
-    state_bytes = states * precision.optimizer.itemsize  # Of an element.
-    moved = sharding.shard_numel * state_bytes
-    fixed = memory.total - moved
+    state_bytes = precision.states * precision.optimizer.itemsize  # Of an element.
+    moved, fixed = memory.optimizer, memory.parameters + memory.gradients
     device_windows, file_windows = 2 * WINDOW_NUMEL * state_bytes, WINDOWS * FILE_NUMEL * state_bytes
-    # Of parameters in files: the largest shards of groups, in the dtype of the master copy.
-    itemsize = (precision.optimizer if precision.has_master else precision.param).itemsize
+    # Of parameters in files: the largest shards of groups.
     shards = sorted((shard for count, shard in sharding.shards for _ in range(min(count, MAPPED_IN_MEMORY))), reverse=True)
-    pages = sum(shards[:MAPPED_IN_MEMORY]) * itemsize
+    pages = sum(shards[:MAPPED_IN_MEMORY]) * precision.shard.itemsize
     # A part of the states in host memory: what does not fit on the device, beside the two windows through which it is copied.
     beside = budget.device - device_windows
     leaving = max(0, fixed + moved - beside)

@@ -52,8 +52,17 @@ class Report:
     def recommended(self) -> list[ModelPlan]:
         return [plan for plan in self.plans if plan.ragged.padding_fraction <= self.limit and self._may_fit(plan)]
 
+    @property
+    def fits(self) -> bool:
+        """Whether a step fits in the memory, and the model in the budget, if they are given, each at one of the FSDP sizes."""
+        return any(map(self._may_fit, self.plans)) and any(map(self._may_offload, self.plans))
+
     def _may_fit(self, plan: ModelPlan) -> bool:
         return self.fitting is None or self.fitting[plan.ranks].fits
+
+    def _may_offload(self, plan: ModelPlan) -> bool:
+        fits = offload_fits(plan.ragged, self.precision, self.budget).values() if self.budget else ()
+        return self.budget is None or any(fit.used is not None for fit in fits)
 
     @cached_property
     def advice(self) -> list[str]:
@@ -67,8 +76,10 @@ class Report:
         title = [
             f"{self.model.name}: {self.model.numel:,} parameters in {self.model.num_tensors:,} tensors, "
             f"{len(self.model.groups):,} groups; {self.granularity}",
-            f"{_dtype(precision.param)} parameters, {_dtype(precision.reduce)} gradients, {precision.states} optimizer values "
-            f"in {_dtype(precision.optimizer)}; shards are multiples of {precision.alignment} elements",
+            f"{_dtype(precision.shard)} parameters under MixedPrecisionPolicy({_dtype(precision.param)}, "
+            f"{_dtype(precision.reduce)}), {precision.states} optimizer values in {_dtype(precision.optimizer)}; "
+            f"shards are multiples of {precision.alignment} elements",
+            "For others: --shard-dtype, --param-dtype, --reduce-dtype, --states, --optimizer-dtype",
         ]
         if replicas > 1:
             title.append(f"{replicas:,} replicas: the world is {replicas:,} times the FSDP size")
@@ -101,6 +112,7 @@ class Report:
             "tensors": self.model.num_tensors,
             "groups": len(self.model.groups),
             "granularity": self.granularity,
+            "shard_dtype": _dtype(precision.shard),
             "param_dtype": _dtype(precision.param),
             "reduce_dtype": _dtype(precision.reduce),
             "optimizer_dtype": _dtype(precision.optimizer),
@@ -167,6 +179,7 @@ class Report:
 
     def _fitting_text(self, fittings: Sequence[Fitting]) -> str:
         setting, limit = fittings[0].setting, bytes_text(fittings[0].limit)
+        reserve = f"{bytes_text(fittings[0].reserve)} of {bytes_text(fittings[0].memory)}"
         rows, verdicts = [], []
         for fitting in fittings:
             for index, (way, memory) in enumerate(fitting.ways.items()):
@@ -177,7 +190,9 @@ class Report:
             verdicts += self._verdict(fitting)
         tokens = f"{setting.batch:,} x {setting.sequence:,} tokens"
         known = "" if self.model.decoder else ", WITHOUT activations, which are not known for this model"
-        return "\n".join([_grid(f"Peak of a step per rank, ZeRO-3, {tokens}{known}", rows), *verdicts])
+        title = f"Peak of a step per rank, ZeRO-3, {tokens}{known}"
+        uncounted = f"{reserve} are reserved for CUDA's context, NCCL's buffers and fragmentation (--reserve)."
+        return "\n".join([_grid(title, rows), uncounted, *verdicts])
 
     @staticmethod
     def _verdict(fitting: Fitting) -> list[str]:
@@ -290,7 +305,8 @@ class Report:
             sizes["step"] = {
                 "batch": fitting.setting.batch,
                 "sequence": fitting.setting.sequence,
-                "memory": fitting.limit,
+                "memory": fitting.memory,
+                "reserve": fitting.reserve,
                 "fits": fitting.fits,
                 "peaks": {way: {**asdict(one), "total": one.total} for way, one in fitting.ways.items()},
                 "changes": [asdict(change) for change in fitting.changes],

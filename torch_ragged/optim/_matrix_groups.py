@@ -6,7 +6,9 @@ It reads modules, names and shapes. It must not look at values or communicate: a
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -22,6 +24,8 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _HAVE_MATRICES = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 """Modules of torch of which each parameter of two dimensions is a matrix. Its name does not count."""
+
+_UNKNOWN, _UNKNOWN_SHARE = ", of unknown use", 0.05
 
 _Chosen = Iterable["nn.Module | nn.Parameter | str"]
 
@@ -119,6 +123,10 @@ def matrix_groups(
     Returns:
         the groups that have parameters, as dicts for the constructor of the optimizer.
 
+    Warns:
+        UserWarning: parameters of two or three dimensions "of unknown use" have more than 5 % of the model's elements, as
+            experts of a class without the word.
+
     Raises:
         TypeError: ``model`` is no module; ``adamw`` or ``matrices`` has something other than modules, parameters and names; or
             the value of ``segments`` is not a pair of sizes and a dimension.
@@ -169,7 +177,25 @@ def matrix_groups(
         {"params": members} if each is None else {"params": members, "segments": each} for each, members in alike.items()
     ]
     groups.append({"params": rest, "algorithm": "adamw", **adamw_options})
+    _warn_of_unknown(decisions)
     return MatrixGroups([group for group in groups if group["params"]], decisions)
+
+
+def _warn_of_unknown(decisions: Sequence[MatrixDecision]) -> None:
+    """Warn if AdamW gets a large part of the model only because nothing says what it is."""
+    unknown = [each for each in decisions if each.why.endswith(_UNKNOWN)]
+    share = sum(math.prod(each.shape) for each in unknown) / max(1, sum(math.prod(each.shape) for each in decisions))
+    if share > _UNKNOWN_SHARE:
+        count = f"{len(unknown)} parameter{'s' * (len(unknown) > 1)}"
+        kinds = dict.fromkeys((re.sub(r"\d+", "*", each.name), each.shape, each.why) for each in unknown)
+        shown = [f"{name} {shape} {why.removesuffix(_UNKNOWN)}" for name, shape, why in kinds]
+        first = next(iter(kinds))[0]
+        warnings.warn(
+            f"matrix_groups gives {count} of unknown use, {100 * share:.0f} % of the model's elements, to "
+            f"AdamW: {', '.join(shown[:4])}{', ...' if len(shown) > 4 else ''}. If they are matrices or stacks, such as "
+            f"experts, pass matrices=[{first!r}]; if not, adamw=[{first!r}]",
+            stacklevel=3,
+        )
 
 
 def _decide(module: nn.Module, attribute: str, name: str, param: torch.Tensor) -> tuple[bool, str]:
@@ -191,7 +217,7 @@ def _decide(module: nn.Module, attribute: str, name: str, param: torch.Tensor) -
     else:
         says_experts = "expert" in name.lower() or "expert" in kind.lower() or getattr(module, "num_experts", 0) == shape[0]
         is_matrix = says_experts or isinstance(module, nn.Bilinear)
-    return is_matrix, f"of {kind}" if is_matrix else f"of {kind}, of unknown use"
+    return is_matrix, f"of {kind}{'' if is_matrix else _UNKNOWN}"
 
 
 def _output_embeddings(model: nn.Module) -> list[nn.Module]:

@@ -89,7 +89,9 @@ class Monitor:
     ``memory_peak_bytes``         GPU: most bytes of tensors in the step. CPU: largest resident set of the process so far
     ``memory_reserved_bytes``     GPU: most bytes that the allocator reserved in the step. CPU: resident set now
     ``buffer_bytes``              bytes of the groups' buffers now: sharded, gathered, and gradients not reduced yet
-    ``buffer_peak_bytes``         most bytes of the groups' buffers at one moment of the step
+    ``buffer_peak_bytes``         most bytes of the groups' buffers at one moment of the step. The peak of
+                                  :func:`memory_report` also has ``.grad``, the optimizer's states, and the second buffer
+                                  of gloo's reduce-scatter
     ``tier_<way>_s``              only for offloaded optimizers: seconds in which states were read from files, or written.
                                   Of copies between host memory and a GPU, only bytes are counted
     ``tier_<way>_bytes``          bytes of these states; ``<way>`` is ``read`` or ``write``
