@@ -115,6 +115,7 @@ class Made(SphinxDirective):
         "fsdp2_tests": ("measured", "fsdp2_tests"),
         "mutants": ("measured", "mutants"),
         "op_coverage": ("measured", "op_coverage"),
+        "optimizers": ("measured", "optimizers"),
         "programs": ("measured", "programs"),
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compatibility", "fsdp2_tests", "mutants", "op_coverage", "programs"]
+__all__ = ["compatibility", "fsdp2_tests", "mutants", "op_coverage", "optimizers", "programs"]
 
 _DATA = Path(__file__).with_name("data")
 
@@ -31,6 +31,29 @@ def programs(part: str) -> list[str]:
     equal = sum(row[-1].startswith("equal") for row in found["rows"])
     counts = f"On {found['machine']}, without a GPU, {equal} of {len(found['rows'])} rows are equal."
     return [counts, "", *_table(("program", "torch", "what", "ranks", "result"), *found["rows"])]
+
+
+def optimizers() -> list[str]:
+    """What ``test/clients/optimizers.py`` has found: a row for each package."""
+    packages = collections.defaultdict(list)
+    for row in _read("optimizers")["rows"]:
+        packages[row["package"]].append(row)
+    table: list[Sequence[object]] = [("package", "equal", "other values", "with `Shard(0)` only", "refused")]
+    for package, rows in packages.items():
+        cells: dict[str, list[str]] = {"equal": [], "other": [], "rows": [], "refused": []}
+        for row in rows:
+            if "one process" in row:  # It needs other arguments or gradients.
+                continue
+            default, name = row["default"], f"`{row['optimizer']}`"
+            if default == "equal":
+                cells["equal"].append(name)
+            elif default.startswith(("close", "differs")):
+                cells["other"].append(f"{name} ({default.split()[1]})")
+            else:
+                cells["rows" if row["Shard(0)"].startswith(("equal", "close")) else "refused"].append(name)
+        if any(cells.values()):
+            table.append((package, *(", ".join(names) for names in cells.values())))
+    return _table(*table)
 
 
 def compatibility(part: str) -> list[str]:
