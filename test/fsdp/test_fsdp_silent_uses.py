@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 from torch.optim import SGD, Adafactor, AdamW
 
 from torch_ragged.fsdp import ZERO1, ZERO2, FSDPModule, MixedPrecisionPolicy, fully_shard, memory_report
 from torch_ragged.fsdp._fsdp_module import check_bool
 from torch_ragged.optim import Muon, matrix_groups
+from torch_ragged.tensor._placement_extension import _with_pending
 
 ADVICE = "ranks diverge. Call fully_shard on a module that has them"
 OPTIONS = (
@@ -286,12 +288,17 @@ class SilentUsesTest(unittest.TestCase):
 
     @ranks(2)
     def test_an_optimizer_that_reads_numbers_of_parts_is_an_error():
-        model = sharded(blocks())
-        optimizer = Adafactor(model.parameters())
-        model(torch.ones(2, 4)).sum().backward()
-        before = [param.full_tensor().clone() for param in model.parameters()]
-        assert ".full_tensor().item() on all ranks" in error_of(optimizer.step)  # It reads norms.
-        assert all(map(torch.equal, before, [param.full_tensor() for param in model.parameters()]))
+        """With Shard(0), no op of a ragged placement has run on the mesh: torch would read this rank's part of the norm."""
+        for options in ({"shard_placement_fn": lambda param: Shard(0)}, {}):
+            _with_pending.clear()  # What other tests have left.
+            model = sharded(blocks(), **options)
+            model(torch.ones(2, 4)).sum().backward()
+            before = [param.full_tensor().clone() for param in model.parameters()]
+            told = error_of(Adafactor(model.parameters()).step)
+            assert ".full_tensor().item() on all ranks" in told, told
+            told = error_of(float, model[0].weight.detach().sum())  # As Prodigy, which would train on with it.
+            assert ".full_tensor().item() on all ranks" in told, told
+            assert all(map(torch.equal, before, [param.full_tensor() for param in model.parameters()]))
 
     @ranks(2)
     def test_an_optimizer_of_a_state_dicts_values_is_named():

@@ -421,7 +421,7 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
     outputs = _output_specs(call, specs[0].mesh, sharding)
     for output in outputs if isinstance(outputs, tuple) else (outputs,):
         if output is not None and any(placement.is_partial() for placement in output.placements):
-            note_pending(output)
+            note_pending(output.mesh)
     if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):
         return OutputSharding(outputs)
     options: Any = {

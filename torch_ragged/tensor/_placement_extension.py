@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _with_pending: set[int] = set()
-"""Hashes of the meshes on which ops returned pending results. A mesh itself would keep its groups alive."""
+"""Hashes of the meshes on which results may be pending. A mesh itself would keep its groups alive."""
 
 
 class OpExtension:
@@ -261,16 +261,17 @@ def _ask_extension(handler: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
-def note_pending(spec: DTensorSpec) -> None:
-    """An op on such placements returns a result with this ``spec``, which is pending: see :func:`item_of_own_rank`."""
-    _with_pending.add(hash(spec.mesh))
+def note_pending(mesh: DeviceMesh) -> None:
+    """Programs of this package get pending results on ``mesh``: see :func:`item_of_own_rank`."""
+    _with_pending.add(hash(mesh))
 
 
 def item_of_own_rank(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``item()``, and so ``float()``, ``bool()`` and ``int()`` of a DTensor: torch reads the local tensor.
 
-    Of a pending result, that is the part of one rank. On a mesh where ops on such placements have returned pending results, it
-    is an error on each rank that reads. A reduction instead would wait for ever if one rank alone prints the number.
+    Of a pending result, that is the part of one rank. On a mesh where ops on such placements have returned pending results, and
+    on one over which ``fully_shard`` has cut a parameter, it is an error on each rank that reads. A reduction instead would
+    wait for ever if one rank alone prints the number.
 
     Raises:
         RuntimeError: the tensor is such a result, or was computed from one.

@@ -24,6 +24,7 @@ from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, Segments, elements
 from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._cut_placement import CutPlacement, chunk_of
+from torch_ragged.tensor._placement_extension import note_pending
 from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
@@ -129,6 +130,7 @@ class Distribution:
                 f"{error}. Make one mesh, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and use its slices: mesh['tp'] "
                 "for the model, mesh['dp'] for fully_shard"
             ) from error
+        note_pending(self.mesh)  # Of Shard(0), too: an optimizer that reads a norm would step by one rank's part of it.
         self._shards_at = self._template.index(None) if dp.has_shards else len(self._template)  # The shards' mesh dimension.
         # The dimensions that the model cuts behind the shards, with the sizes of the mesh dimensions. A cut before the shards
         # needs no care: placements apply from left to right.
