@@ -135,7 +135,7 @@ class _Hooks:
         node = current_autograd_node() if needs_backward else None
         if node is None:
             self._ended_at = next_sequence_number()
-        must_stay |= node is not None and node._sequence_nr() < self._ended_at
+        must_stay |= node is not None and node._sequence_nr() <= self._ended_at
         gate = None if context.gate is None else context.gate_for(state)
         # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does. A call that has raised
         # does not wait for them: they may be in an all-gather that this rank will not join, and the error must come out.
