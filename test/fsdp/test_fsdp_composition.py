@@ -11,6 +11,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_ranks
+from fsdp_collectives import counted_calls
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -132,6 +133,26 @@ class CallOrderTest(unittest.TestCase):
                 (chosen.sum() - rejected.sum()).pow(2).backward()
             reduce(alone)
             assert_same(model, alone)
+
+    @ranks(2)
+    def test_a_recomputation_for_a_node_behind_a_group_all_gathers_for_its_backward():
+        """The checkpoint is around a block and an op behind it, whose node backward reaches before it reaches the block."""
+        calls = {}
+        for recomputes in (False, True):
+            model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+            for block in model:
+                fully_shard(block)
+            fully_shard(model)
+
+            def run(x, model=model, recomputes=recomputes):
+                for block in model:
+                    behind = lambda x, block=block: block(x).sin()  # noqa: E731
+                    x = checkpoint(behind, x, use_reentrant=False) if recomputes else behind(x)
+                x.sum().backward()
+
+            groups = [group for block in model for group in block._ragged_fsdp_state.groups]
+            calls[recomputes] = counted_calls(groups, lambda run=run: run(data(0)))
+        assert calls[True] == calls[False] and calls[True][0] > 0, calls
 
     @ranks(2)
     def test_a_head_runs_in_chunks_outside_of_forward():

@@ -131,7 +131,8 @@ class _Hooks:
         for group in state.groups:  # The same if the output is a parameter or a view of one.
             for tensor in tensors:
                 must_stay |= group.encoding.holds(tensor)
-        # A checkpoint recomputes this forward for a node inside of it, which backward has reached before an output.
+        # A checkpoint recomputes this forward for a node inside of it, or for the first one behind it, which backward has
+        # reached before an output: backward needs the parameters next.
         node = current_autograd_node() if needs_backward else None
         if node is None:
             self._ended_at = next_sequence_number()
