@@ -41,6 +41,19 @@ class Recomputed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Behind(nn.Module):
+    """Each checkpoint is around a block and an op behind it, which saves the output of the block."""
+
+    def __init__(self, recomputes):
+        super().__init__()
+        self.blocks, self.recomputes = nn.Sequential(Block(), Block()), recomputes
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: block(x).sin(), x, use_reentrant=False) if self.recomputes else block(x).sin()
+        return x
+
+
 class Language(nn.Module):
     """A head that a caller may run by itself, on parts of the hidden states."""
 
@@ -139,20 +152,13 @@ class CallOrderTest(unittest.TestCase):
         """The checkpoint is around a block and an op behind it, whose node backward reaches before it reaches the block."""
         calls = {}
         for recomputes in (False, True):
-            model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
-            for block in model:
+            model = seeded(lambda recomputes=recomputes: Behind(recomputes))
+            for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
-
-            def run(x, model=model, recomputes=recomputes):
-                for block in model:
-                    behind = lambda x, block=block: block(x).sin()  # noqa: E731
-                    x = checkpoint(behind, x, use_reentrant=False) if recomputes else behind(x)
-                x.sum().backward()
-
-            groups = [group for block in model for group in block._ragged_fsdp_state.groups]
-            calls[recomputes] = counted_calls(groups, lambda run=run: run(data(0)))
-        assert calls[True] == calls[False] and calls[True][0] > 0, calls
+            groups = [group for block in model.blocks for group in block._ragged_fsdp_state.groups]
+            calls[recomputes] = counted_calls(groups, lambda model=model: model(data(0)).sum().backward())
+        assert calls[True] == calls[False] and calls[True][0] == 4, calls
 
     @ranks(2)
     def test_a_head_runs_in_chunks_outside_of_forward():

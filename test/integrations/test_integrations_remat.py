@@ -1,4 +1,4 @@
-"""Regions of torch_remat on blocks under fully_shard and under plans: the same bits, less memory; skipped where it is missing."""
+"""Regions of torch_remat on units and under plans: the same bits, less memory; skipped where it is not installed."""
 
 import contextlib
 import fnmatch

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_ragged import RaggedShard, checkpoint, transfer
 from torch_ragged.fsdp import blocks, fully_shard, rows
-from torch_ragged.optim import Adam8bit, BlockPolicy, Muon, Shampoo, SOAP, matrix_groups, muon_policy
+from torch_ragged.optim import SOAP, Adam8bit, BlockPolicy, Muon, Shampoo, matrix_groups, muon_policy
 from torch_ragged.spmd import Plan, parallelize
 
 EXPERTS, WIDTH, DIM = 4, 6, 5

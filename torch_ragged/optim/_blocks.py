@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -48,8 +48,8 @@ class BlockPolicy:
 
     A policy is also an ``orig_param_policy``: ``fully_shard(..., orig_param_policy=policy)`` keeps every block whole on one
     rank, so that the optimizer needs no communication. A parameter of two dimensions (a matrix), three or four (a stack of
-    matrices) has blocks if it has at least ``min_numel`` elements and its scales need at most 0.1 byte per element. Blocks at the lower
-    and the right edge of a matrix may be smaller. No block is in two matrices.
+    matrices) has blocks if it has at least ``min_numel`` elements and its scales need at most 0.1 byte per element. Blocks at
+    the lower and the right edge of a matrix may be smaller. No block is in two matrices.
 
     Args:
         block: (height, width) of a block. One integer is the width of blocks of height 1.
@@ -342,7 +342,7 @@ def _whole_regions(placed: Placed, coordinate: tuple[int, ...], policy: BlockPol
 
 
 def _stacks(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """The matrices of a box, in its leading dimensions: the first index in the stack, and the number, of each run of neighbours."""
+    """The matrices of a box, by its leading dimensions: for each run of neighbours, the first index and the number."""
     per = math.prod(shape[1:])
     if not shape:
         yield 0, 1

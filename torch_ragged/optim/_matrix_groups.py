@@ -100,8 +100,8 @@ def matrix_groups(
 
     - Matrices: ``weight`` of two dimensions of ``nn.Linear`` and of other modules, and those of ``nn.MultiheadAttention``,
       ``nn.RNNBase`` and ``nn.RNNCellBase``. Stacks of matrices: the weight of ``nn.Bilinear``, and parameters of three or four
-      dimensions of experts, whose last two are a matrix. The word "expert" in the name or in the class of the module says so, or its ``num_experts``, which
-      is the first size.
+      dimensions of experts, whose last two are a matrix. The word "expert" in the name or in the class of the module says so,
+      or its ``num_experts``, which is the first size.
     - AdamW: embeddings and what is tied to them, the module that ``get_output_embeddings()`` of a Hugging Face model returns,
       kernels of convolutions, norms, biases, single rows and columns. Also all other parameters that a module registers under
       a name of its own, such as position embeddings, class tokens, bias tables and decays: their use is not known.
