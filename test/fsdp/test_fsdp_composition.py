@@ -11,6 +11,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_ranks
+from fsdp_collectives import counted_calls
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,6 +39,19 @@ class Block(nn.Module):
 class Recomputed(Block):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Behind(nn.Module):
+    """Each checkpoint is around a block and an op behind it, which saves the output of the block."""
+
+    def __init__(self, recomputes):
+        super().__init__()
+        self.blocks, self.recomputes = nn.Sequential(Block(), Block()), recomputes
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: block(x).sin(), x, use_reentrant=False) if self.recomputes else block(x).sin()
+        return x
 
 
 class Language(nn.Module):
@@ -132,6 +146,19 @@ class CallOrderTest(unittest.TestCase):
                 (chosen.sum() - rejected.sum()).pow(2).backward()
             reduce(alone)
             assert_same(model, alone)
+
+    @ranks(2)
+    def test_a_recomputation_for_a_node_behind_a_group_all_gathers_for_its_backward():
+        """The checkpoint is around a block and an op behind it, whose node backward reaches before it reaches the block."""
+        calls = {}
+        for recomputes in (False, True):
+            model = seeded(lambda recomputes=recomputes: Behind(recomputes))
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+            groups = [group for block in model.blocks for group in block._ragged_fsdp_state.groups]
+            calls[recomputes] = counted_calls(groups, lambda model=model: model(data(0)).sum().backward())
+        assert calls[True] == calls[False] and calls[True][0] == 4, calls
 
     @ranks(2)
     def test_a_head_runs_in_chunks_outside_of_forward():

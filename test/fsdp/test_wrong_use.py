@@ -246,7 +246,7 @@ class ToolsTest(unittest.TestCase):
         text = error_of(matrix_groups, self.model, adamw=["head"])
         self.assertIn("adamw names 'head', and the FSDPLinear has no such parameter or module", text)
         text = error_of(matrix_groups, self.model, matrices=["bias"])
-        self.assertIn("a parameter of shape (8,): a matrix has two dimensions, and a stack of matrices three", text)
+        self.assertIn("a parameter of shape (8,): a matrix has two dimensions, and a stack of matrices three or four", text)
         text = error_of(matrix_groups, self.model, adamw="bias", matrices=[self.model], segments={"weight": ((4, 4), 0)})
         self.assertEqual(text, "")
         text = error_of(matrix_groups, self.model, adamw=self.model, matrices="weight")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged.granularity import Granularity, blocks
 from torch_ragged.optim._base import placed_of
 from torch_ragged.optim._gather import Placed
+from torch_ragged.optim._matrix_groups import MATRIX_NDIMS
 from torch_ragged.tensor._cut_placement import cut_of
 from torch_ragged.tensor._ownership import Chunk, Listed, Run, row_major
 from torch_ragged.tensor._units import Units
@@ -46,9 +47,9 @@ class BlockPolicy:
     """Decides which parameters have blocks, and of which size. 8-bit optimizers quantize per block.
 
     A policy is also an ``orig_param_policy``: ``fully_shard(..., orig_param_policy=policy)`` keeps every block whole on one
-    rank, so that the optimizer needs no communication. A parameter of two dimensions (a matrix) or three (a stack of matrices)
-    has blocks if it has at least ``min_numel`` elements and its scales need at most 0.1 byte per element. Blocks at the lower
-    and the right edge of a matrix may be smaller. No block is in two matrices.
+    rank, so that the optimizer needs no communication. A parameter of two dimensions (a matrix), three or four (a stack of
+    matrices) has blocks if it has at least ``min_numel`` elements and its scales need at most 0.1 byte per element. Blocks at
+    the lower and the right edge of a matrix may be smaller. No block is in two matrices.
 
     Args:
         block: (height, width) of a block. One integer is the width of blocks of height 1.
@@ -78,14 +79,14 @@ class BlockPolicy:
     def is_blocked(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this global shape has blocks."""
         numel = math.prod(shape)
-        if len(shape) not in (2, 3) or numel < max(self.min_numel, 1):
+        if len(shape) not in MATRIX_NDIMS or numel < max(self.min_numel, 1):
             return False
         # Two moments, with a float32 scale per block each. An optimizer with one moment keeps to the same limit: then one
         # policy serves several optimizers.
         return 2 * 4 * math.prod(self.grid(shape)) <= _MOST_SCALES * numel
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The number of blocks along each dimension. The leading dimension of a stack is unchanged."""
+        """The number of blocks along each dimension. The leading dimensions of a stack are unchanged."""
         height, width = self.block
         return (*shape[:-2], -(-shape[-2] // height), -(-shape[-1] // width))
 
@@ -329,14 +330,27 @@ def _whole_regions(placed: Placed, coordinate: tuple[int, ...], policy: BlockPol
     for box in placed.owned(coordinate).boxes:
         if not box.numel:
             continue
-        matrix, row, column = box.offsets if len(placed.shape) == 3 else (0, *box.offsets)
-        sizes: Any = box.sizes if len(placed.shape) == 3 else (1, *box.sizes)
-        for start, size, full, unit in ((row, sizes[1], rows, height), (column, sizes[2], columns, width)):
+        (*_, row, column), (*_, high, wide) = box.offsets, box.sizes
+        for start, size, full, unit in ((row, high, rows, height), (column, wide, columns, width)):
             assert start % unit == 0 and (start + size == full or size % unit == 0), "a block is cut"
-        grid = (sizes[0], -(-sizes[1] // height), -(-sizes[2] // width))
-        origin, strides = (matrix * rows + row) * columns + column, (rows * columns, columns, 1)
-        yield Region(box.local_offset, sizes, origin, strides, block, grid)
-        block += math.prod(grid)
+        strides, local_offset = (rows * columns, columns, 1), box.local_offset
+        for matrix, count in _stacks(placed.shape[:-2], box.offsets[:-2], box.sizes[:-2]):
+            grid = (count, -(-high // height), -(-wide // width))
+            origin = (matrix * rows + row) * columns + column
+            yield Region(local_offset, (count, high, wide), origin, strides, block, grid)
+            local_offset, block = local_offset + count * high * wide, block + math.prod(grid)
+
+
+def _stacks(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """The matrices of a box, by its leading dimensions: for each run of neighbours, the first index and the number."""
+    per = math.prod(shape[1:])
+    if not shape:
+        yield 0, 1
+    elif sizes[1:] == shape[1:]:
+        yield offsets[0] * per, sizes[0] * per
+    else:  # (experts, 2), of which it has the gates only, or the ups.
+        for expert in range(offsets[0], offsets[0] + sizes[0]):
+            yield expert * per + offsets[1], sizes[1]
 
 
 def _split_region(region: Region, policy: BlockPolicy, most: int) -> Iterator[Region]:

@@ -30,7 +30,7 @@ from torch_ragged.optim._base import (
     run_closure,
 )
 from torch_ragged.optim._gather import Batch, GatherToRoot, Placed, mesh_ranks, owners_of, shares_of
-from torch_ragged.optim._matrix_groups import check_segments
+from torch_ragged.optim._matrix_groups import MATRIX_NDIMS, check_segments
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 
 __all__ = ["MatrixOptimizer", "StatesOf"]
@@ -46,8 +46,8 @@ matrices of the parameter whose root is this rank.
 class MatrixOptimizer(RaggedOptimizer):
     """An optimizer that computes with whole matrices at their roots. A subclass defines the computation and its cost.
 
-    A group has an ``algorithm``. If this is the subclass's ``algorithm``, its parameters must have two dimensions (matrices) or
-    three (stacks of matrices). If it is ``"adamw"``, its parameters may have any shape.
+    A group has an ``algorithm``. If this is the subclass's ``algorithm``, its parameters must have two dimensions (matrices),
+    or three or four (stacks of matrices). If it is ``"adamw"``, its parameters may have any shape.
     """
 
     algorithm: str
@@ -138,9 +138,9 @@ class MatrixOptimizer(RaggedOptimizer):
         check_placement(param, name)
         if param.is_complex():
             raise ValueError(f"{name} got a complex parameter of shape {tuple(param.shape)}: expected a real dtype")
-        if algorithm != "adamw" and param.ndim not in (2, 3):
+        if algorithm != "adamw" and param.ndim not in MATRIX_NDIMS:
             raise ValueError(
-                f"{name} takes matrices (two dimensions) or stacks of matrices (three), got a parameter of shape "
+                f"{name} takes matrices (two dimensions) or stacks of matrices (three or four), got a parameter of shape "
                 f'{tuple(param.shape)}: put it into a group with algorithm="adamw", for example with matrix_groups(model)'
             )
         if segments is not None and algorithm != "adamw":

@@ -17,7 +17,10 @@ import torch
 from torch import nn
 from typing_extensions import Unpack  # Of torch.
 
-__all__ = ["MatrixDecision", "MatrixGroups", "check_segments", "matrix_groups"]
+__all__ = ["MATRIX_NDIMS", "MatrixDecision", "MatrixGroups", "check_segments", "kernels_of", "matrix_groups"]
+
+MATRIX_NDIMS = (2, 3, 4)
+"""Dimensions of a matrix, and of a stack: (experts, rows, columns), or (experts, 2, rows, columns) for gate and up in one."""
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -100,9 +103,9 @@ def matrix_groups(
     The module that has a parameter decides:
 
     - Matrices: ``weight`` of two dimensions of ``nn.Linear`` and of other modules, and those of ``nn.MultiheadAttention``,
-      ``nn.RNNBase`` and ``nn.RNNCellBase``. Stacks of matrices: the weight of ``nn.Bilinear``, and parameters of three
-      dimensions of experts. The word "expert" in the name or in the class of the module says so, or its ``num_experts``, which
-      is the first size.
+      ``nn.RNNBase`` and ``nn.RNNCellBase``. Stacks of matrices: the weight of ``nn.Bilinear``, and parameters of three or four
+      dimensions of experts, whose last two are a matrix. The word "expert" in the name or in the class of the module says so,
+      or its ``num_experts``, which is the first size.
     - AdamW: embeddings and what is tied to them, the module that ``get_output_embeddings()`` of a Hugging Face model returns,
       kernels of convolutions, norms, biases, single rows and columns. Also all other parameters that a module registers under
       a name of its own, such as position embeddings, class tokens, bias tables and decays: their use is not known.
@@ -113,8 +116,8 @@ def matrix_groups(
     Args:
         model: the model with the parameters. Call this function after ``fully_shard``.
         adamw: modules, parameters, or their names, for AdamW. A name may have ``*`` and ``?``.
-        matrices: in the same way, further parameters of two dimensions (a matrix) or three (a stack of matrices). Of a module,
-            those that have so many.
+        matrices: in the same way, further parameters of two dimensions (a matrix), three or four (a stack of matrices). Of a
+            module, those that have so many.
         segments: by name, the sizes of the matrices that a fused weight has side by side, and the dimension along which they
             lie: ``{"attention.qkv.weight": ((4096, 1024, 1024), 0)}``. :class:`Muon` steps each as a matrix of its own. A model
             that a plan has distributed has them in ``model.plan_ir.segments``.
@@ -131,7 +134,7 @@ def matrix_groups(
         TypeError: ``model`` is no module; ``adamw`` or ``matrices`` has something other than modules, parameters and names; or
             the value of ``segments`` is not a pair of sizes and a dimension.
         ValueError: a name is of no parameter or module of ``model``; a parameter is in ``adamw`` and in ``matrices``; or one in
-            ``matrices`` does not have two or three dimensions.
+            ``matrices`` does not have two to four dimensions.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -208,7 +211,7 @@ def _decide(module: nn.Module, attribute: str, name: str, param: torch.Tensor) -
         return False, f"of {kind}, a convolution"
     if isinstance(module, _NORMS) or "norm" in own:
         return False, f"of {kind}, a norm"
-    if len(shape) not in (2, 3):
+    if len(shape) not in MATRIX_NDIMS:
         return False, f"{len(shape)} dimension{'' if len(shape) == 1 else 's'}"
     if min(shape[-2:]) < 2:
         return False, "a single row or column"
@@ -218,6 +221,12 @@ def _decide(module: nn.Module, attribute: str, name: str, param: torch.Tensor) -
         says_experts = "expert" in name.lower() or "expert" in kind.lower() or getattr(module, "num_experts", 0) == shape[0]
         is_matrix = says_experts or isinstance(module, nn.Bilinear)
     return is_matrix, f"of {kind}{'' if is_matrix else _UNKNOWN}"
+
+
+def kernels_of(model: nn.Module) -> set[nn.Parameter]:
+    """The kernels of convolutions in ``model`` that have four dimensions, as stacks of matrices."""
+    convolutions = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
+    return {param for module in convolutions for param in module.parameters() if param.ndim == 4}
 
 
 def _output_embeddings(model: nn.Module) -> list[nn.Module]:
@@ -230,7 +239,7 @@ def _output_embeddings(model: nn.Module) -> list[nn.Module]:
 def _chosen(model: nn.Module, argument: str, given: Any, named: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
     """The parameters that an argument names, directly, by their modules, or by patterns of names."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    chosen: set[nn.Parameter] = set()
+    chosen, kernels = set[nn.Parameter](), kernels_of(model)
     for each in [given] if isinstance(given, (nn.Module, torch.Tensor, str)) else list(given):
         if isinstance(each, str):
             found: list[Any] = [
@@ -250,13 +259,13 @@ def _chosen(model: nn.Module, argument: str, given: Any, named: Mapping[str, nn.
         for one in found:
             members = [one] if isinstance(one, nn.Parameter) else list(one.parameters())
             if argument == "matrices":
-                if isinstance(one, nn.Parameter) and one.ndim not in (2, 3):
+                legal = [param for param in members if param.ndim in MATRIX_NDIMS and param not in kernels]
+                if isinstance(one, nn.Parameter) and not legal:
                     raise ValueError(
                         f"matrix_groups matrices has a parameter of shape {tuple(one.shape)}: a matrix has two dimensions, and "
-                        "a stack of matrices three"
+                        "a stack of matrices three or four; a kernel of a convolution is none"
                     )
-                # A module has biases, too, which the user does not mean.
-                members = [param for param in members if param.ndim in (2, 3)]
+                members = legal  # A module has biases, too, which the user does not mean.
             chosen.update(members)
     return chosen
 

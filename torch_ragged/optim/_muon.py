@@ -133,8 +133,8 @@ class Muon(RootStateOptimizer):
     This is Algorithm 2 of the RaggedShard paper. Each rank updates the momentum of its shards. The update of each matrix is
     gathered to its root, a rank that load balancing chooses from the whole mesh, including HSDP's replicas. The root runs
     Newton-Schulz and sends the result back to the shards. Parameters are plain tensors or DTensors under any placements. A
-    parameter of three dimensions is a stack of matrices (experts), each with its own root. A group with ``segments`` has fused
-    weights, such as queries, keys and values in one: each segment is a matrix, as if it were a parameter of its own.
+    parameter of three or four dimensions is a stack of matrices (experts), each with its own root. A group with ``segments``
+    has fused weights, such as queries, keys and values in one: each segment is a matrix, as if it were a parameter of its own.
 
     Given equal gradients, parameters and states are bitwise equal for any number of ranks; on a GPU with ``foreach=False``. On
     CPU they are equal to ``torch.optim.Muon``, with two exceptions. First, if a bfloat16 matrix has at least as many columns as
@@ -185,7 +185,7 @@ class Muon(RootStateOptimizer):
             with gradients on the same parameters.
 
     Raises:
-        ValueError: an option is out of range; a parameter of a ``"muon"`` group does not have two or three dimensions, not the
+        ValueError: an option is out of range; a parameter of a ``"muon"`` group does not have two to four dimensions, not the
             sizes of ``segments``, or blocks that are cut between ranks; or a parameter is complex or a Partial DTensor.
     """
 

@@ -14,6 +14,7 @@ import torch
 
 from torch_ragged.granularity import Granularity, GroupPolicy, rows, tensor
 from torch_ragged.optim._blocks import BlockPolicy
+from torch_ragged.optim._matrix_groups import MATRIX_NDIMS
 from torch_ragged.optim._newton_schulz import newton_schulz_cost
 
 __all__ = ["MuonPolicy", "Owners", "muon_policy"]
@@ -90,7 +91,7 @@ class MuonPolicy(GroupPolicy):
         loads = self._loads.setdefault(ranks, _Loads(torch.zeros(ranks, dtype=torch.float64, device="cpu")))
         # A parameter that tensor parallelism cuts has no whole matrix on any rank.
         mine = [
-            len(value.shape) in (2, 3) and without.tensors[i].shape == tuple(value.shape) and self.takes(name, value)
+            len(value.shape) in MATRIX_NDIMS and without.tensors[i].shape == tuple(value.shape) and self.takes(name, value)
             for i, (name, value) in enumerate(params)
         ]
         shapes = [tuple(value.shape) for _, value in params]
@@ -219,7 +220,7 @@ def muon_policy(
     the same from shapes.
 
     Args:
-        takes: ``(name, parameter) -> bool``, whether Muon trains it. None: all parameters of two or three dimensions.
+        takes: ``(name, parameter) -> bool``, whether Muon trains it. None: all parameters of two to four dimensions.
         bandwidth: bytes per second of a rank in collectives.
         flops: floating-point operations per second in Newton-Schulz.
         sent_bytes: bytes that a step sends per element of a buffer: by default two all-gathers in bfloat16 and one

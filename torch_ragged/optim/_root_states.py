@@ -78,7 +78,7 @@ class RootStateOptimizer(MatrixOptimizer):
         # A stack without matrices has no root: rank 0 counts as one, as a RaggedShard needs a unit.
         for root in self._roots[param][part][0] or (0,):
             units[root] += 1
-        return (RaggedShard((0,) if param.ndim == 3 else (), tuple(units)),)
+        return (RaggedShard(tuple(range(param.ndim - 2)), tuple(units)),)
 
     def _place_states(self, param: torch.Tensor, group: dict[str, Any], elsewhere: Collection[str] = ()) -> None:
         """Make the states at the roots if they are missing. Redistribute those that were loaded from a run with other roots."""
@@ -176,7 +176,7 @@ class RootStateOptimizer(MatrixOptimizer):
                 self._roots = known
         roots_of = known[param] if param in known else self._foreseen[param]
         mine = [roots.count(mesh_ranks(mesh)[0]) for roots, _ in roots_of]
-        stack = param.shape[0] if param.ndim == 3 else 1
+        stack = math.prod(param.shape[:-2])
         return 4 * sum(mine[part] * math.prod(shape) // stack for shape, part in self._root_states(param, group).values())
 
     def empty_state(

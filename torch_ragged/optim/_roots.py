@@ -47,7 +47,7 @@ class Stack:
     """The planner's description of a parameter.
 
     Attributes:
-        shape: the global shape, of two or three dimensions.
+        shape: the global shape, of two to four dimensions.
         cost: the cost of the computation with one of its matrices, in any unit.
         owners: for each replica, the rank that holds each whole matrix; None if a matrix is cut.
         kind: matrices share a batch only if their shapes and kinds are equal.

@@ -228,7 +228,7 @@ class Resolved:
             for placement in record.run:
                 if segments is None and (chunk := chunk_of(placement)) is not None and chunk.ratios:
                     segments = SegmentSizes(chunk.dim, chunk.segments(record.shape[chunk.dim]))
-            if record.is_parameter and segments is not None and ndim in (2, 3) and segments.dim >= ndim - 2:
+            if record.is_parameter and segments is not None and 2 <= ndim <= 4 and segments.dim >= ndim - 2:
                 found[record.name] = segments.sizes, segments.dim
         return found
 

@@ -6,6 +6,7 @@ It must not touch the model's tensors, gradients, random states or attributes: i
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -142,6 +143,7 @@ def try_module(
     states = {device: read_state(device) for device in devices}
     # This rank may be on trial alone: nothing from here on sends anything, or waits for another rank.
     reference = _Reference(name, module, changes, mesh)
+    around = _outside_of_regions()
     try:
         # Of an activation checkpoint around the module: it must not count what is saved here.
         saved: set[int] = set()
@@ -155,11 +157,11 @@ def try_module(
         with _disable_current_modes(), saved_tensors_hooks(pack, lambda x: x):
             given = _Given(args, params, buffers, reference.ledger)
             with as_drawn(states):
-                found = _run_reference(module, reference, given, tree, arrivals, mesh, only)
+                found = around.run(_run_reference, module, reference, given, tree, arrivals, mesh, only)
             ledger = Ledger(name)
             local = _Given(args, params, buffers, ledger, found)
             with as_drawn(states):
-                _run_locally(name, module, ledger, local, found, run_local, only)
+                around.run(_run_locally, name, module, ledger, local, found, run_local, only)
     finally:
         reference.refused = None  # A cycle through its frames would keep all tensors of this forward.
     eager, static = reference.ledger.expressions, ledger.expressions
@@ -173,6 +175,18 @@ def try_module(
     is_silent = is_silent and all(isinstance(param, DTensor) for param in params.values())
     found.can_repeat = is_silent and all(_address(leaf) in saved for leaf in local.args if _is_tensor(leaf))
     return found
+
+
+def _outside_of_regions() -> contextvars.Context:
+    """The context variables of this thread, without those of a checkpoint of ``torch_remat`` around it.
+
+    That package notes each named region that runs, and a region that runs twice in one checkpoint is an error there.
+    """
+    given, context = contextvars.copy_context(), contextvars.Context()
+    for variable, value in given.items():
+        if not variable.name.startswith("torch_remat_"):
+            context.run(variable.set, value)
+    return context
 
 
 @contextlib.contextmanager

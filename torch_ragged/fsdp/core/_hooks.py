@@ -131,11 +131,12 @@ class _Hooks:
         for group in state.groups:  # The same if the output is a parameter or a view of one.
             for tensor in tensors:
                 must_stay |= group.encoding.holds(tensor)
-        # A checkpoint recomputes this forward for a node inside of it, which backward has reached before an output.
+        # A checkpoint recomputes this forward for a node inside of it, or for the first one behind it, which backward has
+        # reached before an output: backward needs the parameters next.
         node = current_autograd_node() if needs_backward else None
         if node is None:
             self._ended_at = next_sequence_number()
-        must_stay |= node is not None and node._sequence_nr() < self._ended_at
+        must_stay |= node is not None and node._sequence_nr() <= self._ended_at
         gate = None if context.gate is None else context.gate_for(state)
         # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does. A call that has raised
         # does not wait for them: they may be in an all-gather that this rank will not join, and the error must come out.

@@ -22,6 +22,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from torchtitan.config.override import derive, override
 
 from torch_ragged import optim
+from torch_ragged.optim._matrix_groups import MATRIX_NDIMS, kernels_of
 
 __all__ = ["RaggedOptimizers", "adamw8bit", "muon"]
 
@@ -34,8 +35,8 @@ _FOR_MATRICES = ("Muon", "Shampoo", "SOAP")
 class RaggedOptimizers(OptimizersContainer):
     """torchtitan's container, whose param groups may also name ``Adam8bit``, ``AdamW8bit``, ``Muon``, ``Shampoo``, ``SOAP``.
 
-    A pattern of ``Muon``, ``Shampoo`` or ``SOAP`` takes only matrices and stacks of matrices (experts), parameters of two or
-    three dimensions. Other parameters that it matches, such as norms and biases, go to the next pattern.
+    A pattern of ``Muon``, ``Shampoo`` or ``SOAP`` takes only matrices and stacks of matrices (experts), parameters of two to
+    four dimensions. Other parameters that it matches, such as norms and biases, go to the next pattern.
     ``config.implementation`` is for torch's optimizers only.
     """
 
@@ -63,16 +64,19 @@ class RaggedOptimizers(OptimizersContainer):
 
 
 def _matrix_group(model: nn.Module, group: ParamGroupConfig) -> ParamGroupConfig:
-    """``group``, with a pattern that matches only those of its parameters that have two or three dimensions.
+    """``group``, with a pattern that matches only those of its parameters that may be matrices or stacks of matrices.
 
     Raises:
         ValueError: there are none.
     """
-    pattern = re.compile(group.pattern)
-    names = [name for name, param in model.named_parameters() if param.ndim in (2, 3) and pattern.search(name)]
+    pattern, kernels = re.compile(group.pattern), kernels_of(model)
+    matrices = [
+        (name, param) for name, param in model.named_parameters() if param.ndim in MATRIX_NDIMS and param not in kernels
+    ]
+    names = [name for name, _ in matrices if pattern.search(name)]
     if not names:
         raise ValueError(
-            f"the pattern {group.pattern!r} of {group.optimizer_name} matches no parameter of two or three dimensions: "
+            f"the pattern {group.pattern!r} of {group.optimizer_name} matches no matrix, which has two to four dimensions: "
             "give these parameters to AdamW, or correct the pattern"
         )
     return dataclasses.replace(group, pattern=f"^({'|'.join(map(re.escape, names))})$")
