@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ragged.fsdp import HIERARCHICAL, MixedPrecisionPolicy, fully_shard
 from torch_ragged.fsdp.comm import _collectives
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
-from torch_ragged.fsdp.comm._reduction import OPS
+from torch_ragged.fsdp.comm._reduction import OPS, Ops
 
 BF16 = torch.bfloat16
+AVERAGES = Ops((*OPS.known, dist.ReduceOp.AVG), averages=True)  # Those of NCCL.
 
 
 class Product(nn.Module):
@@ -95,6 +96,22 @@ class ReduceWireTest(unittest.TestCase):
         full = sent[0]
         assert sent == [full, full // 2, full // 2, full], sent
         assert full >= 6 * 4 * 4
+
+    @ranks(2)
+    def test_a_custom_reduce_scatter_gets_what_it_gets_without_a_wire():
+        model, got = fully_shard(Product(), mesh=init_device_mesh("cpu", (2,))), []
+
+        def custom(output, source, *, op, group, async_op):
+            got.append((op, source.dtype))
+            output.zero_()
+
+        model.set_custom_reduce_scatter(custom)
+        for wire in (None, BF16):
+            model.set_reduce_wire(wire)
+            loss = model(gradient_of(dist.get_rank()))
+            with mock.patch.object(ProcessGroupCollectives, "_carrier", lambda *_: _collectives._Carrier(False, AVERAGES)):
+                loss.backward()
+        assert got == [(dist.ReduceOp.AVG, torch.float32)] * 2, got
 
     @ranks(2)
     def test_what_would_not_be_smaller_is_refused():
