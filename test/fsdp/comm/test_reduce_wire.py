@@ -8,10 +8,12 @@ import torch.distributed as dist
 from common import error_of, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged.fsdp import HIERARCHICAL, MixedPrecisionPolicy, fully_shard
 from torch_ragged.fsdp.comm import _collectives
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._gloo import sum_parts
 from torch_ragged.fsdp.comm._reduction import OPS, Ops
 
 BF16 = torch.bfloat16
@@ -112,6 +114,21 @@ class ReduceWireTest(unittest.TestCase):
             with mock.patch.object(ProcessGroupCollectives, "_carrier", lambda *_: _collectives._Carrier(False, AVERAGES)):
                 loss.backward()
         assert got == [(dist.ReduceOp.AVG, torch.float32)] * 2, got
+
+    def test_a_sum_on_an_accelerator_has_few_kernels(self):
+        """A shard of 400 MB from 8 ranks."""
+        kernels = []
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if not func.is_view:
+                    kernels.append(func)
+                return func(*args, **(kwargs or {}))
+
+        received = torch.empty(8, 100_000_000, dtype=BF16, device="meta")
+        with Counting():
+            sum_parts(received.unbind(), torch.empty(100_000_000, device="meta"), 8.0)
+        self.assertLess(len(kernels), 100)
 
     @ranks(2)
     def test_what_would_not_be_smaller_is_refused():
