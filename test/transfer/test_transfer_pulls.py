@@ -202,6 +202,7 @@ class PullTest(unittest.TestCase):
             (lambda a, b: (memory.copy_(a), memory[2:4].copy_(b[2:4])), "b is copied onto a part of another copy"),
             (lambda a, b: (memory[:, :2].copy_(a[:, :2]), memory[3].copy_(b[3])), "is copied onto a part of another copy"),
             (lambda a, b: (memory.copy_(a), half.copy_(a)), "a is copied into parameters of different dtypes"),
+            (lambda a, b: half.copy_(a.view(torch.bfloat16)[:, ::2]), "the loader calls aten.view.dtype on a"),
             (
                 lambda a, b: memory.copy_(a.bfloat16()),
                 "casts a to torch.bfloat16, and copies it into a parameter of torch.float32",
@@ -223,6 +224,11 @@ class PullTest(unittest.TestCase):
             found = text_of(load)
             assert text in found, found
         assert not memory.any()
+        # A plan would send the numbers themselves.
+        numbers, known_numbers = torch.zeros(2, dtype=torch.complex64), {"a": torch.empty(2, 2, dtype=torch.complex64)}
+        for load in (lambda a: numbers.copy_(a[0].conj()), lambda a: numbers.real.copy_(a[0].conj().imag)):
+            text = error_of(transfer.PullLayout, lambda pairs, load=load: load(**dict(pairs)), known_numbers)
+            assert "the loader calls aten._conj.default on a" in text, text
         wide = {"a": torch.empty(2, 10_000, device="meta")}
         text = error_of(transfer.PullLayout, lambda pairs: torch.zeros(2, 5000).copy_(next(iter(pairs))[1][:, ::2]), wide)
         assert "more than 4096 pieces" in text, text

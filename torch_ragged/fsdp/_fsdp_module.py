@@ -233,8 +233,8 @@ class FSDPModule(TorchFSDPModule):
 
         "fsdp_grad", the default: ``.grad`` is an :class:`FSDPGrad`. "pending": ``.grad`` is None or what earlier passes have
         reduced, and :meth:`get_pending_gradients` returns the rest. ``zero_grad()`` of this module or of the root drops both;
-        an optimizer's ``zero_grad()`` drops what ``.grad`` has only. An optimizer's step before
-        :meth:`synchronize_gradients` raises in both.
+        an optimizer's ``zero_grad()`` drops what ``.grad`` has only, and ``clip_grad_norm_`` and ``GradScaler.unscale_`` change
+        only this part: call :meth:`synchronize_gradients` before them. An optimizer's step before it raises in both.
 
         Raises:
             ValueError: the view is unknown; or it is "pending", and a parameter is placed as ``Shard(d)`` with ``d > 0``, whose
@@ -342,10 +342,11 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_wire(self, dtype: torch.dtype | None, *, recurse: bool = True) -> None:
         """Send gradients in ``dtype``, such as ``torch.bfloat16``, and add them in ``reduce_dtype``. On all ranks alike.
 
-        Half the bytes of a float32 reduce-scatter; each rank's gradient is rounded once, and sums are not. The reduce-scatter
-        is then an all-to-all and a sum in the order of ranks, over NCCL, too, with a receive buffer of the sent bytes. The
-        all-reduce over replicas (HSDP) is as before, and so are collectives that ``set_collectives`` or a custom reduce-scatter
-        has chosen. None: as without this call.
+        Half the bytes of a float32 reduce-scatter; each rank's gradient is rounded once, and sums are not. With HIERARCHICAL,
+        the sum of a node is rounded, too, before it is sent to other nodes. float16 has no values above 65,504. The
+        reduce-scatter is then an all-to-all and a sum in the order of ranks, over NCCL, too, with a rounded copy of the buffer
+        and a receive buffer of its size. The all-reduce over replicas (HSDP) is as before, and so are collectives that
+        ``set_collectives`` or a custom reduce-scatter has chosen. None: as without this call.
 
         Raises:
             ValueError: ``dtype`` is no floating-point dtype of two bytes, or ``reduce_dtype`` of a group is no wider one.

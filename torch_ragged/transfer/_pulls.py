@@ -129,13 +129,17 @@ class _Recorder(TorchDispatchMode):
             # A copy of what is never written is the same elements. To another device too: there, the target is.
             return self._cast(read[0], kwargs.get("dtype") or read[0].dtype)
         result = func(*args, **kwargs)
-        if not all(self._name(each) is not None for each in tree_leaves(result)) or func._schema.is_mutable:
+        if func._schema.is_mutable or not all(self._is_view(each, read[0].dtype) for each in tree_leaves(result)):
             # No TypeError: Python's operators would take it for one of their own.
             raise NotImplementedError(
                 f"PullLayout: the loader calls {func} on {self._name(read[0])}, which has no values yet: it may slice, cast "
                 "and copy weights; compute with them after plan.run()"
             )
         return result
+
+    def _is_view(self, result: Any, dtype: torch.dtype) -> bool:
+        """Whether it has values of a placeholder of ``dtype``: a conjugate, or the same bits as another dtype, has others."""
+        return self._name(result) is not None and result.dtype == dtype and not (result.is_conj() or result.is_neg())
 
     def _cast(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         name = self._name(view)

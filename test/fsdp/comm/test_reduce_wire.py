@@ -8,13 +8,16 @@ import torch.distributed as dist
 from common import error_of, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged.fsdp import HIERARCHICAL, MixedPrecisionPolicy, fully_shard
 from torch_ragged.fsdp.comm import _collectives
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
-from torch_ragged.fsdp.comm._reduction import OPS
+from torch_ragged.fsdp.comm._gloo import sum_parts
+from torch_ragged.fsdp.comm._reduction import OPS, Ops
 
 BF16 = torch.bfloat16
+AVERAGES = Ops((*OPS.known, dist.ReduceOp.AVG), averages=True)  # Those of NCCL.
 
 
 class Product(nn.Module):
@@ -95,6 +98,37 @@ class ReduceWireTest(unittest.TestCase):
         full = sent[0]
         assert sent == [full, full // 2, full // 2, full], sent
         assert full >= 6 * 4 * 4
+
+    @ranks(2)
+    def test_a_custom_reduce_scatter_gets_what_it_gets_without_a_wire():
+        model, got = fully_shard(Product(), mesh=init_device_mesh("cpu", (2,))), []
+
+        def custom(output, source, *, op, group, async_op):
+            got.append((op, source.dtype))
+            output.zero_()
+
+        model.set_custom_reduce_scatter(custom)
+        for wire in (None, BF16):
+            model.set_reduce_wire(wire)
+            loss = model(gradient_of(dist.get_rank()))
+            with mock.patch.object(ProcessGroupCollectives, "_carrier", lambda *_: _collectives._Carrier(False, AVERAGES)):
+                loss.backward()
+        assert got == [(dist.ReduceOp.AVG, torch.float32)] * 2, got
+
+    def test_a_sum_on_an_accelerator_has_few_kernels(self):
+        """A shard of 400 MB from 8 ranks."""
+        kernels = []
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if not func.is_view:
+                    kernels.append(func)
+                return func(*args, **(kwargs or {}))
+
+        received = torch.empty(8, 100_000_000, dtype=BF16, device="meta")
+        with Counting():
+            sum_parts(received.unbind(), torch.empty(100_000_000, device="meta"), 8.0)
+        self.assertLess(len(kernels), 100)
 
     @ranks(2)
     def test_what_would_not_be_smaller_is_refused():

@@ -197,6 +197,8 @@ class JoiningRanksTest(unittest.TestCase):
             ("set_gradient_divide_factor", 3.0, "divisor=3.0"),
             ("set_requires_all_reduce", False, "requires_all_reduce=False"),
             ("set_requires_gradient_sync", False, "requires_gradient_sync=False"),
+            ("set_reduce_wire", torch.bfloat16, "reduce_wire=torch.bfloat16"),
+            ("set_gradient_view", "pending", "gradient_view=PendingView"),
         ):
             model, optimizer = build(old)
             if rank < 2:

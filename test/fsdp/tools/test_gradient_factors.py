@@ -83,6 +83,11 @@ class FactorTest(unittest.TestCase):
                     name,
                 )
 
+        model = fully_shard(Layer(), mesh=squares, placements=HIERARCHICAL)
+        model.set_reduce_wire(torch.bfloat16)
+        model.set_gradient_divide_factor(3)
+        gradient_factors(model, check=True)  # 2 / 3 is rounded between the two steps, which is no other factor.
+
     @ranks(2)
     def test_a_collective_that_adds_otherwise_is_found_on_all_ranks():
         model = fully_shard(Layer(), mesh=init_device_mesh("cpu", (2,)))

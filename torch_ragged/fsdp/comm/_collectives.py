@@ -228,8 +228,9 @@ class ProcessGroupCollectives(Collectives):
             torch.div(buffer, reduction.begin(output, buffer, 1, OPS)[1], out=output)
             return done
         carrier = self._carrier(group, output.device)
-        # With a wire, the sum is ours: no backend's average.
-        op, divisor = reduction.begin(output, buffer, group.size(), carrier.ops if self.wire is None else OPS)
+        # With a wire, the sum is ours: no backend's average. A custom collective has no wire.
+        is_ours = self.wire is not None and custom is None
+        op, divisor = reduction.begin(output, buffer, group.size(), OPS if is_ours else carrier.ops)
         real = (as_real(output), as_real(buffer)) if buffer.is_complex() else (output, buffer)
         if custom is not None:
             return divided(custom(*real, op=op, group=group, async_op=True) or done, output, divisor)

@@ -246,8 +246,10 @@ class ModelMove:
             lines.append(f"group of {group.names}, {group.param_dtype}: shards of {plan.layout.shard_numel}")
             lines += [f"{self._names[p.sharded]} {tuple(p.sharded.shape)} {p.sharded.dtype}" for p in group.params]
             lines.append(f"at {plan.layout.offsets}")
-            # A rank that joins would divide by another number, and train its shards with other gradients.
+            # A rank that joins would divide by another number, and train its shards with other gradients; or send other bytes.
             lines.append(f"{group.settings.reduction}, requires_all_reduce={group.settings.requires_all_reduce}")
+            view = group.settings.view
+            lines.append(f"reduce_wire={group.process_groups.wire}, gradient_view={view and view.__name__}")  # type: ignore
         lines += [f"{state.name} requires_gradient_sync={state.requires_gradient_sync}" for state in self._states]
         lines += [f"optimizer {line}" for each in self.optimizers for line in each.lines]
         lines += [f"stateful {type(each).__name__}" for each in self.stateful]
