@@ -158,6 +158,7 @@ class PowerLossTest(unittest.TestCase):
             with self.subTest(name):
                 self.assertEqual(list(lost(name)), [])
 
+    @pytest.mark.slow
     def test_without_any_one_sync_a_crash_point_loses_data(self):
         """So the tests above fail if the writer leaves out a sync."""
         for name in ("in place", "first"):

@@ -82,6 +82,7 @@ class FuzzTest(unittest.TestCase):
         for answers in run_ranks(size, fuzz_case.run_seeds, "program", seeds):
             self.assertEqual([seed for seed, status, _ in answers if status == "ok"], seeds, answers[-1])
 
+    @pytest.mark.slow
     def test_some_random_programs_are_in_static_mode_as_in_eager_mode_and_as_in_one_process(self):
         self.check_programs(1, PROGRAMS[1][:3])
         self.check_programs(2, PROGRAMS[2][:2])

@@ -12,6 +12,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 from torch_ragged import RaggedShard, StridedRaggedShard
@@ -118,6 +119,7 @@ class SeriesTest(unittest.TestCase):
             for path, text in build.new_files(step):
                 self.assertNotIn("torch_ragged", text, path)
 
+    @pytest.mark.slow
     @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
     def test_a_patched_torch_has_the_placements_and_the_installed_one_stays_as_it_is(self):
         _, site_packages = build.installed()
@@ -150,6 +152,7 @@ class SeriesTest(unittest.TestCase):
             self.assertIn("no hooks", report)
         self.assertEqual(before, {path: path.read_bytes() for path in edited})
 
+    @pytest.mark.slow
     @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
     def test_the_first_step_lets_a_further_kind_of_shard_fill_placeholders(self):
         """On stock torch it has no rule; with the patch, it has. What Shard and _StridedShard fill stays as it is."""

@@ -129,6 +129,7 @@ def test_tables_name_the_run_of_every_program():
     assert TileTable(runs[:1], (128, 128)).is_aligned and not TileTable(runs, (128, 128)).is_aligned
 
 
+@pytest.mark.slow
 def test_benchmark_runs(tmp_path):
     file = tmp_path / "kernels.json"
     command = [sys.executable, "-m", "benchmarks.gpu.gpu_kernels", "--device", "cpu", "--smoke", "--json", str(file)]

@@ -425,6 +425,7 @@ class SingleDeviceTest(unittest.TestCase):
                 assert torch.equal(got.full_tensor(), want) and int((want == 0).sum()) in range(0, 48), (name, placement)
                 assert torch.equal(gradient.full_tensor(), wanted_gradient), (name, placement)
 
+    @pytest.mark.slow
     @ranks(2)
     def test_compiled_code_draws_the_numbers_of_eager():
         mesh, full = init_device_mesh("cpu", (2,)), torch.ones(8, 4)

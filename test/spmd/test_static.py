@@ -429,6 +429,7 @@ class StaticTest(unittest.TestCase):
             assert losses[kind, "eager"] == losses[kind, "static"], losses
             assert len(set(losses[kind, "eager"])) == 4
 
+    @pytest.mark.slow
     @ranks(2)
     def test_what_is_compiled_is_eager_and_is_traced_without_a_trial():
         mesh, ids = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), torch.arange(24).view(4, 6)

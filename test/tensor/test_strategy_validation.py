@@ -3,6 +3,7 @@
 import unittest
 from unittest import mock
 
+import pytest
 from common import enter_fake_group
 from strategy_validation import RANKS, compare_operator, validation
 from torch.distributed.tensor import Partial
@@ -23,6 +24,7 @@ class StrategyValidationTest(unittest.TestCase):
     def setUp(self):
         enter_fake_group(self, RANKS)
 
+    @pytest.mark.slow
     def test_no_rule_is_wrong(self):
         correct = {}
         for name in OPS:

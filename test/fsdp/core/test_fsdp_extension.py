@@ -405,13 +405,13 @@ class ExtensionTest(unittest.TestCase):
         with fake_group(4):
             model = nn.Linear(8, 4)
             model.weight = nn.Parameter(Halved(torch.ones(4, 8)))
-            model.weight.decays, model.bias.scales = False, torch.ones(2)
-            whole, scales = weakref.ref(model.weight.data_), model.bias.scales
+            model.weight.decays, model.weight.scales = False, torch.ones(2)
+            whole, scales = weakref.ref(model.weight.data_), model.weight.scales
             fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
             gc.collect()
             self.assertIsNone(whole())
             self.assertIs(model.weight.decays, False)
-            self.assertIs(model.bias.scales, scales)
+            self.assertIs(model.weight.scales, scales)
 
     @ranks(2)
     def test_types_of_one_module_are_gathered_by_one_collective():

@@ -140,6 +140,7 @@ class BoundTest(unittest.TestCase):
             found[ranks] = tuple(round(100 * one.padding_fraction, 2) for one in (plan.ragged, plan.bound))
         self.assertEqual(found, expected)
 
+    @pytest.mark.slow
     def test_the_bound_of_models(self):
         """Padding of the plan and of the bound, in per cent."""
         expected = {64: (0.02, 0.02), 320: (0.23, 0.23), 512: (0.31, 0.31), 1024: (2.63, 2.63), 2048: (30.47, 30.47)}

@@ -471,6 +471,7 @@ class ModelTest(unittest.TestCase):
         for ranks, percent in most.items():
             self.assertLessEqual(100 * planner.plan(ranks).ragged.padding_fraction, percent, (model, granularity, ranks))
 
+    @pytest.mark.slow
     def test_padding_of_deepseek_v3(self):
         self.check_padding("deepseek-v3", rows(128), {8: 0.02, 64: 0.02, 256: 0.02, 512: 0.31, 1024: 2.63})
 

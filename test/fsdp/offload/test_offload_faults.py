@@ -275,6 +275,7 @@ class StepFaultsTest(unittest.TestCase):
 
 
 class FolderFaultsTest(unittest.TestCase):
+    @pytest.mark.slow
     @ranks(2)
     def test_a_folder_that_fails_is_an_error_at_construction_and_nothing_later():
         with folder_of_ranks() as folder:

@@ -137,10 +137,12 @@ class BitsTest(unittest.TestCase):
             check(kind, options, (0.4, 1))
         check(*MUON, (0, 1), dtype=torch.bfloat16)
 
+    @pytest.mark.slow
     @ranks(2)
     def test_windows_and_files_change_no_bit():
         check_windows(((Muon, {"lr": 0.05, "nesterov": False}), SOAPS), (100,))
 
+    @pytest.mark.slow
     @ranks(4)
     def test_owners_with_empty_shards_and_replicas_change_no_bit():
         check(*MUON, (0.5,), policy_of_matrices=muon_policy)
@@ -178,6 +180,7 @@ class BitsTest(unittest.TestCase):
             assert_equal(optimizer, reference)
         assert {"momentum_codes", "momentum_scales"} <= {name for chunk, _ in optimizer._chunks for name in chunk.sizes}
 
+    @pytest.mark.slow
     @ranks(2)
     def test_a_matrix_that_no_unit_has_keeps_its_states_beside_it():
         def trained(policy, state=None, **how):
@@ -466,6 +469,7 @@ class CheckpointTest(unittest.TestCase):
         every = (None, 0.4, 1, in_files)
         check_checkpoints(KINDS, [(source, every) for source in every], ("own", "dcp"))
 
+    @pytest.mark.slow
     def test_a_checkpoint_loads_on_another_number_of_ranks(self):
         self._check_sizes((SOAPS,), (0.7,), (2,))
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._register._spmd_types import attributes_of
-from torch_ragged._register._torch import REFUSED_VERSION, dtensor_of, local_tensor, set_versions
+from torch_ragged._register._torch import REFUSED_VERSION, dtensor_of, local_tensor, set_versions, storage_ids
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, Segments, elements
@@ -411,7 +411,9 @@ def keep_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     if vars(source):  # Mostly none.
         found = attributes_of(source)
         if has_extension(source):  # Its type keeps the whole tensor there, which must be freed.
-            found = {name: value for name, value in found.items() if not isinstance(value, torch.Tensor)}
+            own = set(storage_ids(source))
+            tensors = [name for name, value in found.items() if isinstance(value, torch.Tensor)]
+            found = {name: value for name, value in found.items() if name not in tensors or own.isdisjoint(storage_ids(value))}
         vars(target).update(found)
     if source.grad_dtype != source.dtype:  # By default, it is the tensor's own dtype, and follows a conversion.
         target.grad_dtype = source.grad_dtype
