@@ -201,6 +201,11 @@ def a_child_of_multiprocessing(folder):
     with_a_full_disk(folder)
 
 
+def a_spawned_child(folder):
+    """As mp.spawn starts it: such a child runs the end of a program twice."""
+    with_a_full_disk(folder)
+
+
 # Of each program: the exit codes, the checkpoints in its folder, and what each rank has written to stderr.
 FAILED = "step 2 was not saved in the background: saving .*No space left on device.*rank 1"
 TOLD = r"exit code 1: async_save failed at step 2, and the program did not ask for its result\(\)\n"
@@ -229,6 +234,7 @@ PROGRAMS = {
     it_fails_and_is_asked: ([0, 0], [1], f"(?s){FAILED}"),
     another_rank_dies: ([1, -signal.SIGKILL], [1], "^$|step 2 was not saved in the background: saving .* rank 1 died"),
     a_child_of_multiprocessing: ([1, 1], [1], f"(?s){FAILED}.*{TOLD}$"),
+    a_spawned_child: ([1, 1], [1], f"^{FAILED}[^\n]*\n{TOLD}$"),
 }
 
 
@@ -254,8 +260,8 @@ def rank_main(program, folder, rank):
 
 def ranks_of(program, folder):
     """Start two ranks; returns their processes. In a rank, it returns nothing, and the caller ends as a program does."""
-    if program is a_child_of_multiprocessing:
-        context = multiprocessing.get_context("fork")
+    if program in (a_child_of_multiprocessing, a_spawned_child):
+        context = multiprocessing.get_context("spawn" if program is a_spawned_child else "fork")
         children = [context.Process(target=rank_main, args=(program, folder, rank)) for rank in range(2)]
         for child in children:
             child.start()

@@ -1,12 +1,15 @@
 """A background save ends before its program does, and one that fails makes the exit code 1, however the program ends."""
 
+import atexit
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import checkpoint_ends
 import pytest
@@ -18,6 +21,7 @@ from common import run_ranks
 from delays import delays
 
 from torch_ragged import checkpoint
+from torch_ragged.checkpoint import _background
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,6 +80,15 @@ class EndsTest(unittest.TestCase):
     @pytest.mark.slow
     def test_each_way_in_which_a_program_may_end(self):
         self.check([program for program in PROGRAMS if program not in self.QUICK])
+
+    def test_a_child_that_ends_twice_tells_once(self):
+        child = mock.patch.object(multiprocessing, "parent_process", return_value=object())
+        with mock.patch.dict(_background._unasked, {1: 7}), mock.patch.object(atexit, "register"), child:
+            with self.assertLogs("torch_ragged") as logs, self.assertRaises(SystemExit):
+                _background._at_the_end()
+            with self.assertNoLogs("torch_ragged"):
+                _background._at_the_end()
+        self.assertIn("exit code 1: async_save failed at step 7", logs.output[0])
 
     def test_delays_of_ranks_change_nothing(self):
         with tempfile.TemporaryDirectory() as folder:

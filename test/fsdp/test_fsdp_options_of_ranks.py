@@ -5,6 +5,7 @@ import functools
 import inspect
 import unittest
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torch_ragged.fsdp import (
     float8_weight,
     fully_shard,
     rows,
+    token_scale,
 )
 from torch_ragged.transfer import stream
 
@@ -144,10 +146,16 @@ def check_each_option(mesh, tp=None, odd_rank=0, names=WRONG, **options):
 
 
 @soon()
-def another_dimension():
-    """Rank 0 passes the mesh of tensor parallelism: it waits for a rank that waits for others. Connections close then."""
+def another_mesh(call, odd, others, is_watched):
+    """Rank 0 waits for ranks that wait for others, in the store, where no connection closes. Over NCCL, no thread watches."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return error_of(fully_shard, linear(mesh["tp"]), mesh=mesh["tp" if dist.get_rank() == 0 else "dp"])
+    meshes = {"both": mesh, "all": init_device_mesh("cpu", (4,)), "dp": mesh["dp"], "tp": mesh["tp"]}
+    backends = dist.get_backend_config() if is_watched else "cpu:gloo,cuda:nccl"
+    with mock.patch.object(dist, "get_backend_config", return_value=backends):
+        given = meshes[odd if dist.get_rank() == 0 else others]
+        if call == "token_scale":
+            return error_of(token_scale, torch.tensor(1), given)
+        return error_of(fully_shard, linear(mesh["tp"]) if "tp" in (odd, others) else linear(), mesh=given)
 
 
 def check_under_delays(seeds):
@@ -241,9 +249,22 @@ class OptionsOfRanksTest(unittest.TestCase):
             assert kind == "plain" or dist.get_rank() == odd_rank or f"failed on rank {odd_rank}" in text, text
             dist.barrier()
 
-    def test_one_rank_passes_another_dimension_of_the_mesh_and_all_raise(self):
-        for rank, text in run_mortal_ranks(4, set(), another_dimension).items():
-            self.assertIn("rank 0 in fully_shard of a mesh with ranks 0, 1", text, rank)
+    def check_another_mesh(self, call, odd, others, is_watched, expected):
+        for rank, text in run_mortal_ranks(4, set(), another_mesh, call, odd, others, is_watched).items():
+            self.assertIn("PeerError", text, rank)
+            self.assertIn(f"rank 0 in {call} with {expected}, called in", text, rank)
+            self.assertIn("All ranks must pass the same mesh", text, rank)
+
+    def test_one_rank_passes_another_mesh_and_all_raise(self):
+        self.check_another_mesh("fully_shard", "both", "all", False, "ranks 0, 2")
+
+    @pytest.mark.slow
+    def test_one_rank_passes_any_other_mesh_and_all_raise(self):
+        self.check_another_mesh("fully_shard", "both", "all", True, "ranks 0, 2")
+        self.check_another_mesh("fully_shard", "all", "both", True, "ranks 0, 1, 2, 3")
+        self.check_another_mesh("fully_shard", "tp", "dp", True, "ranks 0, 1")
+        self.check_another_mesh("fully_shard", "tp", "all", True, "ranks 0, 1")
+        self.check_another_mesh("token_scale", "both", "all", True, "ranks 0, 2")
 
     @ranks(4)
     def test_one_rank_differs_and_ranks_come_at_any_time():

@@ -1,20 +1,27 @@
 """A collective that has failed: what this rank says of it, and what it learns from the reports of others."""
 
 import os
+import signal
+import socket
+import sys
+import threading
 import unittest
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import enter_fake_group, error_of, ranks
+import torch.multiprocessing as mp
+from common import context_of_ranks, enter_fake_group, error_of, ranks
 from soon import soon
 
+from torch_ragged._ranks import peers
 from torch_ragged._ranks.agreement import agree, before_groups
 from torch_ragged._ranks.peers import (
     STANDSTILL,
     CollectiveFailed,
     PeerError,
     Peers,
+    fates_of,
     is_of_backend,
     listen,
     name_of,
@@ -25,6 +32,21 @@ from torch_ragged._ranks.store import SharedStore
 
 def attributes_of(error):
     return error.ranks, error.collective, error.parameters
+
+
+def raises_on_rank_1(rank, port):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    listen()
+    if rank == 1:
+        store.wait(["rank 0 listens"])
+        raise ValueError("no such batch")
+    # torch's parent process would end this one by SIGTERM, as soon as the other one has ended.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    store.set("rank 0 listens", "")
+    while (fate := fates_of([1])[1]).is_alive:
+        pass
+    store.set("text", fate.text)
 
 
 class PeersTest(unittest.TestCase):
@@ -104,6 +126,56 @@ class PeersTest(unittest.TestCase):
         else:  # What rank 0 has sent is no answer to this.
             store.wait(["has raised"])
             assert error_of(dist.all_reduce, torch.ones(3, dtype=torch.int64), dist.ReduceOp.MIN, group).startswith("RuntimeE")
+
+    @ranks(1)
+    def test_the_attempts_of_torchrun_on_one_host_share_no_key():
+        """Between hosts, agents count restarts differently: their ranks must find the same keys."""
+        host = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        for hosts, is_new in ((host, True), ({**host, "WORLD_SIZE": "2"}, False)):
+            with mock.patch.dict(os.environ, {**hosts, "TORCHELASTIC_RESTART_COUNT": "0"}):
+                SharedStore("some").set("key", "")
+            with mock.patch.dict(os.environ, {**hosts, "TORCHELASTIC_RESTART_COUNT": "1"}):
+                assert SharedStore("some").has("key") != is_new, hosts
+
+    def test_the_error_that_ends_a_rank_is_told_to_others(self):
+        """As mp.spawn starts it, which exits while it handles the error."""
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = context_of_ranks()
+        method = context.get_start_method()
+        started = mp.start_processes(raises_on_rank_1, (store.port,), 2, join=False, start_method=method)
+        with self.assertRaises(mp.ProcessRaisedException):
+            while not started.join(100, 100):
+                pass
+        store.wait(["text"])
+        self.assertRegex(store.get("text").decode(), r"^ended by ValueError: no such batch \(test_peers.py:\d+\)$")
+
+    @ranks(1)
+    def test_the_error_of_a_program_is_told_unless_another_rank_is_its_cause():
+        listener = peers._Listener()
+        listener.announce()
+        for error, is_told in (
+            (None, False),
+            (PeerError("rank 1 died"), False),
+            (RuntimeError("Application timeout caused pair closure"), False),
+            (RuntimeError("no such\nbatch"), True),
+        ):
+            with mock.patch.object(sys, "last_value", error, create=True):
+                listener._tell_end()
+            assert listener._announced.has("ended 0") == is_told, error
+        assert listener._announced.get("ended 0") == "RuntimeError: no such", listener._announced.get("ended 0")
+        listener._stop()
+
+    def test_threads_in_the_background_end_silently_with_the_process_group(self):
+        with mock.patch("threading.excepthook") as hook:
+            peers._Probe(0)  # There is no process group.
+            with mock.patch.object(peers.tracker, "look", side_effect=KeyError):
+                ours, theirs = socket.socketpair()
+                ours.sendall(b"token")
+                peers._answer(theirs, "token", threading.Semaphore(0))
+            ours.close()
+            for thread in [each for each in threading.enumerate() if each.name == "probe"]:
+                thread.join()
+        hook.assert_not_called()
 
     def raised_in_a_call(self, error):
         peers = mock.Mock(spec=Peers)

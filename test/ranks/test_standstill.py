@@ -17,9 +17,10 @@ from soon import soon
 from torch import nn
 
 from torch_ragged._ranks import peers
+from torch_ragged._ranks import standstill as module
 from torch_ragged._ranks.groups import end_messages
-from torch_ragged._ranks.peers import Fate, Tracker, Whereabouts, issued_on, peers_named
-from torch_ragged._ranks.standstill import standstill
+from torch_ragged._ranks.peers import Fate, Tracker, Whereabouts, differing_settings, issued_on, peers_named
+from torch_ragged._ranks.standstill import _standstill_text, _Watch, standstill
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.comm import _call_log
@@ -87,6 +88,50 @@ class StandstillTest(unittest.TestCase):
     def test_a_rank_that_has_ended_is_waited_for_in_vain(self):
         self.check([0, 1], waits("barrier", [0, 1, 2]), ended(), computes())
         self.check([1], computes(), ended(), waits("barrier of others", [0, 2]))
+
+    def test_one_call_with_ranks_of_different_meshes_is_two_calls(self):
+        odd, others = waits("fully_shard", [0, 2]), waits("fully_shard", [0, 1, 2, 3])
+        self.check([0, 1, 2, 3], odd, others, others, others)
+        text = _standstill_text(dict(enumerate([odd, others, others, others])), {0, 1, 2, 3})
+        self.assertIn("rank 0 in fully_shard with ranks 0, 2; ranks 1, 2, 3 in fully_shard with ranks 0, 1, 2, 3. All", text)
+        self.assertIn("All ranks must pass the same mesh", text)
+
+    def test_an_error_that_has_ended_a_rank_is_the_cause(self):
+        fates = {
+            0: waits("barrier", [0, 1]),
+            1: Fate(False, "ended by ValueError: no (a.py:3)", error="ValueError: no (a.py:3)"),
+        }
+        expected = "rank 1 ended by ValueError: no (a.py:3); read its log. The others wait for it: rank 0 in barrier"
+        self.assertEqual(_standstill_text(fates, {0, 1}), expected)
+        self.assertIn("; rank 1 at the end of its program. All ranks", _standstill_text({0: fates[0], 1: ended()}, {0, 1}))
+
+    def test_settings_that_differ_are_named(self):
+        fates = {rank: waits(call, [0, 1, 2]) for rank, call in enumerate(["a", "a", "b"])}
+        for rank, fate in fates.items():
+            fate.where.settings.update({"sync of root": str(rank != 1), "prefetch of root": "None"})
+        fates[3] = Fate(True, "", Whereabouts("in c", settings={"sync of another": "False"}))
+        expected = "Settings differ: sync of root is True on ranks 0, 2 and False on rank 1. "
+        self.assertEqual(differing_settings(fates), expected)
+        self.assertIn(f". {expected}All ranks must make the same calls", _standstill_text(fates, {0, 1, 2}))
+        self.assertEqual(differing_settings({0: fates[0], 2: fates[2], 3: fates[3]}), "")
+
+    @ranks(1)
+    def test_a_group_that_is_destroyed_meanwhile_keeps_no_other_from_its_end():
+        watch, groups, closed = _Watch(), ["destroyed", "alive"], []
+
+        def end(group, device):
+            closed.append(group)
+            if group == "destroyed":
+                raise KeyError(group)  # As torch's table of groups.
+
+        found = mock.patch.object(watch, "_find", lambda store: store.set("text", "told") or True)
+        others = {"is_gloo": lambda *_: True, "end_messages": end, "Peers": mock.Mock(spec=peers.Peers)}
+        with found, mock.patch.multiple(module, process_groups=lambda: groups, **others):
+            watch._look()
+        assert closed == groups, closed
+        for error in (KeyError, ValueError, RuntimeError, TypeError):
+            with mock.patch.object(module.tracker, "look", side_effect=error):
+                watch._look_if_held()
 
     def test_a_rank_that_does_not_answer_may_be_anywhere(self):
         silent = Fate(True, "has not answered")
@@ -370,6 +415,12 @@ class CallLogTest(unittest.TestCase):
             log.start()
             texts.append(error_of(log.add, call))
         assert texts[0] == "" and "different modules in forward (rank 0: a; rank 1: b)" in texts[1], texts
+        log = CallLog([0, 1], datetime.timedelta(seconds=30), "Net")
+        log.start()
+        with torch.set_grad_enabled(dist.get_rank() == 1):
+            text = error_of(log.add, "root")
+        assert "with gradients and without them (rank 0: Net without gradients; rank 1: Net)" in text, text
+        assert "optional" not in text, text
 
     @ranks(1)
     def test_the_store_keeps_what_the_last_call_of_each_root_has_written():

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged._ranks.groups import device_of, end_messages, groups_of, is_gloo, timeout_of
-from torch_ragged._ranks.peers import Peers, issued_on, name_of, peers_named, shown, wait_for
-from torch_ragged._ranks.standstill import announce
+from torch_ragged._ranks.peers import PeerError, Peers, issued_on, name_of, peers_named, wait_for
+from torch_ragged._ranks.standstill import announce, look_for_standstill
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import default_store, forget_shardings
 
@@ -78,6 +78,8 @@ def before_groups(call: str) -> Iterator[None]:
     begun[call] += 1
     try:
         yield
+    except PeerError:  # Others find it in the same way, and it is no error of this rank's arguments.
+        raise
     except Exception as error:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # The store is lost, or one of simulated ranks.
             store = SharedStore(f"refused/{call}/{begun[call]}")
@@ -330,8 +332,7 @@ def _agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: fl
     """
     ranks = dist.get_process_group_ranks(group)
     announce()
-    # By its ranks: one that waits here for another mesh's ranks is in another call, which ends a standstill.
-    with peers_named(call, f"a mesh with {shown(ranks)}", lambda: ranks):
+    with peers_named(call, "", lambda: ranks):
         # Ranks make their calls with one set of ranks in one order.
         number = next(_call_numbers.setdefault(default_store(), defaultdict(itertools.count))[tuple(ranks)])
         store = SharedStore(f"agreement/{name_of(ranks)}/{number}")
@@ -344,6 +345,7 @@ def _agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: fl
         deadline = time.monotonic() + seconds
         while not store.wait(["all"], _ANSWER_SLICE) and not store.has("problem"):
             missing = [rank for rank in ranks if not store.has(f"rank {rank}")]
+            look_for_standstill()
             _look_for_refusals(missing, call)
             Peers.of(ranks).check_alive(missing)
             if time.monotonic() > deadline:

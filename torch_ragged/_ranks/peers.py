@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import itertools
 import json
+import multiprocessing
 import operator
 import os
 import secrets
@@ -21,12 +22,14 @@ import struct
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -35,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.process import Process, myself, process_state_of
-from torch_ragged._ranks.store import SharedStore
+from torch_ragged._ranks.store import GROUP_ENDED, SharedStore, is_one_host
 
 __all__ = [
     "WaitingCall",
@@ -50,6 +53,7 @@ __all__ = [
     "Tracker",
     "Whereabouts",
     "calls_of",
+    "differing_settings",
     "fates_of",
     "is_of_backend",
     "is_watched",
@@ -171,6 +175,7 @@ class Whereabouts:
         is_held: whether it has been there for long, without work and without traffic.
         tickets: the collectives that it waits for, as (process group, number).
         issued: the last collectives of each process group, by number.
+        settings: what the root of the last forward communicates by, by name.
     """
 
     text: str
@@ -179,6 +184,7 @@ class Whereabouts:
     is_held: bool = False
     tickets: list[tuple[str, int]] = field(default_factory=list)
     issued: dict[str, dict[int, str]] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As a text, for the rank that asks."""
@@ -197,11 +203,13 @@ class Tracker:
 
     Attributes:
         forward: the root module whose forward has begun last, and how many it has begun; empty before the first one.
+        settings: returns a function that returns what this root communicates by; None if there is no such root.
         failed: the collective that has failed, while this process finds out why.
     """
 
     def __init__(self) -> None:
         self.forward: tuple[str, int] | tuple[()] = ()
+        self.settings: Callable[[], Callable[[], dict[str, str]] | None] = lambda: None
         self.failed = ""
         self._thread, self._lock = threading.main_thread().ident, threading.Lock()
         self._token: object = None
@@ -228,8 +236,9 @@ class Tracker:
             spent = cpu - self._cpu
             if token != self._token or spent > 0.1 + _MOST_BUSY * (now - self._since) or written - self._written > _MOST_BYTES:
                 self._token, self._since, self._cpu, self._written = token, now, cpu, written
+            settings = (self.settings() or dict)()
             if call is None:
-                return Whereabouts(where)
+                return Whereabouts(where, settings=settings)
             ranks = call.ranks()
             return Whereabouts(
                 f"in {call.what}, called {where}",
@@ -238,6 +247,7 @@ class Tracker:
                 now - self._since >= HELD + call.patience,
                 [(group.group_name, ticket.number) for ticket in call.tickets if (group := ticket.group()) is not None],
                 {each.name: each.as_numbers() for each in list(_issued.values())},
+                settings,
             )
 
 
@@ -328,6 +338,9 @@ _PROBE = 3.0  # Seconds.
 
 _LONG_PROBE = 20.0  # Seconds.
 """The same while nothing has failed yet: a network that loses packets takes several attempts."""
+
+_LONGEST_ERROR = 300
+"""So many characters of the error that has ended a rank are told to others."""
 
 _SIOCGIFADDR = 0x8915
 """What Linux calls the question for the address of an interface."""
@@ -477,7 +490,9 @@ class Peers:
             text = "; ".join(f"rank {rank} {fate.text}" for rank, fate in named.items())
             return tuple(named), f"{text}. This rank: {own}. Look at the log of these ranks, and restart from a checkpoint"
         reports = "; ".join(f"rank {rank}: {self._store.get(f'rank {rank}')}" for rank in self._ranks)
-        return (), f"all ranks live, so the network failed, or a collective took longer than its timeout: {reports}"
+        settings = differing_settings(fates_of(self._ranks))
+        text = "all ranks live, so the network failed, or a collective took longer than its timeout"
+        return (), f"{f'all ranks live. {settings}' if settings else f'{text}: '}{reports}"
 
 
 class CollectiveFailed(RuntimeError):
@@ -590,8 +605,10 @@ class _Listener:
         self._token = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._announced: SharedStore | None = None
-        self._process = os.getpid()
+        self._process, self._rank = os.getpid(), -1
         atexit.register(self._stop)
+        # Not atexit: no thread starts there since Python 3.12, and the store needs one. It exists from Python 3.9 on.
+        threading._register_atexit(self._tell_end)  # type: ignore[attr-defined]
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._close)  # A data loader's worker must not answer for this process.
 
@@ -606,9 +623,24 @@ class _Listener:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # This also ends the thread.
             self._close()
-        elif dist.is_initialized() and os.getpid() == self._process:  # Ranks that wait in their first call may ask for it.
-            with contextlib.suppress(RuntimeError):
-                SharedStore("processes").set(f"ended {dist.get_rank()}", "")
+
+    def _tell_end(self) -> None:
+        """The program ends, perhaps by an error. Others wait for this rank in vain, and see only that its process ends."""
+        # In a child of multiprocessing, the error still propagates; torch's mp.spawn exits while it handles the error.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if isinstance(error, SystemExit):
+            error = error.__context__
+        # An error of a collective is about another rank, or the network.
+        is_cause = error is not None and not isinstance(error, PeerError)
+        if isinstance(error, RuntimeError) and is_of_backend(error):
+            is_cause = False
+        # Ranks that wait in their first call find no socket of this one.
+        if os.getpid() != self._process or not (is_cause or self._socket is None):
+            return
+        with contextlib.suppress(*GROUP_ENDED):
+            store, rank = self._announced or SharedStore("processes"), self._rank if self._announced else dist.get_rank()
+            if is_cause or not store.has(f"ended {rank}"):
+                store.set(f"ended {rank}", _text_of_error(error) if error is not None and is_cause else "")
 
     def announce(self) -> None:
         with self._lock:
@@ -619,7 +651,9 @@ class _Listener:
                 address = _own_address()
                 place.update(address=address, port=self._listen(address), token=self._token)
             store.set(f"rank {dist.get_rank()}", json.dumps(place))
-            self._announced = store
+            if self._announced is None and multiprocessing.parent_process() is not None:
+                Finalize(None, self._tell_end, exitpriority=0)
+            self._announced, self._rank, self._process = store, dist.get_rank(), os.getpid()
 
     def _listen(self, address: str) -> int:
         """The port on which this process listens at ``address``, and at no other one."""
@@ -651,7 +685,7 @@ def _serve_peers(server: socket.socket, token: str) -> None:
 def _answer(caller: socket.socket, token: str, slots: threading.Semaphore) -> None:
     """Tell a caller where this process is, if it sends the token. Others get no byte."""
     try:
-        with contextlib.suppress(OSError, RuntimeError), caller:
+        with contextlib.suppress(OSError, *GROUP_ENDED), caller:
             caller.settimeout(_PROBE)
             if hmac.compare_digest(caller.recv(len(token), socket.MSG_WAITALL), token.encode()):
                 caller.sendall(tracker.look().to_json().encode())
@@ -667,11 +701,22 @@ def listen() -> None:
     _listener.announce()
 
 
-class Fate:
-    """What is known of another rank's process: whether it is alive, and where it is, if it has answered."""
+def _text_of_error(error: BaseException) -> str:
+    """The error that ends this program, and the innermost line of the program's own that has raised it."""
+    lines = list(traceback.walk_tb(error.__traceback__))
+    own = [each for each in lines if not each[0].f_code.co_filename.startswith(_INSIDE)] or lines
+    where = f" ({os.path.basename(own[-1][0].f_code.co_filename)}:{own[-1][1]})" if own else ""
+    return f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0][:_LONGEST_ERROR]}{where}"
 
-    def __init__(self, is_alive: bool, text: str, where: Whereabouts | None = None) -> None:
-        self.is_alive, self.text, self.where = is_alive, text, where
+
+class Fate:
+    """What is known of another rank's process: whether it is alive, and where it is, if it has answered.
+
+    ``error``: what has ended its program, if it was an error.
+    """
+
+    def __init__(self, is_alive: bool, text: str, where: Whereabouts | None = None, error: str = "") -> None:
+        self.is_alive, self.text, self.where, self.error = is_alive, text, where, error
 
 
 def fates_of(ranks: Sequence[int]) -> dict[int, Fate]:
@@ -680,10 +725,29 @@ def fates_of(ranks: Sequence[int]) -> dict[int, Fate]:
     places: dict[int, dict[str, Any]] = {
         rank: json.loads(store.get(f"rank {rank}")) for rank in ranks if store.has(f"rank {rank}")
     }
-    ended = [rank for rank in ranks if "port" not in places.get(rank, ()) and store.has(f"ended {rank}")]
     with ThreadPoolExecutor(32) as threads:  # A host that is lost answers none of its ranks' probes.
         fates = dict(zip(ranks, threads.map(lambda rank: _fate(places.get(rank), _PROBE), ranks)))
-    return {**fates, **{rank: Fate(False, "died: its program has ended") for rank in ended}}
+    for rank in [rank for rank, fate in fates.items() if fate.where is None and store.has(f"ended {rank}")]:
+        error = store.get(f"ended {rank}")
+        fates[rank] = Fate(False, f"ended by {error}" if error else "died: its program has ended", error=error)
+    return fates
+
+
+def differing_settings(fates: dict[int, Fate]) -> str:
+    """A sentence on the settings that differ between ranks, with a space behind it; empty if none does.
+
+    Ranks whose last forwards were of other roots have no setting in common.
+    """
+    of_rank = {rank: fate.where.settings for rank, fate in sorted(fates.items()) if fate.where and fate.where.settings}
+    told = []
+    for name in next(iter(of_rank.values()), ()):
+        ranks: dict[str, list[int]] = {}
+        for rank, settings in of_rank.items():
+            if name in settings:
+                ranks.setdefault(settings[name], []).append(rank)
+        if len(ranks) > 1:
+            told.append(f"{name} is {' and '.join(f'{value} on {shown(some)}' for value, some in ranks.items())}")
+    return f"Settings differ: {'; '.join(told)}. " if told else ""
 
 
 class _Probe:
@@ -703,7 +767,7 @@ class _Probe:
             raise CollectiveFailed(f"rank {self._rank} {self._fate.text}")
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # The store is lost: then this rank's other calls of it raise.
+        with contextlib.suppress(*GROUP_ENDED):  # If the store is lost, this rank's other calls of it raise.
             store = SharedStore("processes")
             if store.has(f"rank {self._rank}"):
                 self._fate = _fate(json.loads(store.get(f"rank {self._rank}")), _LONG_PROBE)
@@ -750,7 +814,7 @@ def _is_loopback(address: str) -> bool:
 
 def _own_address() -> str:
     """The address under which the other ranks reach this process; a loopback address if all of them are on this host."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") == str(dist.get_world_size()):
+    if is_one_host():
         return "127.0.0.1"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         with contextlib.suppress(ImportError, OSError):  # NCCL also takes beginnings of names, and names to leave out.

@@ -15,12 +15,23 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import end_messages, is_gloo
-from torch_ragged._ranks.peers import STANDSTILL, Fate, Peers, Whereabouts, fates_of, is_watched, listen, shown, tracker
-from torch_ragged._ranks.store import SharedStore
+from torch_ragged._ranks.peers import (
+    STANDSTILL,
+    Fate,
+    Peers,
+    Whereabouts,
+    differing_settings,
+    fates_of,
+    is_watched,
+    listen,
+    shown,
+    tracker,
+)
+from torch_ragged._ranks.store import GROUP_ENDED, SharedStore
 from torch_ragged._ranks.termination import tell_when_terminated
 from torch_ragged._register._torch import process_groups
 
-__all__ = ["announce", "standstill"]
+__all__ = ["announce", "look_for_standstill", "standstill"]
 
 _PERIOD = 1.0  # Seconds.
 """How often a process looks where its training thread is."""
@@ -43,6 +54,8 @@ _ADVICE = (
     "it on a copy of the model that is not sharded"
 )
 
+_ADVICE_ON_MESHES = "All ranks must pass the same mesh, and call this equally often"
+
 _CPU = torch.device("cpu")
 _logger = logging.getLogger("torch_ragged")
 
@@ -53,6 +66,18 @@ def announce() -> None:
     if is_watched():
         _watch.start()
         tell_when_terminated()
+
+
+def look_for_standstill() -> None:
+    """This rank has waited for long in the store. Raise if a rank that it has collectives with has failed, or can never come.
+
+    Closed connections end no such wait. If no thread watches, as over NCCL, this call does: here, this rank waits for sure.
+
+    Raises:
+        CollectiveFailed: a rank has failed, or ranks wait for each other in different calls.
+    """
+    _watch.look_here()
+    Peers.check_all(probes=True)
 
 
 def standstill(fates: dict[int, Fate]) -> set[int]:
@@ -90,7 +115,7 @@ def _takes_part(fate: Fate, where: Whereabouts) -> bool:
     if not fate.is_alive or fate.where is None:
         return False
     if not where.tickets:
-        return fate.where.call == where.call
+        return (fate.where.call, fate.where.ranks) == (where.call, where.ranks)
     for group, number in where.tickets:
         mine, its = where.issued.get(group, {}), fate.where.issued.get(group, {})
         is_passed = bool(its) and number < min(its)
@@ -101,12 +126,24 @@ def _takes_part(fate: Fate, where: Whereabouts) -> bool:
 
 def _standstill_text(fates: dict[int, Fate], stuck: set[int]) -> str:
     """What the ranks do, for the errors of all of them."""
+    waiting = {rank: fates[rank].where for rank in sorted(stuck)}
+    # One call with several sets of ranks, as of different meshes: its name alone would say that all ranks are in the same call.
+    sets: dict[str, set[tuple[int, ...]]] = {}
+    for where in waiting.values():
+        if where is not None and where.ranks is not None:
+            sets.setdefault(where.call, set()).add(tuple(where.ranks))
     ranks: dict[str, list[int]] = {}
-    for rank in sorted(stuck):
-        fate = fates[rank]
-        ranks.setdefault(fate.where.text if fate.where is not None else "at the end of its program", []).append(rank)
-    parts = [f"{shown(some)} {text}" for text, some in ranks.items()]
-    return f"ranks wait for each other in different calls: {'; '.join(parts)}. {_ADVICE}"
+    for rank, where in waiting.items():
+        text = "at the end of its program" if where is None else where.text
+        if where is not None and where.ranks is not None and len(sets[where.call]) > 1:
+            text = text.replace(where.call, f"{where.call} with {shown(where.ranks)}", 1)
+        if not fates[rank].error:
+            ranks.setdefault(text, []).append(rank)
+    parts = "; ".join([f"{shown(some)} {text}" for text, some in ranks.items()])
+    if errors := [f"rank {rank} {fates[rank].text}; read its log" for rank in waiting if fates[rank].error]:
+        return f"{'; '.join(errors)}. The others wait for it: {parts}"
+    advice = _ADVICE if len(sets) != 1 or len(ranks) == 1 or None in waiting.values() else _ADVICE_ON_MESHES
+    return f"ranks wait for each other in different calls: {parts}. {differing_settings(fates)}{advice}"
 
 
 class _Watch:
@@ -135,9 +172,16 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD):
-            with contextlib.suppress(RuntimeError, ValueError):  # The store is lost, or the process group was destroyed.
-                if tracker.look().is_held and dist.is_initialized():
-                    self._look()
+            self._look_if_held()
+
+    def look_here(self) -> None:
+        if is_watched() and (self._thread is None or not self._thread.is_alive()):
+            self._look_if_held()
+
+    def _look_if_held(self) -> None:
+        with contextlib.suppress(*GROUP_ENDED):
+            if tracker.look().is_held and dist.is_initialized():
+                self._look()
 
     def _look(self) -> None:
         store = SharedStore(STANDSTILL)
@@ -150,8 +194,9 @@ class _Watch:
         _logger.error("rank %d: %s", dist.get_rank(), text)
         # Calls that wait in the backend, also torch's own, raise now: their connections close.
         for group in process_groups():
-            if is_gloo(group, _CPU):
-                end_messages(group, _CPU)
+            with contextlib.suppress(*GROUP_ENDED):  # The program may destroy this one and go on with others.
+                if is_gloo(group, _CPU):
+                    end_messages(group, _CPU)
 
     def _find(self, store: SharedStore) -> bool:
         """Ask all ranks where they are, unless another rank has asked lately. Returns whether they wait for each other."""

@@ -5,6 +5,7 @@ It issues no collective. A store's own calls can block for many minutes if the h
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -15,14 +16,23 @@ import torch.distributed as dist
 
 from torch_ragged._register._torch import default_store
 
-__all__ = ["SharedStore"]
+__all__ = ["GROUP_ENDED", "SharedStore", "is_one_host"]
 
 T = TypeVar("T")
+
+GROUP_ENDED = (RuntimeError, ValueError, KeyError, TypeError)
+"""What torch's functions raise if the store is lost, or if the program has destroyed the process group. A thread that works in
+the background may come too late at any time."""
 
 _STORE_LIMIT = 15.0  # Seconds.
 """How long a rank waits for the store's answer."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # Seconds, between two questions of a wait.
+
+
+def is_one_host() -> bool:
+    """Whether torchrun has started all ranks of the default process group on this host; equal on all ranks."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") == str(dist.get_world_size())
 
 
 class SharedStore:
@@ -34,7 +44,9 @@ class SharedStore:
 
     def __init__(self, name: str) -> None:
         self._default = default_store()
-        self._store = dist.PrefixStore(f"torch_ragged/{name}", self._default)
+        # torchrun keeps one store for all attempts. Of several hosts, only that of the rank that has failed counts a restart.
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/" if is_one_host() else ""
+        self._store = dist.PrefixStore(f"torch_ragged/{attempt}{name}", self._default)
 
     @property
     def is_current(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_ragged._ranks.peers import PeerError, fates_of, is_of_backend, tracker
-from torch_ragged._ranks.store import SharedStore
+from torch_ragged._ranks.store import GROUP_ENDED, SharedStore
 
 __all__ = ["tell_when_terminated"]
 
@@ -135,7 +135,7 @@ def _tell_of_this_rank() -> None:
 
 def _tell_of_others() -> None:
     rank = _this_rank()
-    with contextlib.suppress(RuntimeError, ValueError):  # The store is lost, or the process group was destroyed.
+    with contextlib.suppress(*GROUP_ENDED):
         store = SharedStore("termination")
         store.set(f"rank {rank}", "")  # This rank is about to end, and is not the cause.
         fates = fates_of([other for other in range(dist.get_world_size()) if other != rank])

@@ -103,7 +103,7 @@ def _begin_anew() -> None:
 
 def _at_the_end() -> None:
     """The main thread has ended. Wait for the save in flight, and let the exit code tell of failures."""
-    save = _in_flight
+    save, has_failed = _in_flight, False
     try:
         wait_for_save()
     except BaseException as error:  # A second Ctrl-C, or a signal's handler: the program ends now, and the save with it.
@@ -112,12 +112,14 @@ def _at_the_end() -> None:
             _logger.error("the wait for step %d was interrupted by %s: it may not be saved", save.step, type(error).__name__)
         raise
     finally:
-        if _unasked:
+        has_failed = bool(_unasked)
+        if has_failed:
             steps = ", ".join(map(str, sorted(_unasked.values())))
             _logger.error("exit code 1: async_save failed at step %s, and the program did not ask for its result()", steps)
             atexit.register(_exit_with_1)  # As the last one, so that it is called first.
-    if _unasked and multiprocessing.parent_process() is not None:
-        raise SystemExit(1)  # A child of multiprocessing has no atexit, and has not yet returned its exit code.
+            _unasked.clear()  # A child of multiprocessing that was not forked comes here twice.
+    if has_failed and multiprocessing.parent_process() is not None:
+        raise SystemExit(1)  # A forked one has no atexit, and has not yet returned its exit code.
 
 
 def _exit_with_1() -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torch_ragged._ranks.peers import Peers, fates_of, name_of, peers_named, shown, tracker
 from torch_ragged._ranks.peers import wait_for as _wait_for
-from torch_ragged._ranks.standstill import announce
+from torch_ragged._ranks.standstill import announce, look_for_standstill
 from torch_ragged._ranks.store import SharedStore
 
 __all__ = ["CallLog", "Predictor", "wait_for_call"]
@@ -43,6 +43,7 @@ _CONTEXT = 6
 _MOST_PATHS, _MOST_CONTEXTS = 16, 1024
 """So many different forwards are remembered, and what has followed so many sequences of forwards."""
 
+_NO_GRADIENTS = " without gradients"
 _END = "the end of the forward"
 _logs: weakref.WeakSet[CallLog] = weakref.WeakSet()
 _call_counts: defaultdict[tuple[int, tuple[int, ...]], itertools.count[int]] = defaultdict(itertools.count)
@@ -69,7 +70,7 @@ class CallLog:
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str, name: str = "") -> None:
-        self._root, self._ranks, self._rank, self._timeout = root, tuple(ranks), dist.get_rank(), timeout
+        self.root, self._ranks, self._rank, self._timeout = root, tuple(ranks), dist.get_rank(), timeout
         self._must_enter, self._note = False, ""  # Whether a forward runs that the log of roots does not know.
         tracker.watch_this_thread()
         # The same number on all of these ranks, since they call their roots in the same order.
@@ -94,7 +95,7 @@ class CallLog:
         """A forward of the root begins. All ranks must have the same ``note``, which the error names."""
         self._note = note
         self._start()
-        tracker.forward = self._root, self._forward
+        tracker.forward = self.root, self._forward
         self._expected = self._paths.expected()
         self._must_enter = True
 
@@ -113,7 +114,7 @@ class CallLog:
         if self._must_enter:
             self._must_enter = False
             # One rank may run an evaluation that the others do not run.
-            root = f"{self._root}{self._note}{'' if torch.is_grad_enabled() else ' without gradients'}"
+            root = f"{self.root}{self._note}{'' if torch.is_grad_enabled() else _NO_GRADIENTS}"
             _RootLog.of(self._ranks, self._timeout).enter(root)
 
     def add(self, call: str) -> None:
@@ -173,6 +174,11 @@ class CallLog:
         for rank, other in sorted(dict(map(json.loads, self._store.get(calls).splitlines())).items()):
             ranks.setdefault(other, []).append(rank)
         called = "; ".join(f"{shown(some)}: {other}" for other, some in ranks.items())
+        if len({each.removesuffix(_NO_GRADIENTS) for each in ranks}) == 1:
+            raise RuntimeError(
+                f"ranks ran a forward with gradients and without them ({called}). All must be in torch.no_grad(), or none. "
+                "Let all ranks run an evaluation, or let one rank run it on a copy of the model that is not sharded"
+            )
         raise RuntimeError(
             f"ranks called different modules in forward ({called}). All ranks must call the same fully_shard modules, in the "
             "same order. If a rank may skip a module, such as a vision tower for a batch of text, shard it with "
@@ -194,7 +200,7 @@ class CallLog:
                 self.check()
                 self._store.set("report", f"{self._forward} {position}")
                 self._compare(self._forward, position, call)
-                Peers.check_all(probes=True)
+                look_for_standstill()
                 if time.monotonic() > deadline:
                     waited = f"rank {self._rank} waited {self._timeout.total_seconds():g} s for the other ranks to call it"
                     where = "; ".join(f"rank {rank} {fate.text}" for rank, fate in fates_of(self._ranks).items())

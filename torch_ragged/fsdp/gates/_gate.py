@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from torch_ragged._ranks.agreement import reduce_min
 from torch_ragged._ranks.groups import device_of, timeout_of
+from torch_ragged._ranks.peers import tracker
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, Gate
@@ -40,11 +42,17 @@ class RootGate:
         self._states, self.log, self._has_checked_replicas = states, log, False
         # Groups keep it: of the log, which does not hold the states.
         self.before_collective: Callable[[], None] = log.before_collective
+        self._settings = weakref.WeakMethod(self.settings)
 
     def start(self) -> None:
         # Hooks run in the middle of backward, on all ranks or on none.
         hooked = [group.fqn or "root" for state in self._states for group in state.groups if group.has_hooks]
         self.log.start(f" with hooks on gradients of {', '.join(hooked)}" if hooked else "")
+        tracker.settings = self._settings
+
+    def settings(self) -> dict[str, str]:
+        """What the collectives of forward and backward depend on, and must be equal on all ranks; for errors."""
+        return {f"{name} of {self.log.root}": _majority_of(self._states, value) for name, value in _SETTINGS.items()}
 
     def before_call(self, state: FSDPState, needs_backward: bool) -> bool:
         if not self._has_checked_replicas:  # In the first forward, when the user has loaded parameters.
@@ -128,6 +136,36 @@ class OptionalGate(RootGate):
             else:
                 self._joined.append(other)
                 other.enter_call(other.context, needs[0])
+
+
+def _majority_of(states: Sequence[FSDPState], value: Callable[[FSDPState], object]) -> str:
+    """The value of all ``states``; if they differ, that of most of them, and then the others by name."""
+    names: dict[str, list[str]] = {}
+    for state in states:
+        names.setdefault(str(value(state)), []).append(state.fqn)
+    most, *others = sorted(names, key=lambda text: -len(names[text]))
+    return most + "".join([f" ({text} for {', '.join(names[text])})" for text in others])
+
+
+_SETTINGS: dict[str, Callable[[FSDPState], object]] = {
+    "set_requires_gradient_sync": lambda state: state.requires_gradient_sync,
+    "set_requires_all_reduce": lambda state: all(group.settings.requires_all_reduce for group in state.groups),
+    "set_is_last_backward": lambda state: not state.is_root or state.is_last_backward,
+    "set_reshard_after_forward": lambda state: bool(state.reshard_after_forward),
+    "set_reshard_after_backward": lambda state: state.reshard_after_backward,
+    "set_unshard_in_backward": lambda state: state.unshard_in_backward,
+    "set_reduce_scatter_unused_params": lambda state: state.reduces_unused,
+    "set_max_all_gathers_ahead": lambda state: state.comm.max_gathers,
+    "set_modules_to_forward_prefetch": lambda state: _fqns(state.forward_prefetch),
+    "set_modules_to_backward_prefetch": lambda state: _fqns(state.backward_prefetch),
+    "parameters with requires_grad": lambda state: sum(
+        param.sharded.requires_grad for group in state.groups for param in group.params
+    ),
+}
+
+
+def _fqns(states: Sequence[FSDPState] | None) -> list[str] | None:
+    return None if states is None else [state.fqn for state in states]
 
 
 def _call_log_of(root: FSDPState, groups: Sequence[FSDPParamGroup]) -> CallLog | None:
