@@ -141,7 +141,8 @@ class SeriesTest(unittest.TestCase):
             with mock.patch.object(build, "build", mock.Mock(return_value=patches(), spec=build.build)):
                 written = build.write(Path(folder) / "patches")
             tree = patched_tree(Path(folder) / "torch", written)
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
+            paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
             saved = str(Path(folder) / "placements.pt")
             torch.save([RaggedShard((0,), (1, 2)), StridedRaggedShard((0,), (1, 2), 2)], saved)
             command = [sys.executable, "-c", program, saved]
@@ -227,9 +228,9 @@ for number, (version, change) in enumerate(cases):
 
 def outcomes(*cases):
     """For each version and change of torch: how an import ended, what it warned of, and whether hooks were installed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CASES": json.dumps(cases)}
+    environment = {**os.environ, "CASES": json.dumps(cases)}
     command = [sys.executable, "-c", FORKS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=environment)
     found = [outcome for _, *outcome in sorted(map(json.loads, done.stdout.splitlines()))]
     if len(found) != len(cases):
         raise AssertionError(done.stdout + done.stderr)

@@ -279,10 +279,15 @@ def _chosen(sources: list[Source], args: argparse.Namespace) -> list[Mutant]:
 
 
 def run_fresh(name: str, args: argparse.Namespace) -> None:
-    """Of a group, the mutants that no test has reached: code that runs at import. Each gets a process that imports it anew."""
+    """Of a group, the mutants that no test has reached: code that runs at import. Each gets a process that imports it anew.
+
+    With ``--match``, those of the matching functions only, and the survivors among them: a test may reach the line of a mutant
+    after the import that runs it.
+    """
     path = args.out / f"{name}.json"
     answer = json.loads(path.read_text())
-    waiting = [result for result in answer["mutants"] if result["outcome"] == "not reached"]
+    outcomes = ("not reached", "survived") if args.match else ("not reached",)
+    waiting = [r for r in answer["mutants"] if r["outcome"] in outcomes and args.match in f"{r['file']}:{r['function']}"]
     numbers = {file: {m.key: i for i, m in enumerate(Source(ROOT, file).mutants)} for file in {r["file"] for r in waiting}}
     for result in waiting:
         number = numbers[result["file"]].get(_key(result))
@@ -380,7 +385,9 @@ def main() -> int:
         "--weak", action="store_true", help="let all tests run that reach a mutant; list those that fail for none"
     )
     parser.add_argument(
-        "--fresh", action="store_true", help="those that no test has reached, each in a process that imports it"
+        "--fresh",
+        action="store_true",
+        help="those that no test has reached, each in a process that imports it; with --match, survivors too",
     )
     parser.add_argument("--write", action="store_true", help="write docs/data/mutants.json from --out, and run nothing")
     args = parser.parse_args()

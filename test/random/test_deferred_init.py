@@ -346,6 +346,23 @@ class DeferredInitTest(unittest.TestCase):
         for each in (FromMeta().at("cpu"), FromMeta("cpu").at("meta")):
             self.assertEqual((each(meta).device.type, each(meta).shape), ("cpu", meta.shape))
 
+    def test_initializers_of_other_tensors_stay_as_they_are(self):
+        for _ in range(2):
+            deferred_init(lambda: nn.Linear(2, 2))
+        for name, shape, *args in (
+            ("orthogonal_", (3, 5)),
+            ("orthogonal_", (3, 5), 2.0),
+            ("dirac_", (4, 3, 3)),
+            ("dirac_", (4, 3, 3), 2),
+            ("sparse_", (3, 4), 0.5),
+            ("trunc_normal_", (3, 4), 1.0),
+        ):
+            function, meta, real = getattr(nn.init, name), torch.empty(shape, device="meta"), torch.empty(shape, device="cpu")
+            self.assertIs(function(meta, *args), meta)
+            self.assertIs(function(real, *args), real)
+            if name == "orthogonal_":
+                torch.testing.assert_close(real @ real.T, torch.eye(3) * (args or [1.0])[0] ** 2)
+
     @ranks(2)
     def test_seeds_that_differ_raise_on_all_ranks():
         mesh = init_device_mesh("cpu", (2,))

@@ -12,7 +12,9 @@ from common import enter_fake_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops import utils as op_utils
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged._register import _spmd
 from torch_ragged._register._torch import forget_shardings
@@ -84,6 +86,25 @@ class FirstStepTest(unittest.TestCase):
         with mock.patch.object(op_utils, "expand_to_full_mesh_op_strategy", _spmd._original[4]):
             _, all_costs = self.placements_of(cases)
         self.assertLess(10 * costs, 3 * all_costs)
+
+    def test_a_strided_shard_costs_what_a_shard_costs(self):
+        def spec(*placements):
+            meta = TensorMeta(torch.Size((4096, 4096)), (4096, 1), torch.float32)
+            ordered = {"use_strided_shard_as_shard_order": False} if strided in placements else {}
+            return DTensorSpec(self.mesh, placements, tensor_meta=meta, **ordered)
+
+        strided, whole = _StridedShard(0, split_factor=2), (Replicate(),) * 3
+        for placed, wanted in (
+            ((strided, Replicate(), Replicate()), whole),
+            ((Replicate(), strided, Replicate()), whole),
+            ((strided, Shard(0), Shard(1)), whole),
+            ((strided, Replicate(), Partial()), whole),
+            ((strided, Replicate(), Replicate()), (Shard(1), Replicate(), Replicate())),
+        ):
+            cost = op_utils.redistribute_cost(spec(*placed), spec(*wanted))
+            of_shard = [Shard(0) if each == strided else each for each in placed]
+            self.assertAlmostEqual(cost, _spmd._original[3](spec(*of_shard), spec(*wanted)))
+            self.assertLess(cost, float("inf"))
 
     def test_finding_static_modules_does_not_import_inductor(self):
         ran = subprocess.run([sys.executable, "-c", STATIC], capture_output=True, text=True, timeout=600)

@@ -80,10 +80,8 @@ def extend_in_place(
             a frame and the guard.
         asked: functions that the guard calls.
     """
-    original = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    original.__kwdefaults__ = function.__kwdefaults__
+    # Without defaults: it is called with all arguments.
+    original = types.FunctionType(function.__code__, function.__globals__, function.__name__, closure=function.__closure__)
     names = {f"_torch_ragged_{function.__name__}": make(original), f"_torch_{function.__name__}": original}
     function.__globals__.update(names, _extension_of=extension_of, **asked)
     ours, theirs = names

@@ -1,9 +1,11 @@
-"""fully_shard of plain parameters that the package ``spmd_types`` has annotated; skipped where it is not installed."""
+"""fully_shard of plain parameters that the package ``spmd_types`` has annotated; most are skipped where it is not installed."""
 
 import contextlib
 import importlib.util
+import sys
 import types
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
-from torch_ragged._register._spmd_types import is_annotated
+from torch_ragged._register._spmd_types import annotated_as, is_annotated, untyped
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp._spmd_types import AnnotatedParam
 from torch_ragged.fsdp.core._fsdp_param import Distribution
@@ -160,6 +162,63 @@ def check_errors():
     for error, part in zip(errors, parts, strict=True):
         assert error.startswith("InvalidArgument") and part in error, error
     return dist.get_rank()
+
+
+class StandInTest(unittest.TestCase):
+    """Tensors with the attributes of annotations, and a module in place of the package."""
+
+    def test_an_annotation_goes_along_with_the_values(self):
+        def tensor(**attributes):
+            result = torch.ones(2)
+            vars(result).update(attributes)
+            return result
+
+        both = {"_local_type": {"tp": "S(0)"}, "_partition_spec": ("tp",)}
+        for given, taken, has_axes in (
+            (both, both, True),
+            ({"_local_type": {}}, {"_local_type": {}}, False),
+            ({"_local_type": {"tp": "R"}, "note": "own"}, {"_local_type": {"tp": "R"}}, True),
+            ({"note": "own"}, {}, False),
+            ({}, {}, False),
+        ):
+            source, result = tensor(**given), torch.zeros(2)
+            self.assertIs(annotated_as(source, result), result)
+            self.assertEqual(vars(result), taken)
+            self.assertIs(is_annotated(source), has_axes)
+            self.assertIs(annotated_as(source, source), source)
+            self.assertEqual(vars(source), given)
+        with fake_group(2):
+            placed = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+            vars(placed).update(both)
+            self.assertFalse(is_annotated(placed))
+
+    def test_types_are_checked_outside_of_own_operations_only(self):
+        checks = [True]
+
+        @contextlib.contextmanager
+        def no_typecheck():
+            before, checks[0] = checks[0], False
+            yield
+            checks[0] = before
+
+        @untyped
+        def function(*args, **kwargs):
+            """What it does."""
+            return checks[0], args, kwargs
+
+        package = types.SimpleNamespace(is_type_checking=lambda: checks[0], no_typecheck=mock.Mock(wraps=no_typecheck))
+        self.assertEqual((function.__name__, function.__doc__), ("function", "What it does."))
+        with mock.patch.dict(sys.modules, {"spmd_types": package}):
+            self.assertEqual(function(1, two=2), (False, (1,), {"two": 2}))
+            self.assertEqual(package.no_typecheck.call_count, 1)
+            checks[0] = False
+            self.assertEqual(function(1, two=2), (False, (1,), {"two": 2}))
+            self.assertEqual(package.no_typecheck.call_count, 1)
+            checks[0] = True
+            self.assertEqual(function()[0], False)
+        with mock.patch.dict(sys.modules):
+            sys.modules.pop("spmd_types", None)
+            self.assertEqual(function(1, two=2), (True, (1,), {"two": 2}))
 
 
 @unittest.skipUnless(HAS_SPMD, "spmd_types is not installed, or dp_mesh_dims is newer than this torch")

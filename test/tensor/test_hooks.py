@@ -1,0 +1,143 @@
+"""What single hooks change in torch, and what wrappers of torch's private functions answer, in one process."""
+
+import logging
+import unittest
+
+import torch
+from common import as_before, error_of, fake_group
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._ops import utils as op_utils
+from torch.distributed.tensor.parallel import loss
+
+from torch_ragged import RaggedShard
+from torch_ragged._register._spmd import compute_as_before, compute_as_one_device
+from torch_ragged._register._torch import (
+    GradientUse,
+    backward_error_handlers,
+    backward_input_checks,
+    flatten,
+    gradient_use,
+)
+
+
+def of_parallelize():
+    """What the report lists as changed by parallelize."""
+    dispatcher = DTensor._op_dispatcher
+    names = ("tolist", "numpy", "data", "__dlpack__", "__format__", "__deepcopy__")
+    return {
+        "_allow_implicit_replication": dispatcher._allow_implicit_replication,
+        "_custom_op_handlers": dict(dispatcher._custom_op_handlers),
+        "_disable_custom_loss_ops": loss._disable_custom_loss_ops,
+        "redistribute_cost": op_utils.redistribute_cost,
+        "expand_to_full_mesh_op_strategy": op_utils.expand_to_full_mesh_op_strategy,
+        "the logger": list(logging.getLogger("torch.distributed.tensor._redistribute").filters),
+        **{name: vars(DTensor).get(name) for name in names},
+    }
+
+
+class Asks(torch.autograd.Function):
+    """Its backward asks what becomes of the gradient of ``leaf``."""
+
+    leaf, answers = None, []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Asks.answers.append(gradient_use(get_gradient_edge(Asks.leaf).node))
+        return gradient
+
+
+class HookTest(unittest.TestCase):
+    def test_a_trial_of_a_plan_undoes_all_that_parallelize_changes(self):
+        as_before()
+        before = of_parallelize()
+        with compute_as_before():
+            compute_as_one_device(True)
+            inside = of_parallelize()
+        self.assertEqual([name for name in before if inside[name] == before[name]], [])
+        self.assertEqual(of_parallelize(), before)
+
+    def test_a_backward_that_is_given_inputs_is_checked_before_it_runs(self):
+        x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+        output, seen = (x * y).sum(), []
+
+        def check(outputs, inputs):
+            seen.append((x.grad, outputs, inputs))
+
+        backward_input_checks.append(check)
+        try:
+            torch.autograd.grad(output, [x], retain_graph=True)
+            output.backward(inputs=[x], retain_graph=True)
+            output.backward()
+        finally:
+            backward_input_checks.remove(check)
+        self.assertEqual([(grad, *map(list, given)) for grad, *given in seen], [(None, [output], [x])] * 2)
+
+    def test_an_error_of_a_backward_is_handled(self):
+        def failing():
+            x = torch.ones(2, requires_grad=True)
+            y = x.exp()
+            y.detach().zero_()
+            return y.sum().backward
+
+        def say_more(error):
+            raise RuntimeError("more") from error
+
+        for handle, wanted in (
+            (say_more, "RuntimeError: more"),
+            (lambda error: None, "RuntimeError: one of the variables needed"),
+        ):
+            backward_error_handlers.append(handle)
+            try:
+                self.assertTrue(error_of(failing()).startswith(wanted))
+            finally:
+                backward_error_handlers.remove(handle)
+
+    def test_a_backward_tells_what_becomes_of_a_gradient(self):
+        x, Asks.leaf, Asks.answers = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), []
+        output = (Asks.apply(x * 1) * Asks.leaf).sum()
+        output.backward(retain_graph=True)
+        torch.autograd.grad(output, [x, Asks.leaf], retain_graph=True)
+        torch.autograd.grad(output, x)
+        self.assertEqual(Asks.answers, [GradientUse.ACCUMULATED, GradientUse.RETURNED, GradientUse.NONE])
+
+    def test_a_mesh_is_flattened_under_the_joined_names(self):
+        with fake_group(4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            flat, one = flatten(mesh), mesh["dp"]
+            self.assertEqual((flat.mesh_dim_names, flat.mesh.tolist()), (("dp_tp",), [0, 1, 2, 3]))
+            self.assertIs(flatten(one), one)
+            error = error_of(flatten, init_device_mesh("cpu", (2, 2)))
+            self.assertRegex(error, "^ValueError: .* has no dimension names: pass mesh_dim_names to init_device_mesh$")
+
+    def test_only_a_ragged_tensor_hides_the_offset_of_a_view(self):
+        """copy.deepcopy takes offsets into different buffers for the addresses of one memory."""
+        with fake_group(2):
+            mesh, view = init_device_mesh("cpu", (2,)), torch.zeros(40)[8:16]
+            placements = (Replicate(), Shard(0), RaggedShard((0,), (1, 1)))
+            pointers = [DTensor.from_local(view, mesh, [each], shape=(16,), stride=(1,)).data_ptr() for each in placements]
+            self.assertEqual(pointers, [32, 32, 0])
+
+    def test_a_gradient_that_is_a_dtensor_is_one_of_a_whole_local_tensor(self):
+        with fake_group(4), compute_as_before():
+            compute_as_one_device(promote=True)
+            mesh = init_device_mesh("cpu", (2, 2))
+            factor = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()] * 2)
+
+            def gradient(rows, *placements):
+                x = distribute_tensor(torch.ones(rows, 4), mesh, placements).requires_grad_()
+                (x.to_local() * factor).sum().backward()
+                return x.grad
+
+            self.assertEqual(gradient(2, Replicate(), Replicate()).to_local().tolist(), [[1.0] * 4] * 2)
+            for placements in ([Replicate(), Shard(0)], [Shard(0), Replicate()]):
+                self.assertIn("only accepts torch.Tensor but got", error_of(gradient, 4, *placements))
+
+
+if __name__ == "__main__":
+    unittest.main()
