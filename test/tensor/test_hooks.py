@@ -135,8 +135,9 @@ class HookTest(unittest.TestCase):
                 return x.grad
 
             self.assertEqual(gradient(2, Replicate(), Replicate()).to_local().tolist(), [[1.0] * 4] * 2)
-            for placements in ([Replicate(), Shard(0)], [Shard(0), Replicate()]):
-                self.assertIn("only accepts torch.Tensor but got", error_of(gradient, 4, *placements))
+            if not torch.__version__.startswith("2.11"):  # Its from_local takes any tensor.
+                for placements in ([Replicate(), Shard(0)], [Shard(0), Replicate()]):
+                    self.assertIn("only accepts torch.Tensor but got", error_of(gradient, 4, *placements))
 
 
 if __name__ == "__main__":
