@@ -3,6 +3,7 @@
 import copy
 import tempfile
 import unittest
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -211,6 +212,45 @@ class FormsTest(unittest.TestCase):
             with mock.patch.object(nn.Linear, "forward", side_effect=RuntimeError(told)):
                 error = error_on_all(call, given)
                 assert error == f"RuntimeError: {prefix}{told}", error
+
+
+class NamesTest(unittest.TestCase):
+    @ranks(1)
+    def test_a_named_input_that_the_first_call_does_not_pass_warns_once():
+        """Only of a forward that takes any name: for another one, parallelize raises. An argument of its own may be left out."""
+
+        class Taking(Net):
+            def forward(self, ids, labels=None, *, scale=1.0, **others):
+                return self.inner(super().forward(ids, labels, scale=scale), ids, attention_mask=others.get("attention_mask"))
+
+        class Inner(nn.Module):
+            def forward(self, *args, **others):
+                return args[0]
+
+        def told(plan, **kwargs):
+            model = Taking()
+            model.inner = Inner()
+            model = parallelize(model, plan.default(Replicate()), mesh_of(1))
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    model(batch(0), **kwargs)
+            return [str(each.message) for each in seen]
+
+        mask, rule = {"attention_mask": batch(0)}, (Shard(0), "dp")
+        found = told(Plan().shard("<in:atention_mask>", *rule), **mask)
+        assert found == [
+            "the plan names the input atention_mask of Taking, and its first call has none: the rule does nothing. Name one that "
+            "is passed, such as attention_mask (got ids, attention_mask)"
+        ], found
+        found = told(Plan().own_rows("<in:mask>", "dp").annotate("inner.<in:hidden>", *rule))
+        assert [text.split(",")[0] for text in found] == [
+            "the plan names the input mask of Taking",
+            "the plan names the input hidden of Inner",
+        ], found
+        for name in ("ids", "labels", "scale", "attention_mask"):
+            assert told(Plan().annotate(f"<in:{name}>", Replicate(), "dp"), **mask) == []
+        assert told(Plan().shard("inner.<in:0>", *rule).shard("inner.<in:attention_mask>", *rule), **mask) == []
 
 
 class DifferencesTest(unittest.TestCase):
