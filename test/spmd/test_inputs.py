@@ -217,7 +217,7 @@ class FormsTest(unittest.TestCase):
 class NamesTest(unittest.TestCase):
     @ranks(1)
     def test_a_named_input_that_the_first_call_does_not_pass_warns_once():
-        """Only of a forward that takes any name: for another one, parallelize raises. An argument of its own may be left out."""
+        """Only of a forward that takes any name: for another one, parallelize raises. Its own arguments may be left out."""
 
         class Taking(Net):
             def forward(self, ids, labels=None, *, scale=1.0, **others):
@@ -240,8 +240,8 @@ class NamesTest(unittest.TestCase):
         mask, rule = {"attention_mask": batch(0)}, (Shard(0), "dp")
         found = told(Plan().shard("<in:atention_mask>", *rule), **mask)
         assert found == [
-            "the plan names the input atention_mask of Taking, and its first call has none: the rule does nothing. Name one that "
-            "is passed, such as attention_mask (got ids, attention_mask)"
+            "the plan names the input atention_mask of Taking, and its first call has none: the rule does nothing. Name one "
+            "that is passed, such as attention_mask (got ids, attention_mask)"
         ], found
         found = told(Plan().own_rows("<in:mask>", "dp").annotate("inner.<in:hidden>", *rule))
         assert [text.split(",")[0] for text in found] == [

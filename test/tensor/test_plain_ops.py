@@ -623,7 +623,9 @@ class RedistributeTest(unittest.TestCase):
         """A rule gathers them if a rank has none, or if their mesh dimension cuts the table, too."""
         mesh, table = mesh_of(2, 2), torch.arange(32.0).view(8, 4)
         one, two = torch.tensor([[1, 5, 3]]), torch.tensor([[1, 5, 3], [0, 7, 2]])
-        cases = [(ids, [R, Shard(0)], cut) for ids in (one, two) for cut in ([Shard(0), R], [R, Shard(0)], [Shard(0), Shard(1)])]
+        cases = [
+            (ids, [R, Shard(0)], cut) for ids in (one, two) for cut in ([Shard(0), R], [R, Shard(0)], [Shard(0), Shard(1)])
+        ]
         cases += [(two, [Shard(1), Shard(0)], [Shard(0), R]), (two, [Shard(0), R], [R, Shard(0)])]
         for ids, of_table, of_ids in cases:
             plain = table.clone().requires_grad_()
