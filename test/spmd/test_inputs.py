@@ -173,8 +173,39 @@ class FormsTest(unittest.TestCase):
         model, rank = made(own_rows(), mesh, compare_every=100), mesh.get_rank()
         for _ in range(10):
             model(batch(rank))
-        error = error_on_all(model, batch(rank, 6 if rank else 2))
-        assert "`<in:ids>` is of shape (2, 6) and torch.int64 on rank 0 and of shape (6, 6)" in error and FORMS in error, error
+        advice = (
+            'Its rows are own ones: along "dp", pass equally many on each rank (drop_last=True), padded to one length; along '
+            "other mesh dimensions, equal ones"
+        )
+        for mine, shapes in (
+            (batch(rank, 6 if rank else 2), "`<in:ids>` is of shape (2, 6) and torch.int64 on rank 0 and of shape (6, 6)"),
+            (batch(rank)[:, rank:], "`<in:ids>` is of shape (4, 6) and torch.int64 on rank 0 and of shape (4, 5)"),
+        ):
+            error = error_on_all(model, mine)
+            assert shapes in error and advice in error and "plan." not in error, error
+
+    @ranks(2)
+    def test_generate_takes_own_rows_as_dtensors():
+        """As transformers' method, it joins tokens to the prompt outside of forward, and its mask comes from the rows there."""
+
+        class Writing(Net):
+            def generate(self, ids, attention_mask=None, stops=None):
+                assert attention_mask.shape == ids.shape and stops.shape == (3,), (attention_mask, stops)
+                for _ in range(2):
+                    ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1) * attention_mask[:, :1]], 1)
+                return ids
+
+        mesh, stops = mesh_of(2), torch.arange(3)
+        prompt, mask = batch(0), torch.tensor([[1] * 6, [0] * 6]).repeat(2, 1)
+        torch.manual_seed(0)
+        single = Writing().eval()
+        model = parallelize(copy.deepcopy(single), own_rows().default(Replicate()), mesh)
+        mine = slice(2 * mesh.get_rank(), 2 * mesh.get_rank() + 2)
+        for each in (model, copy.deepcopy(model)):
+            found = each.generate(prompt[mine], attention_mask=mask[mine], stops=stops)
+            assert found.full_tensor().equal(single.generate(prompt, mask, stops))
+            assert found.to_local().shape == (2, 8)
+        assert "generate" not in vars(parallelize(copy.deepcopy(single), whole_batch().default(Replicate()), mesh))
 
     @ranks(2)
     def test_a_number_has_no_rows():

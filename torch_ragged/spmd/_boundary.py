@@ -117,11 +117,11 @@ class _InputHook(SharedHook):
         if self._expected:
             expected, self._expected = self._expected, []
             given = [*list(_parameters_of(module))[: len(args)], *kwargs]
-            for name in expected:
-                if name not in given:
-                    near = "".join([f", such as {each}" for each in nearest(name, given, 1)])
+            for wanted in expected:
+                if wanted not in given:
+                    near = "".join([f", such as {each}" for each in nearest(wanted, given, 1)])
                     warnings.warn(
-                        f"the plan names the input {name} of {type(module).__name__}, and its first call has none: the rule "
+                        f"the plan names the input {wanted} of {type(module).__name__}, and its first call has none: the rule "
                         f"does nothing. Name one that is passed{near} (got {', '.join(given) or 'none by name'})",
                         stacklevel=2,
                     )
