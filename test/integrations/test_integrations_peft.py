@@ -142,7 +142,7 @@ def check_after_from_pretrained(folder, sizes):
     with installed():
         model = lora(from_pretrained(AutoModelForCausalLM, folder, distributed_config=sizes))
     error = error_of(model, TOKENS, labels=TOKENS)
-    assert "lora_A.default.weight and 9 more" in error and "were added after from_pretrained" in error, error
+    assert "lora_A.default.weight" in error and "were added after from_pretrained" in error, error
     with torch.no_grad():
         model(TOKENS)
     names = [name for name, param in model.named_parameters() if param.requires_grad]

@@ -36,7 +36,6 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
 __all__ = [
-    "listed",
     "note_ignored",
     "note_replaced",
     "note_root",
@@ -111,7 +110,7 @@ def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGrou
     if found := unsharded_under(roots, groups):
         note_ignored(found)
         warnings.warn(
-            f"{listed(list(found.values()))} under {type(roots[0]).__name__}: fully_shard has not sharded these parameters, "
+            f"{_listed(list(found.values()))} under {type(roots[0]).__name__}: fully_shard has not sharded these parameters, "
             f"which were added or replaced after it. {_ADVICE}",
             stacklevel=2,
         )
@@ -189,7 +188,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if names := _names((module(), name) for module, name, *_ in replaced):
         *_, call, remedy = replaced[0]
         texts.append(
-            f"has parameters that {call} has replaced since: {listed(names)}. Its step does not train the model: make the "
+            f"has parameters that {call} has replaced since: {_listed(names)}. Its step does not train the model: make the "
             f"optimizer and its groups (such as those of matrix_groups) of model.parameters() after {call}{remedy}"
         )
     texts += _of_detached(params) + _of_alone(optimizer, params) + _of_offload(optimizer, params)
@@ -198,7 +197,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if pending and backward_id() == -1:
         names = _names(owner.registered_names[0] for owner in pending)
         texts.append(
-            f"makes a step while gradients of its parameters are not reduced: {listed(names)}. They are not in .grad, so that "
+            f"makes a step while gradients of its parameters are not reduced: {_listed(names)}. They are not in .grad, so that "
             "this step does not use them. A backward used parameters that unshard() has gathered, outside of a forward: the "
             "next backward of their modules reduces them"
         )
@@ -220,7 +219,7 @@ def _refuse_unsynchronized(optimizer: Optimizer, waiting: Sequence[FSDPParamGrou
     if names := _names(found[id(param)] for param in params if id(param) in found):
         raise RuntimeError(
             f"{type(optimizer).__name__} makes a step while gradients of its parameters are not synchronized: "
-            f"{listed(names)}. Call synchronize_gradients() of the root module before the step; or, before the last backward "
+            f"{_listed(names)}. Call synchronize_gradients() of the root module before the step; or, before the last backward "
             "of a step, set_requires_gradient_sync(True) (if you use them, also set_requires_all_reduce(True) and "
             "set_is_last_backward(True)), and finalize_backward() after a pipeline schedule"
         )
@@ -234,7 +233,7 @@ def _refuse_unsharded(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> N
     unsharded = {id(param.unsharded): param.registered_names[0] for group in all_groups for param in group.params}
     if names := _names(unsharded[id(param)] for param in params if id(param) in unsharded):
         raise RuntimeError(
-            f"{type(optimizer).__name__} has unsharded parameters: {listed(names)}. It was made of model.parameters() between "
+            f"{type(optimizer).__name__} has unsharded parameters: {_listed(names)}. It was made of model.parameters() between "
             "a forward and its backward, or after a forward without one, when a module was not resharded. The next all-gather "
             "would overwrite what a step writes to them: make the optimizer before the first forward, or after model.reshard()"
         )
@@ -262,7 +261,7 @@ def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:
     if not names:
         return []
     return [
-        f"has tensors that share memory with parameters, and are not the parameters: {listed(names)}. They get no gradients, "
+        f"has tensors that share memory with parameters, and are not the parameters: {_listed(names)}. They get no gradients, "
         "so that its step does not train the model: give it model.parameters(), not the values of a state_dict"
     ]
 
@@ -300,7 +299,7 @@ def _of_offload(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[st
     names, name, policy = _names(policies), type(optimizer).__name__, next(iter(policies.values()))
     return [
         f"keeps all of its states beside the parameters, and fully_shard(..., offload_policy={policy!r}) has no effect on "
-        f"them: {listed(names)}. Make the optimizer that follows the policy by offloaded({name}, model, ...), or leave the "
+        f"them: {_listed(names)}. Make the optimizer that follows the policy by offloaded({name}, model, ...), or leave the "
         "policy out"
     ]
 
@@ -332,10 +331,10 @@ def _described(params: Sequence[torch.Tensor], named: Sequence[dict[str, Any]] =
     names: dict[Any, str] = {param: name for root in _roots for name, param in root.named_parameters()}
     for group in named:
         names.update(zip(group["params"], group.get("param_names", ())))
-    return listed([names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in params])
+    return _listed([names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in params])
 
 
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -383,7 +382,7 @@ def _refuse_sharded_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> Non
         names, group = _names(owner.registered_names[0] for owner in used), group_by_param.get(id(used[0]))
         raise RuntimeError(
             "torch.autograd.grad or backward(inputs=) got sharded parameters, and forward has computed with unsharded ones: "
-            f"{listed(names)} of the module {(group and group.fqn) or 'root'}. Call backward() and read .grad, which is "
+            f"{_listed(names)} of the module {(group and group.fqn) or 'root'}. Call backward() and read .grad, which is "
             "reduced over ranks; or, for the gradients of this rank alone, pass reshard_after_forward=False to fully_shard of "
             "this module, and give torch.autograd.grad its parameters after the forward"
         )
