@@ -165,8 +165,8 @@ def _refuse_late(model: nn.Module, args: Any) -> None:
     if found := unsharded_under([model], groups):
         raise ValueError(
             f"{', '.join(list(found.values())[:3])} under {type(model).__name__} were added after from_pretrained has sharded "
-            "the model: their gradients would not be reduced. Call torch_ragged.fsdp.fully_shard([...]) with the modules that have "
-            "them, after get_peft_model for example, and make the optimizer after that"
+            "the model: their gradients would not be reduced. Call torch_ragged.fsdp.fully_shard([...]) with the modules that "
+            "have them, after get_peft_model for example, and make the optimizer after that"
         )
 
 
