@@ -5,14 +5,19 @@ import tempfile
 import unittest
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from common import error_of, ranks, run_ranks
 from small_models import make_model
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from torch_ragged import RaggedShard
-from torch_ragged.fsdp import rows, tensor
+from torch_ragged.fsdp import fully_shard, rows, tensor
 from torch_ragged.integrations import install, installed
+from torch_ragged.integrations.transformers import from_pretrained
+from torch_ragged.spmd import Plan, parallelize, zoo
 
 HAS_PEFT = all(importlib.util.find_spec(name) for name in ("accelerate", "transformers", "peft"))
 POLICIES = {"elements": None, "rows": rows(1), "whole": tensor()}
@@ -106,6 +111,62 @@ def errors_without_install():
     return found
 
 
+def lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"))
+
+
+def check_saved_adapter(model, base, folder):
+    """As the pages say it: whole adapters on rank 0. A process alone computes the same with them."""
+    from peft import PeftModel
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    again = PeftModel.from_pretrained(base, folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(whole({"": model.eval()(TOKENS).logits})[""], again(TOKENS).logits)
+
+
+def check_after_from_pretrained(folder, sizes):
+    """Adapters are sharded by a call of their own; without it, every rank raises before forward communicates."""
+    from small_models import enter_ranks
+    from transformers import AutoModelForCausalLM
+
+    enter_ranks()
+    single = lora(AutoModelForCausalLM.from_pretrained(folder))
+    with installed():
+        model = lora(from_pretrained(AutoModelForCausalLM, folder, distributed_config=sizes))
+    error = error_of(model, TOKENS, labels=TOKENS)
+    assert "lora_A.default.weight" in error and "were added after from_pretrained" in error, error
+    with torch.no_grad():
+        model(TOKENS)
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    fully_shard([model.get_submodule(name.rpartition(".")[0]) for name in names])
+    for _ in range(3):
+        assert abs(step(model) - step(single)) < 1e-5
+    check_saved_adapter(model, AutoModelForCausalLM.from_pretrained(folder), f"{folder}/adapter")
+
+
+def check_under_a_plan(folder, from_zoo):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    single, model = lora(make_model("llama")), lora(make_model("llama"))
+    plan = zoo.llama().under("base_model.model") if from_zoo else Plan.from_transformers(model, fsdp="dp")
+    parallelize(model, plan, mesh)
+    name = "base_model.model.model.layers.0.self_attn.o_proj.{}.weight"
+    for part in ("base_layer", "lora_A.default"):
+        assert model.get_parameter(name.format(part)).placements[1] == Shard(1)
+    for _ in range(3):
+        assert abs(step(model) - step(single)) < 1e-5
+    check_saved_adapter(model, make_model("llama"), folder)
+    plain = parallelize(make_model("llama"), zoo.llama(), mesh)
+    assert 'parallelize(model, plan.under("base_model.model"), mesh)' in error_of(lora, plain)
+
+
 @unittest.skipUnless(HAS_PEFT, "peft, transformers and accelerate are not installed")
 class PeftTest(unittest.TestCase):
     def test_adapters_are_set_in_a_sharded_model(self):
@@ -118,6 +179,17 @@ class PeftTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             adapted().save_pretrained(folder)
             run_ranks(2, check_load_adapter, folder)
+
+    def test_lora_after_from_pretrained(self):
+        for count, sizes in ((2, {"fsdp_size": 2}), (4, {"fsdp_size": 2, "dp_replicate_size": 2})):
+            with tempfile.TemporaryDirectory() as folder:
+                make_model("llama").save_pretrained(folder)
+                run_ranks(count, check_after_from_pretrained, folder, sizes)
+
+    def test_lora_before_a_plan(self):
+        for from_zoo in (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                run_ranks(4, check_under_a_plan, folder, from_zoo)
 
     @ranks(1)
     def test_the_names_of_transformers_are_restored():

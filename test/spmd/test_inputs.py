@@ -3,6 +3,7 @@
 import copy
 import tempfile
 import unittest
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -172,8 +173,39 @@ class FormsTest(unittest.TestCase):
         model, rank = made(own_rows(), mesh, compare_every=100), mesh.get_rank()
         for _ in range(10):
             model(batch(rank))
-        error = error_on_all(model, batch(rank, 6 if rank else 2))
-        assert "`<in:ids>` is of shape (2, 6) and torch.int64 on rank 0 and of shape (6, 6)" in error and FORMS in error, error
+        advice = (
+            'Its rows are own ones: along "dp", pass equally many on each rank (drop_last=True), padded to one length; along '
+            "other mesh dimensions, equal ones"
+        )
+        for mine, shapes in (
+            (batch(rank, 6 if rank else 2), "`<in:ids>` is of shape (2, 6) and torch.int64 on rank 0 and of shape (6, 6)"),
+            (batch(rank)[:, rank:], "`<in:ids>` is of shape (4, 6) and torch.int64 on rank 0 and of shape (4, 5)"),
+        ):
+            error = error_on_all(model, mine)
+            assert shapes in error and advice in error and "plan." not in error, error
+
+    @ranks(2)
+    def test_generate_takes_own_rows_as_dtensors():
+        """As transformers' method, it joins tokens to the prompt outside of forward, and its mask comes from the rows there."""
+
+        class Writing(Net):
+            def generate(self, ids, attention_mask=None, stops=None):
+                assert attention_mask.shape == ids.shape and stops.shape == (3,), (attention_mask, stops)
+                for _ in range(2):
+                    ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1) * attention_mask[:, :1]], 1)
+                return ids
+
+        mesh, stops = mesh_of(2), torch.arange(3)
+        prompt, mask = batch(0), torch.tensor([[1] * 6, [0] * 6]).repeat(2, 1)
+        torch.manual_seed(0)
+        single = Writing().eval()
+        model = parallelize(copy.deepcopy(single), own_rows().default(Replicate()), mesh)
+        mine = slice(2 * mesh.get_rank(), 2 * mesh.get_rank() + 2)
+        for each in (model, copy.deepcopy(model)):
+            found = each.generate(prompt[mine], attention_mask=mask[mine], stops=stops)
+            assert found.full_tensor().equal(single.generate(prompt, mask, stops))
+            assert found.to_local().shape == (2, 8)
+        assert "generate" not in vars(parallelize(copy.deepcopy(single), whole_batch().default(Replicate()), mesh))
 
     @ranks(2)
     def test_a_number_has_no_rows():
@@ -211,6 +243,45 @@ class FormsTest(unittest.TestCase):
             with mock.patch.object(nn.Linear, "forward", side_effect=RuntimeError(told)):
                 error = error_on_all(call, given)
                 assert error == f"RuntimeError: {prefix}{told}", error
+
+
+class NamesTest(unittest.TestCase):
+    @ranks(1)
+    def test_a_named_input_that_the_first_call_does_not_pass_warns_once():
+        """Only of a forward that takes any name: for another one, parallelize raises. Its own arguments may be left out."""
+
+        class Taking(Net):
+            def forward(self, ids, labels=None, *, scale=1.0, **others):
+                return self.inner(super().forward(ids, labels, scale=scale), ids, attention_mask=others.get("attention_mask"))
+
+        class Inner(nn.Module):
+            def forward(self, *args, **others):
+                return args[0]
+
+        def told(plan, **kwargs):
+            model = Taking()
+            model.inner = Inner()
+            model = parallelize(model, plan.default(Replicate()), mesh_of(1))
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    model(batch(0), **kwargs)
+            return [str(each.message) for each in seen]
+
+        mask, rule = {"attention_mask": batch(0)}, (Shard(0), "dp")
+        found = told(Plan().shard("<in:atention_mask>", *rule), **mask)
+        assert found == [
+            "the plan names the input atention_mask of Taking, and its first call has none: the rule does nothing. Name one "
+            "that is passed, such as attention_mask (got ids, attention_mask)"
+        ], found
+        found = told(Plan().own_rows("<in:mask>", "dp").annotate("inner.<in:hidden>", *rule))
+        assert [text.split(",")[0] for text in found] == [
+            "the plan names the input mask of Taking",
+            "the plan names the input hidden of Inner",
+        ], found
+        for name in ("ids", "labels", "scale", "attention_mask"):
+            assert told(Plan().annotate(f"<in:{name}>", Replicate(), "dp"), **mask) == []
+        assert told(Plan().shard("inner.<in:0>", *rule).shard("inner.<in:attention_mask>", *rule), **mask) == []
 
 
 class DifferencesTest(unittest.TestCase):

@@ -265,6 +265,19 @@ class AddedTest(unittest.TestCase):
         model.up.weight = nn.Parameter(torch.ones(2, 2))  # Of another shape.
         assert model.up.weight.placements == (Replicate(),)
 
+    @ranks(1)
+    def test_a_layer_that_peft_wraps_is_an_error_before_peft_reads_it():
+        class Wrapper(nn.Module):
+            def __init__(self, layer):
+                super().__init__()
+                self.base_layer = layer
+
+        model = parallelize(make(), data_parallel(), mesh_of())
+        Wrapper(model.up)
+        Wrapper.__module__ = "peft.tuners.lora.layer"
+        assert 'plan.under("base_model.model")' in error_of(Wrapper, model.up)
+        Wrapper(nn.Linear(2, 2))
+
     @ranks(2)
     def test_copies_of_a_model_are_models_of_their_own_under_the_plan():
         batch = torch.arange(4.0 * SIZE, dtype=torch.float64).view(4, SIZE).sin()

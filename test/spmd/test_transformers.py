@@ -7,7 +7,7 @@ from expecttest import TestCase
 from spmd_common import wrapped
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from zoo_models import HAS_LIBRARIES, assert_trains_as_one_device, build
+from zoo_models import HAS_LIBRARIES, adapted_like_peft, assert_trains_as_one_device, build
 
 from torch_ragged import InterleavedShard
 from torch_ragged.spmd import Plan
@@ -194,6 +194,27 @@ ValueError: Linear has no tp_plan: take a plan of torch_ragged.spmd.zoo, or writ
 ValueError: Carrier has no fsdp_plan: take a plan of torch_ragged.spmd.zoo, or write one with Plan()
 ValueError: the fsdp_plan of Carrier has the style 'often' for head: the styles are free_full_weight,
     | keep_full_weight. Leave fsdp out, and add plan.unit("head", ...)""",
+        )
+
+
+class PeftTest(TestCase):
+    def test_the_plan_of_a_model_that_lora_wraps_has_its_names(self):
+        plans = (
+            {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.experts.down_proj": "colwise"},
+            {"layers.*": "free_full_weight"},
+        )
+        self.assertExpectedInline(
+            wrapped(repr(Plan.from_transformers(adapted_like_peft(Carrier(*plans), ("up",)), fsdp="dp"))),
+            """\
+plan = Plan()
+plan.shard(r"base_model\\.model\\.layers\\.\\d+\\.up\\.((base_layer|original_module|modules_to_save\\.\\w+|lora_B\\.\\w+)\\.)?(weight|bias)",
+    | Shard(0), "tp")
+plan.shard(r"base_model\\.model\\.layers\\.\\d+\\.down\\.weight", Shard(1), "tp")
+plan.shard(r"base_model\\.model\\.layers\\.\\d+\\.down\\.<out>", Replicate(), "tp")
+plan.shard(r"base_model\\.model\\.layers\\.\\d+\\.experts\\.down_proj", Shard(1), "tp")
+plan.shard(r"base_model\\.model.<in:input_ids>", Shard(0), "dp")
+plan.shard(r"base_model\\.model.<in:labels>", Shard(0), "dp")
+plan.unit(r"base_model\\.model\\.layers\\.\\d+", "dp", reshard_after_forward=True)""",
         )
 
 

@@ -12,6 +12,7 @@ from zoo_models import (
     HAS_LIBRARIES,
     SHORT,
     TABLES,
+    adapted_like_peft,
     assert_trains_as_one_device,
     batch_of,
     build,
@@ -240,6 +241,30 @@ model.layers.0  cp     dp         9       12
         )
         found = self.resolved("llama", MeshShape(("cp",), (2,)), dp=None, tp=None, cp="cp", unit=False)
         self.assertEqual((found.units, {each.init for each in found.tensors}), ((), {(R,)}))
+
+    def test_weights_that_lora_wraps_are_cut_as_before_and_adapters_with_them(self):
+        layer, expected = "model.layers.0", {each.name: each.run[1] for each in self.resolved("llama").tensors}
+        model = adapted_like_peft(named_like("llama"), ("q_proj", "o_proj", "down_proj"), ("lm_head",))
+        found = resolve(zoo.llama().under("base_model.model"), model, MESH)
+        placed = {each.name.removeprefix("base_model.model."): each.run[1] for each in found.tensors}
+        adapters = {name: placed.pop(name) for name in list(placed) if "lora" in name}
+        copy = placed.pop("lm_head.modules_to_save.default.weight")
+        names = {name: name.replace("base_layer.", "").replace("original_module.", "") for name in placed}
+        self.assertEqual({names[name]: placement for name, placement in placed.items()}, expected)
+        self.assertEqual(
+            (copy, {each.unit for each in found.tensors if "lora" in each.name}), (Shard(0), {f"base_model.model.{layer}"})
+        )
+        self.assertEqual(
+            adapters,
+            {
+                f"{layer}.self_attn.q_proj.lora_A.default.weight": R,
+                f"{layer}.self_attn.q_proj.lora_B.default.weight": Shard(0),
+                f"{layer}.self_attn.o_proj.lora_A.default.weight": Shard(1),
+                f"{layer}.self_attn.o_proj.lora_B.default.weight": R,
+                f"{layer}.mlp.down_proj.lora_A.default.weight": Shard(1),
+                f"{layer}.mlp.down_proj.lora_B.default.weight": R,
+            },
+        )
 
     def test_segments_of_flux2_are_in_the_proportions_of_its_config(self):
         fused = [rule.placement for rule in zoo.flux2(mlp_ratio=5).rules if "single" in rule.path and "weight" in rule.path]

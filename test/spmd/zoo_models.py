@@ -4,6 +4,7 @@ Nothing is downloaded. Dropout is on where a class has it. ``zoo_placements.txt`
 do to them. ``python test/spmd/zoo_models.py`` writes it, and needs the libraries.
 """
 
+import copy
 import functools
 import importlib.util
 import inspect
@@ -24,6 +25,7 @@ __all__ = [
     "MODELS",
     "SHORT",
     "TABLES",
+    "adapted_like_peft",
     "assert_trains_as_one_device",
     "batch_of",
     "build",
@@ -183,6 +185,33 @@ def named_like(name):
             module_of(module).register_parameter(key, param)
     for module, names in arguments.items():
         module.takes(names)
+    return root
+
+
+def adapted_like_peft(model, targets, saved=()):
+    """``model`` with the names and shapes that LoRA of PEFT gives it: of the modules ``targets``, and of ``saved``, copies of
+    which are trained. It needs no library, and computes nothing."""
+    for name, module in [*model.named_modules()]:
+        parent, _, key = name.rpartition(".")
+        if key in targets:
+            outs, ins = module.weight.shape
+            lora = {"lora_A": (4, ins), "lora_B": (outs, 4)}
+            parts = {each: nn.ModuleDict({"default": _Named()}) for each in lora}
+            for each, shape in lora.items():
+                parts[each]["default"].weight = nn.Parameter(torch.empty(shape, device="meta"))
+            parts["base_layer"] = module
+        elif key in saved:
+            parts = {"original_module": module, "modules_to_save": nn.ModuleDict({"default": copy.deepcopy(module)})}
+        else:
+            continue
+        wrapper = _Named()
+        for each, part in parts.items():
+            wrapper.add_module(each, part)
+        setattr(model.get_submodule(parent), key, wrapper)
+    root = _Named()
+    root.base_model = _Named()
+    root.base_model.model = model
+    root.get_base_model = lambda: model
     return root
 
 

@@ -618,6 +618,28 @@ class RedistributeTest(unittest.TestCase):
                 assert pending.placements == (R, Partial()), pending.placements
                 assert_same(pending.redistribute(placements=target), table[ids], target)
 
+    @ranks(4)
+    def test_indices_that_are_gathered_for_a_cut_table():
+        """A rule gathers them if a rank has none, or if their mesh dimension cuts the table, too."""
+        mesh, table = mesh_of(2, 2), torch.arange(32.0).view(8, 4)
+        one, two = torch.tensor([[1, 5, 3]]), torch.tensor([[1, 5, 3], [0, 7, 2]])
+        cases = [
+            (ids, [R, Shard(0)], cut) for ids in (one, two) for cut in ([Shard(0), R], [R, Shard(0)], [Shard(0), Shard(1)])
+        ]
+        cases += [(two, [Shard(1), Shard(0)], [Shard(0), R]), (two, [Shard(0), R], [R, Shard(0)])]
+        for ids, of_table, of_ids in cases:
+            plain = table.clone().requires_grad_()
+            F.embedding(ids, plain).square().sum().backward()
+            with as_one_device():
+                weight = distribute_tensor(table, mesh, of_table).requires_grad_()
+                cut = distribute_tensor(ids, mesh, of_ids)
+                rows = F.embedding(cut, weight)
+                assert rows.full_tensor().equal(table[ids]), (of_table, of_ids)
+                rows.square().sum().backward()
+                assert weight.grad.full_tensor().equal(plain.grad), (of_table, of_ids)
+                columns = torch.gather(weight.detach(), 0, cut)
+                assert columns.full_tensor().equal(table.gather(0, ids)), (of_table, of_ids)
+
     @ranks(2)
     def test_a_pending_embedding_may_be_used_twice():
         """Autograd saves it for the backward of a product. torch alone reduces it once, and raises then."""

@@ -96,8 +96,20 @@ def _sharded_by_any(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return has_fsdp_state
 
 
+def _features(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """PEFT's sizes of an adapter: of a mesh with replicas, it takes those of the local tensor, which here is flat."""
+
+    def _get_in_out_features(module: Any) -> Any:
+        if isinstance(module, torch.nn.Linear) and is_ragged(module.weight):
+            return module.in_features, module.out_features
+        return original(module)
+
+    return _get_in_out_features
+
+
 SUBSTITUTES: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("transformers.distributed.sharding_utils", "DtensorShardOperation"): _shard_operation,
+    ("peft.tuners.tuners_utils", "_get_in_out_features"): _features,
     ("nemo_automodel.components.checkpoint._backports.hf_storage", "_HuggingFaceStorageWriter"): _writer,
     ("nemo_automodel.components.models.deepseek_v4.fsdp", "_has_fsdp_state"): _sharded_by_any,
     ("nemo_automodel.components.models.diffusion_gemma.fsdp", "_has_fsdp_state"): _sharded_by_any,

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_ragged.fsdp import BufferPlacements, FSDPModule, OrigParamPolicy
+from torch_ragged.fsdp import BufferPlacements, FSDPModule, OrigParamPolicy, fully_shard
+from torch_ragged.fsdp.gates._untrained import unsharded_under
 from torch_ragged.integrations._install import installed
 from torch_ragged.integrations._lazy_tensor import LazyTensor
 from torch_ragged.integrations._program import require
@@ -73,6 +74,9 @@ def from_pretrained(
             the module that is sharded, such as ``self_attn.q_proj.weight``.
         arguments: further ones of ``model_class.from_pretrained``, such as ``dtype``.
 
+    Modules that are added later, such as the adapters of LoRA, are sharded by a further ``fully_shard([...])`` of them. Without
+    it, forward raises ``ValueError`` on all ranks, unless gradients are disabled.
+
     Returns:
         the model, in evaluation mode; or with ``output_loading_info=True`` the pair that transformers returns.
 
@@ -91,6 +95,7 @@ def from_pretrained(
     with installed(**options) as installation, _Loading(shard, installation.function) as loading:
         result = model_class.from_pretrained(folder, distributed_config=config, **arguments)
     loading.check_tied()
+    loading.model.register_forward_pre_hook(_refuse_late, prepend=True)
     return result
 
 
@@ -150,6 +155,19 @@ def _settings(folder: str | Path, shard: Any, config: Any, policy: Any, placemen
             "transformers shards nothing: use at least 2, or load with transformers alone"
         )
     return config
+
+
+def _refuse_late(model: nn.Module, args: Any) -> None:
+    """Before each forward. The warning of ``fully_shard`` is for programs that reduce gradients themselves."""
+    if not torch.is_grad_enabled():
+        return
+    groups = [group for each in model.modules() if (state := fully_shard.state(each)) is not None for group in state.groups]  # type: ignore[attr-defined]
+    if found := unsharded_under([model], groups):
+        raise ValueError(
+            f"{', '.join(list(found.values())[:3])} under {type(model).__name__} were added after from_pretrained has sharded "
+            "the model: their gradients would not be reduced. Call torch_ragged.fsdp.fully_shard([...]) with the modules that "
+            "have them, after get_peft_model for example, and make the optimizer after that"
+        )
 
 
 # -- what is replaced in transformers --------------------------------------------------------------------------------------

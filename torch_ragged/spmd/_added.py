@@ -69,6 +69,12 @@ def _module_added(parent: nn.Module, name: str, module: nn.Module | None) -> Non
     model = _models.get(parent)
     if module is None or model is None:
         if module in _models:
+            if name == "base_layer" and type(parent).__module__.startswith("peft."):
+                # PEFT reads the shape of a local tensor next, and later moves the adapter, which fails without a reason.
+                raise ValueError(
+                    f"{type(parent).__name__} of PEFT wraps a {type(module).__name__} of a parallelized model: wrap first, "
+                    'model = get_peft_model(model, ...), then parallelize(model, plan.under("base_model.model"), mesh)'
+                )
             note_root([parent])  # For errors: its own parameters are not those of the parallelized model.
         return
     named = list(module.named_modules(prefix=name))

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, TypeVar
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged.spmd._move import Carry, PerDim, clean, move_dtensor
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
+from torch_ragged.spmd._text import nearest
 from torch_ragged.tensor._cut_placement import CutPlacement, chunk_of, of_dim
 from torch_ragged.tensor._placement_text import placement_text
 
@@ -108,8 +110,21 @@ class _InputHook(SharedHook):
             (parameters.get(key[0], key[0] if isinstance(key[0], int) else None), key[0], key[1:], change)
             for key, change in changes
         ]
+        # Names that ``**kwargs`` alone can take: only a call shows whether one is misspelled.
+        self._expected = [name for _, name, *_ in self.changes if isinstance(name, str) and name not in parameters]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._expected:
+            expected, self._expected = self._expected, []
+            given = [*list(_parameters_of(module))[: len(args)], *kwargs]
+            for wanted in expected:
+                if wanted not in given:
+                    near = "".join([f", such as {each}" for each in nearest(wanted, given, 1)])
+                    warnings.warn(
+                        f"the plan names the input {wanted} of {type(module).__name__}, and its first call has none: the rule "
+                        f"does nothing. Name one that is passed{near} (got {', '.join(given) or 'none by name'})",
+                        stacklevel=2,
+                    )
         for position, name, rest, change in self.changes:
             if name in kwargs:
                 kwargs = {**kwargs, name: replaced_at(kwargs[name], rest, change)}
@@ -130,14 +145,15 @@ class _OutputHook(SharedHook):
         return output
 
 
-def _parameters_of(module: nn.Module) -> dict[Any, int]:
-    """The position of each argument of ``forward`` that can be passed by position."""
+def _parameters_of(module: nn.Module) -> dict[Any, int | None]:
+    """The arguments of ``forward`` that have names: their positions, or None for one that is passed by keyword only."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # A forward that is not Python's.
         return {}
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return {each.name: index for index, each in enumerate(parameters) if each.kind in positional}
+    named = [(index, each) for index, each in enumerate(parameters) if each.kind in (*positional, each.KEYWORD_ONLY)]
+    return {each.name: index if each.kind in positional else None for index, each in named}
 
 
 def replaced_at(value: Any, key: Key, change: _Change) -> Any:

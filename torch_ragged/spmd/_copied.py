@@ -72,6 +72,8 @@ def _without_the_plan(model: nn.Module) -> Iterator[None]:
                 attributes[name] = type(attributes[name])(kept)
             for name in _OWN:
                 attributes.pop(name, None)
+            if is_own_hook(attributes.get("generate")):
+                del attributes["generate"]
         yield
     finally:
         for attributes, values in before:

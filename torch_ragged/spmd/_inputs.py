@@ -120,6 +120,11 @@ class _InputComparison(Comparison):
                 f'Pass the whole batch on every rank: plan.shard("{path}", Shard(0), {dim}) takes the rows of each rank. Or '
                 f'pass own rows, equally many on each rank (drop_last=True): plan.own_rows("{path}", {dim})'
             )
+            if any(key[: len(each)] == each for each in self._dims):
+                advice = (
+                    f"Its rows are own ones: along {dim}, pass equally many on each rank (drop_last=True), padded to one "
+                    "length; along other mesh dimensions, equal ones"
+                )
             self._known[key] = f"`{path}`", advice
         return self._known[key]
 

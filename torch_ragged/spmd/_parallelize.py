@@ -27,6 +27,7 @@ from torch_ragged.spmd._added import add_later
 from torch_ragged.spmd._boundary import add_boundaries
 from torch_ragged.spmd._copied import DeepCopy
 from torch_ragged.spmd._factories import add_factories
+from torch_ragged.spmd._generate import add_generate
 from torch_ragged.spmd._gradients import PendingGradients
 from torch_ragged.spmd._inference import add_inference
 from torch_ragged.spmd._inputs import compare_inputs
@@ -264,6 +265,7 @@ def _install(
         model.static_modules = StaticModules(model, mesh, resolved, changes, pending)  # type: ignore[assignment]
     compare_inputs(model, resolved.boundaries, mesh, compare_every)
     add_inference(model)
+    add_generate(model, resolved.boundaries, mesh)
     note_root([model])
     planned = {
         name: (record.shape, run_placements(record), _gradient_placements(record))

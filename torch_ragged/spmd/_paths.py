@@ -12,9 +12,23 @@ from typing import Optional, Union
 
 from torch_ragged.spmd._text import path_text
 
-__all__ = ["ActivationPath", "Key", "activation_path", "check_regex", "grad_path", "is_activation", "matches", "under"]
+__all__ = [
+    "WRAPPED",
+    "ActivationPath",
+    "Key",
+    "activation_path",
+    "check_regex",
+    "grad_path",
+    "is_activation",
+    "matches",
+    "under",
+    "with_adapters",
+]
 
 Key = tuple[Union[str, int], ...]
+
+WRAPPED = r"base_layer|original_module|modules_to_save\.\w+"
+"""Where PEFT puts a module that it wraps, below the module's own name."""
 
 _BRACKETS = re.compile(r"(?P<before>.*)<(?P<side>in|out)(?::(?P<key>\w+(?:\.\w+)*))?>", re.DOTALL)
 _STRAY_BRACKET = re.compile(r"(?<!\?)(?<!\?P)<")  # Not of (?<=...), (?<!...) or (?P<name>...).
@@ -105,6 +119,13 @@ def matches(path: str, names: Iterable[str]) -> list[str]:
     """The ``names`` that ``path`` matches as a whole, in their order."""
     pattern = re.compile(path)
     return [name for name in names if pattern.fullmatch(name)]
+
+
+def with_adapters(module: str, leaf: str, dim: int) -> str:
+    r"""The path of ``leaf``, a weight of modules that is cut in dimension ``dim``, and of what is cut likewise if PEFT has
+    wrapped them: the weight itself, a copy that is trained, and of the matrices of LoRA the one with this dimension.
+    """
+    return rf"{module}\.(({WRAPPED}|lora_{'AB'[dim == 0]}\.\w+)\.)?{leaf}"
 
 
 def under(prefix: str, path: str) -> str:

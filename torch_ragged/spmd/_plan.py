@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -599,7 +600,7 @@ class Plan:
         does what they do.
 
         Args:
-            model: a ``PreTrainedModel``, with or without values. It is not changed.
+            model: a ``PreTrainedModel``, or a ``PeftModel`` of one, with or without values. It is not changed.
             tp: the mesh dimension of ``tp_plan``. None leaves it out.
             fsdp: the mesh dimension of ``fsdp_plan``, which cuts the batch of the arguments, too: ``input_ids``, ``labels``,
                 ``attention_mask``, ``pixel_values`` and their like. None leaves it out; parameters that no rule names are
@@ -610,6 +611,10 @@ class Plan:
             ValueError: the model has no such plan, or one with a style that is unknown or has no meaning for DTensors.
         """
         _check_model("from_transformers", model)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        if base is not model:  # Of PEFT, which passes attributes of the model on, such as plans that do not know its prefix.
+            prefix = next(name for name, module in model.named_modules() if module is base)
+            return cls.from_transformers(base, tp=tp, fsdp=fsdp).under(re.escape(prefix))
         plan = cls()
         for path, placement in () if tp is None else shards_of(model):
             plan.shard(path, placement, tp)  # type: ignore[arg-type]

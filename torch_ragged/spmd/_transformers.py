@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.spmd._paths import WRAPPED, with_adapters
 from torch_ragged.spmd._text import path_text
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
@@ -70,6 +71,7 @@ _NO_MEANING = {
     "grouped_gemm": "it gives each rank whole experts, and tokens must follow them",
     "ep_dispatch_experts": "it sends tokens to experts inside of forward, by an all-to-all of local tensors",
 }
+_WRAPPED = re.compile(rf"\.({WRAPPED})$")
 _RESHARDS = {"free_full_weight": True, "keep_full_weight": False}
 _BATCH = (
     "input_ids",
@@ -94,7 +96,11 @@ def shards_of(model: nn.Module) -> list[tuple[str, Placement]]:
     for name, style in _plan_of(model, "tp_plan").items():
         path = _path(name)
         named_modules = {each: module for each, module in modules.items() if re.fullmatch(path, each)}
-        own = {each: params[each] for each in params if re.fullmatch(path, each) or each.rpartition(".")[0] in named_modules}
+        own = {
+            each: param
+            for each, param in params.items()
+            if re.fullmatch(path, each) or _WRAPPED.sub("", each.rpartition(".")[0]) in named_modules
+        }
         if not named_modules and not own:
             continue  # The plan is for all configs of a class; this model has no such part.
         if style not in _STYLES:
@@ -170,16 +176,19 @@ def _path(name: str) -> str:
 def _cuts_of_entry(path: str, params: Mapping[str, torch.Tensor], cut: _Cut) -> list[tuple[str, Placement]]:
     """The cuts of the parameters of an entry: one path for those that are cut alike."""
     alike: dict[Placement, dict[str, None]] = {}
+    is_wrapped = False
     for name, param in params.items():
         placement = cut(param.ndim)
         if placement is not None:
-            leaf = "" if re.fullmatch(path, name) else name.rpartition(".")[2]
-            alike.setdefault(placement, {})[leaf] = None
+            module, _, leaf = name.rpartition(".")
+            is_wrapped = is_wrapped or _WRAPPED.search(module) is not None
+            alike.setdefault(placement, {})["" if re.fullmatch(path, name) else leaf] = None
     found = []
     for placement, leaves in alike.items():
         names = [re.escape(leaf) for leaf in leaves if leaf]
-        end = rf"\.{names[0]}" if len(names) == 1 else rf"\.({'|'.join(names)})" if names else ""
-        found.append((path + end, placement))
+        end = names[0] if len(names) == 1 else f"({'|'.join(names)})"
+        named = with_adapters(path, end, placement.dim) if is_wrapped else rf"{path}\.{end}"  # type: ignore[attr-defined]
+        found.append((named if names else path, placement))
     return found
 
 

@@ -1,6 +1,7 @@
 """The zoo: plans for models of transformers and diffusers, whose classes stay as they are. One function per family.
 
 It must not import these libraries: a plan is names and placements. ``print(zoo.llama())`` shows the rules of a plan.
+A model with LoRA of PEFT takes ``zoo.llama().under("base_model.model")``: its adapters are cut as the weights are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, Optional, Union
 
 from torch.distributed.tensor import Replicate, Shard
 
+from torch_ragged.spmd._paths import with_adapters
 from torch_ragged.spmd._plan import Plan
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
@@ -241,7 +243,9 @@ def _on(plan: Plan, dp: _Data, tp: Optional[str], unit: Optional[str], cp: Optio
         dims = names[rule.dims[0]]  # type: ignore[attr-defined]
         if dims:
             placement = rule.placement * len(dims)  # type: ignore[attr-defined]
-            rules.append(dataclasses.replace(rule, dims=dims, placement=placement))  # type: ignore[call-arg]
+            module, _, leaf = rule.path.rpartition(r"\.")
+            path = with_adapters(module, leaf, placement[0].dim) if leaf in ("weight", "(weight|bias)") else rule.path
+            rules.append(dataclasses.replace(rule, path=path, dims=dims, placement=placement))  # type: ignore[call-arg]
     # Ranks along ``cp`` have equal parameters and other rows, as those along ``dp``: units reduce gradients over both.
     plan, data = Plan(rules), (*names["dp"], *names["cp"])
     return plan.default(Replicate()) if unit is None or not data else plan.unit(unit, data)

@@ -187,10 +187,17 @@ def _rows_of_a_cut(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     """Rows of a table whose rows are cut: pending, with zeros where another rank has the row.
 
     torch leaves the zeros to the reduction, which knows by a mask where they belong. It forgets the mask after one reduction,
-    so that a pending tensor could be used once only: autograd saves it for a product, and its backward would raise.
+    so that a pending tensor could be used once only: autograd saves it for a product, and its backward would raise. What the
+    rule gathers besides is gathered before: torch would make the mask first, of the rows that a rank has until then.
     """
     if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
         return found
+    if (wanted := _sharding_of(op, args, kwargs).output_sharding.redistribute_schema) is not None:
+        unmasked = [
+            tuple([Replicate() if hasattr(p, "mask_buffer") else p for p in getattr(spec, "placements", ())])
+            for spec in wanted.args_schema
+        ]
+        args = tuple([placed_as(a, placed) if isinstance(a, DTensor) else a for a, placed in zip(args, unmasked)])
     result = _by_torch(op, args, kwargs)
     masked = {dim: p.mask_buffer for dim, p in enumerate(result.placements) if hasattr(p, "mask_buffer")}
     if not masked:

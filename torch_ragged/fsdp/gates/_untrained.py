@@ -35,7 +35,15 @@ from torch_ragged.fsdp.core._fsdp_param import FSDPParam, group_by_param, local_
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 from torch_ragged.tensor._replaced import replaced as replaced_params
 
-__all__ = ["note_ignored", "note_replaced", "note_root", "refuse_other_replicas", "sharded_originals", "warn_of_unsharded"]
+__all__ = [
+    "note_ignored",
+    "note_replaced",
+    "note_root",
+    "refuse_other_replicas",
+    "sharded_originals",
+    "unsharded_under",
+    "warn_of_unsharded",
+]
 
 sharded_originals = WeakTensorKeyDictionary()
 """The parameters that ``fully_shard`` has replaced, with their names."""
@@ -84,10 +92,10 @@ def note_root(roots: Sequence[nn.Module]) -> None:
     _roots.update(roots)
 
 
-def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> None:
-    """Warn if a trainable parameter under ``roots`` is in none of ``groups``."""
+def unsharded_under(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> dict[nn.Parameter, str]:
+    """The trainable parameters under ``roots`` that are in none of ``groups``, with their names. None of one rank."""
     if not _has_ranks():
-        return
+        return {}
     managed = {(module, name) for group in groups for param in group.params for module, name in param.registered_names}
     found: dict[nn.Parameter, str] = {}
     for root in roots:
@@ -95,7 +103,11 @@ def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGrou
             for name, param in module._parameters.items():
                 if param is not None and (module, name) not in managed and _is_alone(param):
                     found.setdefault(param, f"{prefix}.{name}" if prefix else name)
-    if found:
+    return found
+
+
+def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> None:
+    if found := unsharded_under(roots, groups):
         note_ignored(found)
         warnings.warn(
             f"{_listed(list(found.values()))} under {type(roots[0]).__name__}: fully_shard has not sharded these parameters, "
