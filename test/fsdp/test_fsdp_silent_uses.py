@@ -33,6 +33,8 @@ OPTIONS = (
     ("set_reduce_scatter_unused_params", {"reduce_scatter_unused_params": True}, ("reduce_scatter_unused_params", "recurse")),
     ("set_reduce_scatter_max_input_buffers", {"max_input_buffers": 1}, ("recurse",)),
     ("set_keep_unsharded_storage", {"keep": True}, ("keep", "recurse")),
+    ("set_gradient_view", {"view": "pending"}, ("recurse",)),
+    ("set_reduce_wire", {"dtype": None}, ("recurse",)),
     ("set_persistent_buffers", {}, ("enable", "recurse")),
     ("set_collectives", {"name": "nccl"}, ("recurse",)),
     ("set_separate_reduce_scatter_group", {}, ("enable", "recurse")),
