@@ -128,7 +128,6 @@ SERIES = (
         (
             "_ranks/__init__.py",
             "_ranks/agreement.py",
-            "_ranks/comparison.py",
             "_ranks/peers.py",
             "_ranks/process.py",
             "_ranks/standstill.py",
@@ -178,6 +177,7 @@ SERIES = (
     Step(
         "0010-fsdp-collectives",
         (
+            "_ranks/comparison.py",
             "fsdp/comm/__init__.py",
             "fsdp/comm/_call_log.py",
             "fsdp/comm/_collectives.py",
