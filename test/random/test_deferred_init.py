@@ -296,7 +296,9 @@ class DeferredInitTest(unittest.TestCase):
             return layer
 
         error = error_of(lambda: materialize(deferred_init(draws_of_no_probability)))
-        self.assertRegex(error, r"materialize: aten\.bernoulli\.default at .*test_deferred_init\.py:\d+ cannot be replayed: .*p_in")
+        self.assertRegex(
+            error, r"materialize: aten\.bernoulli\.default at .*test_deferred_init\.py:\d+ cannot be replayed: .*p_in"
+        )
 
         def fails():
             nn.Linear(3, 3)
