@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from common import error_of, ranks
+from common import enter_fake_group, error_of, ranks
 from delays import undelayed
 from soon import soon
 from tested_device import DEVICE
@@ -290,6 +290,16 @@ class DeferredInitTest(unittest.TestCase):
         on_meta = deferred_init(lambda: nn.Linear(2, 2, device="meta"))
         self.assertIn("weight is on the meta device, but deferred_init did not", error_of(lambda: materialize(on_meta)))
 
+        def draws_of_no_probability():
+            layer = nn.Linear(3, 3)
+            layer.bias.data.copy_(torch.bernoulli(torch.full((3,), 2.0)))
+            return layer
+
+        error = error_of(lambda: materialize(deferred_init(draws_of_no_probability)))
+        self.assertRegex(
+            error, r"materialize: aten\.bernoulli\.default at .*test_deferred_init\.py:\d+ cannot be replayed: .*p_in"
+        )
+
         def fails():
             nn.Linear(3, 3)
             raise KeyError("of the user")
@@ -298,6 +308,42 @@ class DeferredInitTest(unittest.TestCase):
         self.assertIn("of the user", error_of(lambda: deferred_init(fails)))
         self.assertTrue(torch.equal(random_state(), before))
         self.assertIs(type(nn.Linear(2, 2).weight), nn.Parameter, "no mode is left")
+
+    def test_a_shard_has_its_elements_of_a_construction(self):
+        """One rank of two, without the other one."""
+        enter_fake_group(self, 2, rank=1)
+        mesh, numbers = init_device_mesh("cpu", (2,)), torch.arange(6.0)
+
+        def make():
+            module = nn.ParameterDict({name: torch.randn(4, 6) for name in ("constant", "interval", "diagonal", "element")})
+            with torch.no_grad():
+                module["constant"].mul_(numbers)
+                module["interval"].view(-1)[4:15].fill_(1)
+                module["diagonal"].diagonal().fill_(1)
+                module["element"][1, 4] = 1
+            module["chosen"] = torch.empty(4, 6).bernoulli_(torch.rand(4, 6))
+            generator = torch.Generator().manual_seed(5)
+            for name in ("order", "next order"):
+                module[name] = torch.randperm(24, generator=generator).view(4, 6).float()
+            return module
+
+        want, _, state = on_one_device(make)
+        for dim in range(2):
+            module = deferred(make)
+            for name, param in list(module.items()):
+                module[name] = nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(dim)]))
+            materialize(module)
+            for name, value in want.items():
+                self.assertTrue(torch.equal(module[name].to_local(), value.chunk(2, dim)[1]), (name, dim))
+            self.assertTrue(torch.equal(random_state(), state))
+
+    def test_parameters_of_fully_shard_stay_the_same_objects(self):
+        """An optimizer may have them already."""
+        enter_fake_group(self, 2)
+        module = fully_shard(deferred(Two), mesh=init_device_mesh("cpu", (2,)))
+        before = list(module.parameters())
+        materialize(module)
+        self.assertTrue(all(a is b for a, b in zip(before, module.parameters(), strict=True)))
 
     @ranks(2)
     def test_sharded_modules_have_the_bits_of_a_construction():
@@ -368,7 +414,8 @@ class DeferredInitTest(unittest.TestCase):
         mesh = init_device_mesh("cpu", (2,))
         module = shard_lists(deferred(Two, seed=mesh.get_rank()), mesh=mesh)
         error = error_of(lambda: materialize(module))
-        assert "materialize was called differently on different ranks: rank 0 has random state " in error, error
+        called = "ValueError: torch_ragged.random.materialize was called differently on different ranks: "
+        assert error.startswith(f"{called}rank 0 has random state "), error
         advice = "call torch.manual_seed with one seed on all ranks before deferred_init, and build the same module"
         assert error.endswith(f": {advice}"), error
         assert module.first.weight.is_meta, "nothing is allocated"
@@ -417,6 +464,7 @@ class DeferredInitTest(unittest.TestCase):
                 with torch.no_grad():
                     self.scaled.mul_(0.5).add_(1)
                     self.pair[1:5].fill_(2)
+                    self.pair[7, 1] = 3
 
         def function():
             module = nn.Sequential(*(nn.Linear(512, 513) for _ in range(4)))  # Of 513 rows, the first rank has one more.

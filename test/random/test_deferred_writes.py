@@ -310,6 +310,7 @@ class DeferredWritesTest(unittest.TestCase):
             lambda: model.cpu(),
             lambda: torch.ones(6, 6).copy_(model[0].weight.detach()),
             lambda: torch.save(model.state_dict(), io.BytesIO()),
+            lambda: torch.ops._c10d_functional.all_reduce(model[0].weight.data, "sum", "a group"),
         ):
             self.assertIn("has none yet: call materialize(module) before", error_of(function))
         self.assertIn("in place: call it in the function", error_of(lambda: model[0].weight.data.t_()))
@@ -391,11 +392,11 @@ class DeferredWritesTest(unittest.TestCase):
 
     def test_lazy_modules_are_made_by_their_first_forward(self):
         def make():
-            return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+            return nn.Sequential(nn.LazyLinear(4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64))
 
         found = []
         for construct in (make, lambda: materialize(deferred_init(make))):
-            found.append(changed(construct, lambda model: model(torch.ones(2, 5))))
+            found.append(changed(construct, lambda model: model(torch.ones(2, 5, dtype=torch.float64))))
         check_equal(*found, "")
         self.assertIn("run its first forward after materialize", error_of(lambda: deferred_init(lazy_forward)))
 

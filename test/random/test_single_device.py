@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import unittest
+import unittest.mock
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ragged import InterleavedShard, RaggedShard, StridedRaggedShard
 from torch_ragged.random import single_device
-from torch_ragged.tensor import _draw
-from torch_ragged.tensor._random import scope
+from torch_ragged.tensor import _draw, _random
+from torch_ragged.tensor._random import Scope, scope
 
 FLOATS, ALL = (torch.float32, torch.float64, torch.bfloat16, torch.float16), None
 OPS = {
@@ -554,6 +555,57 @@ class SingleDeviceTest(unittest.TestCase):
                     want, state, got, got_state = results
                     assert torch.equal(got.full_tensor(), want) and torch.equal(state, got_state), (placements, number)
 
+    def test_probabilities_that_are_cut_may_be_0_and_1_but_not_more(self):
+        enter_fake_group(self, 2)
+        mesh = init_device_mesh("cpu", (2,))
+        with single_device():
+            for values, is_wrong in (([0.0, 1.0], False), ([0.0, 1.5], True), ([-0.5, 1.0], True), ([0.0, math.nan], True)):
+                x = DTensor.from_local(torch.tensor(values), mesh, [Shard(0)])
+                error = error_of(torch.bernoulli, x)
+                self.assertEqual(error.startswith("RuntimeError: aten.bernoulli.default on a DTensor: Expected p_in"), is_wrong)
+                self.assertEqual(error == "", not is_wrong, error)
+            self.assertEqual(torch.bernoulli(DTensor.from_local(torch.ones(2), mesh, [Shard(0)])).to_local().tolist(), [1, 1])
+
+    def test_weights_that_each_rank_has_are_checked_before_it_draws(self):
+        """So the generators of all ranks stay as they were. Of probabilities, torch's op itself raises on each rank."""
+        enter_fake_group(self, 2)
+        x = DTensor.from_local(torch.tensor([[0.5, -1.0, 2.0]]), init_device_mesh("cpu", (2,)), [Replicate()])
+        with single_device():
+            before = torch.get_rng_state()
+            self.assertIn("multinomial.default on a DTensor: probability tensor contains", error_of(torch.multinomial, x, 2))
+            self.assertTrue(torch.equal(torch.get_rng_state(), before))
+            self.assertNotIn("on a DTensor", error_of(torch.bernoulli, x))
+
+    def test_in_a_call_of_a_plan_the_first_draw_alone_compares_states(self):
+        """Of a default generator: the calls compare it. A generator of the user is compared as ever."""
+        enter_fake_group(self, 2)
+        x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        generator = torch.Generator()
+        with single_device(), unittest.mock.patch.object(scope, "is_compared", True):
+            for expected, kwargs in ((1, {}), (0, {}), (0, {}), (1, {"generator": generator}), (1, {"generator": generator})):
+                with CommDebugMode() as mode:
+                    x.normal_(**kwargs)
+                self.assertEqual(mode.get_total_counts(), expected, kwargs)
+
+    def test_a_new_scope_is_off_and_knows_the_meshes_that_have_drawn(self):
+        enter_fake_group(self, 4)
+        meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2), (1, 4))]
+        new = Scope()
+        self.assertFalse(new.is_on or new.is_compared)
+        for mesh in meshes[:2]:
+            new.default[mesh, "cpu"] = 1
+        self.assertEqual([new.has_drawn(mesh) for mesh in meshes], [True, True, False])
+
+    def test_generators_are_kept_weakly_where_torch_can(self):
+        """From torch 2.12 on."""
+
+        class Without:
+            __slots__ = ()
+
+        for kind, expected in ((type("With", (), {}), True), (Without, False)):
+            with unittest.mock.patch.object(torch, "Generator", kind):
+                self.assertEqual(_random._has_weak_generators(), expected)
+
     def test_an_object_may_be_entered_again(self):
         switch = single_device()
         for _ in range(2):
@@ -575,9 +627,11 @@ class LocalTensorTest(unittest.TestCase):
 
         enter_fake_group(self, 4)
         mesh, whole = init_device_mesh("cpu", (4,)), torch.arange(24.0).view(6, 4) / 24
-        torch.manual_seed(3)
-        expected = draw(whole)
-        for placement in (Shard(0), Shard(1), Replicate(), RaggedShard((0,), (1, 2, 0, 3))):
+        transposed = whole.view(4, 6).t()
+        cases = [(whole, placement) for placement in (Shard(0), Shard(1), Replicate(), RaggedShard((0,), (1, 2, 0, 3)))]
+        for whole, placement in (*cases, (transposed, Shard(0))):
+            torch.manual_seed(3)
+            expected = draw(whole)
             with single_device(), LocalTensorMode(4):
                 tensor = distribute_tensor(whole, mesh, [placement])
                 torch.manual_seed(3)

@@ -87,6 +87,15 @@ class DrawTest(unittest.TestCase):
             seen["flat"] += held.flat
         self.assertGreater(min(seen.values()), 35, seen)
 
+    def test_normal_numbers_of_a_tensor_that_is_contiguous_in_its_last_dimension_only(self):
+        """It has no blocks of 16, as any tensor that is not contiguous."""
+        whole = torch.empty(3, 2, 4).transpose(0, 1)
+        whole.normal_(generator=torch.Generator().manual_seed(0))
+        held, local = owned((2, 3, 4), (1,), cuts_of((Replicate(),)), (0,)), torch.empty(2, 3, 4)
+        sampler = Sampler(aten.normal_.default, (), torch.float32, torch.Generator().manual_seed(0))
+        draw_owned(sampler, (2, 3, 4), whole.stride(), held.boxes, local)
+        self.assertTrue(torch.equal(local, whole))
+
     def test_numbers_that_come_by_one_seed_per_call_are_drawn_whole(self):
         """As MKL draws on processors of Intel: here an op whose halves do not give the numbers of the whole."""
         shape, generator = (4000,), torch.Generator()
@@ -148,6 +157,14 @@ class DrawTest(unittest.TestCase):
             with patch.object(philox, "grid_of", lambda _: philox.Grid(6)):
                 turns = _counter._try_turns(Sampler(grid.fill, (), torch.int64, grid), device)
             self.assertEqual(turns, None if found is None else _counter.Turns(6 * found, step))
+
+        def fill(tensor, generator=None):
+            grid.fill(tensor)
+            tensor += len(tensor)
+
+        grid = Grid(threads=6, lanes=4)
+        with patch.object(philox, "grid_of", lambda _: philox.Grid(6)):
+            self.assertIsNone(_counter._try_turns(Sampler(fill, (), torch.int64, grid), device), "the counter alone is equal")
 
     def test_it_holds_a_chunk_beside_the_local_tensor(self):
         """At most 1 MiB, also for an expert weight of GPT-OSS-120B's shape, of which this rank holds a 64th."""

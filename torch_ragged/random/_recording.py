@@ -177,27 +177,14 @@ class Recorder(TorchDispatchMode):
 
     def continued(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an op on deferred tensors, after deferred_init."""
-        given = {}
-
-        def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, DeferredTensor):
-                return leaf
-            found = self._fake(leaf)
-            given[id(found)] = found, leaf
-            return found
-
-        args, kwargs = pytree.tree_map(fake, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(DeferredTensor, self._fake, (args, kwargs))
         with self._fake_mode:
             result = self.__torch_dispatch__(func, (), args, kwargs)
         if self._has_drawn:
             self._note_ends()
 
-        def deferred(leaf: Any) -> Any:
-            if isinstance(leaf, FakeTensor):
-                return given[id(leaf)][1] if id(leaf) in given else self.deferred(leaf)
-            return leaf
-
-        return pytree.tree_map(deferred, result)
+        # Of an op in place or with out=, torch returns the argument, whatever this gives it.
+        return pytree.tree_map_only(FakeTensor, self.deferred, result)
 
     def _note_ends(self) -> None:
         """Note where the default generators are: the next recording may begin there."""

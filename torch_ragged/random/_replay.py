@@ -236,7 +236,7 @@ class _Run:
             sizes[dim] = size
             dim += 1
         fits = all(a + n <= total for a, n, total in zip(offsets, sizes, base.shape))
-        return (tuple(offsets), tuple(sizes)) if fits and not rest and math.prod(sizes) == math.prod(part.shape) else None
+        return (tuple(offsets), tuple(sizes)) if fits and not rest else None
 
     # --- running --------------------------------------------------------------------------------------------------------
 
@@ -337,8 +337,8 @@ class _Run:
         # elements of the op on whole tensors.
         result = self._call(entry, {part: local for part, local in locals_.items() if isinstance(local, torch.Tensor)})
         if made:
-            local = self._new(made[0], layout, direct)
-            self.memory[made[0].storage] = local.copy_(result) if made[0].storage in direct else result
+            target = direct.get(made[0].storage)
+            self.memory[made[0].storage] = result if target is None else target.copy_(result)
 
     def _call(self, entry: Entry, locals_: dict[StoragePart, torch.Tensor]) -> Any:
         """The op on local tensors; all other parts are values."""
@@ -437,7 +437,7 @@ def _is_constant_entry(entry: Entry) -> bool:
 def _is_exact(entry: Entry) -> bool:
     name = entry.op._schema.name.removeprefix("aten::")
     is_scaled = entry.kwargs.get("alpha", 1) != 1  # A fused multiply-add in vectors only.
-    return name.rstrip("_") in _EXACT and not is_scaled or name == "_to_copy"
+    return name.rstrip("_") in _EXACT and not is_scaled
 
 
 def _draw_of(entry: Entry) -> Optional[_Draw]:

@@ -72,7 +72,7 @@ def _chunks(
     shape = tuple(shape[dim] for dim in order)
     owned = [([offsets[dim] for dim in order], [sizes[dim] for dim in order]) for offsets, sizes in boxes]
     while start < stop:
-        end = stop if stop - start <= length or stop - start < length + least else start + length
+        end = stop if stop - start <= length + least else start + length
         yield start, end, tuple(_moves(shape, owned, start, end))
         start = end
 
