@@ -68,7 +68,7 @@ def headings(path):
 class PagesTest(unittest.TestCase):
     def test_code_that_does_not_run_is_rare_and_says_why(self):
         left_out = {(page, code.reason) for page in PAGES for code in code_of(page) if code.reason}
-        self.assertLessEqual(len(left_out), 8, left_out)
+        self.assertLessEqual(len(left_out), 9, left_out)
         self.assertTrue(all(len(reason) > 20 for _, reason in left_out))
 
     def test_pages_with_scripts_are_run_by_a_test_of_theirs(self):

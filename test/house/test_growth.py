@@ -87,6 +87,7 @@ def moved(mesh, folder):
     plan = transfer.plan(source, target)
     plan.run(source, target)
     plan.run(source, target, async_op=True).wait()
+    plan.run(source, target, delta=transfer.Baseline())
     plan.tiles()
 
 
@@ -143,7 +144,7 @@ MAKES = {
     "Shampoo": lambda mesh, folder: trained(mesh, of_matrices(Shampoo)),
     "SOAP": lambda mesh, folder: trained(mesh, of_matrices(SOAP)),
     "QKClip": clipped,
-    "Plan Handle": moved,
+    "Plan Handle Baseline": moved,
     "stream": streamed,
     "CheckpointWriter CheckpointReader": saved,
     "async_save": saved_in_background,
@@ -154,7 +155,7 @@ MAKES = {
 
 PLAIN = {
     *("OffloadPolicy", "CPUOffloadPolicy", "MixedPrecisionPolicy", "Offload", "BufferLayout", "Granularity", "Segments"),
-    *("Float8Planes", "Float4Planes", "Float8Weight", "EngineLayout", "MeshShape", "MatrixGroups"),
+    *("PullLayout", "RowPlanner", "Float8Planes", "Float4Planes", "Float8Weight", "EngineLayout", "MeshShape", "MatrixGroups"),
 }
 """Classes of values and of tensors: they own no more than what they are made of."""
 

@@ -68,7 +68,7 @@ class PolicyTest(unittest.TestCase):
         self.assertEqual(policy.imbalance(4), (1.0, 1.0))
 
     def test_what_muon_does_not_take_or_has_other_dimensions_is_not_kept_whole(self):
-        params = [("embedding", Shaped(8, 8)), ("bias", Shaped(64)), ("conv", Shaped(2, 2, 2, 8)), ("w", Shaped(8, 8))]
+        params = [("embedding", Shaped(8, 8)), ("bias", Shaped(64)), ("conv", Shaped(2, 2, 2, 2, 8)), ("w", Shaped(8, 8))]
         policy = muon_policy(lambda name, param: name != "embedding", sent_bytes=1e-9)
         choose(policy, params, 4)
         self.assertEqual(policy.groups[0].whole, ("w",))

@@ -323,7 +323,9 @@ all-reduce  tp    6      2.25 KiB
 memory per rank  bytes
 parameters       3.31 KiB
 gradients        3.31 KiB
-optimizer        6.68 KiB""",
+optimizer        6.68 KiB
+
+Gradients are those of one device, of the loss over the whole batch: factor 1.""",
         )
 
     def test_rules_are_shown_with_what_they_match(self):
@@ -363,7 +365,9 @@ memory per rank  bytes
 parameters       2.00 KiB
 gradients        2.00 KiB
 optimizer        4.05 KiB
-gathered         1.25 KiB""",
+gathered         1.25 KiB
+
+Gradients are those of one device, of the loss over the whole batch: factor 1.""",
         )
 
     def test_sizes_are_exact_below_a_kib(self):
