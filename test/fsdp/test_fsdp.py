@@ -400,6 +400,7 @@ class FullyShardTest(unittest.TestCase):
         gc.collect()
         assert gone() is None
 
+    @pytest.mark.slow
     def test_checkpoint_of_3_ranks_continues_on_other_world_sizes(self):
         with tempfile.TemporaryDirectory() as path:
             (want, values), *_ = run_ranks(3, save_trained, path)

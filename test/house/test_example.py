@@ -122,6 +122,7 @@ class ExampleTest(unittest.TestCase):
             history = json.loads((out / "report.json").read_text())["history"]
             self.assertEqual((history["resumed_at"][0] >= step, history["steps"][-1]), (True, step + 2))
 
+    @pytest.mark.slow
     def test_bad_input_is_an_error_on_every_rank(self):
         with tempfile.TemporaryDirectory() as folder:
             foreign = Path(folder)

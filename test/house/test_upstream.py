@@ -45,6 +45,7 @@ def _imported(node):
 
 
 class SeriesTest(unittest.TestCase):
+    @pytest.mark.slow
     @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
     def test_the_sources_make_each_patch_and_the_same_bytes_each_time(self):
         self.assertEqual(list(patches()), [f"{step.name}.patch" for step in SERIES])

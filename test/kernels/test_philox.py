@@ -79,6 +79,7 @@ def test_loops_give_the_matrix_product_that_an_a100_prints():
     assert np.allclose(corners, (-10.9531, -26.4219, -16.8281, -17.0938, -0.3831, -13.2188), rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_kernel_equals_the_loops_by_the_interpreter():
     answers = answers_of("philox_cases.py", *philox_cases.CASES, TRITON_INTERPRET="1")

@@ -201,6 +201,7 @@ def check_no_probability(takes_all):
 
 
 class SingleDeviceTest(unittest.TestCase):
+    @pytest.mark.slow
     def test_random_cases_on_meshes_of_one_to_three_dimensions(self):
         for mesh_shape, rounds in (((3,), 2), ((2, 1, 2), 1), ((2, 2), 2)):
             seen = run_ranks(torch.Size(mesh_shape).numel(), check_random_cases, mesh_shape, rounds, 1)[0]

@@ -7,6 +7,7 @@ import sys
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 from common import enter_fake_group
 from torch import nn
@@ -106,6 +107,7 @@ class FirstStepTest(unittest.TestCase):
             self.assertAlmostEqual(cost, _spmd._original[3](spec(*of_shard), spec(*wanted)))
             self.assertLess(cost, float("inf"))
 
+    @pytest.mark.slow
     def test_finding_static_modules_does_not_import_inductor(self):
         ran = subprocess.run([sys.executable, "-c", STATIC], capture_output=True, text=True, timeout=600)
         self.assertEqual(ran.stdout, "static: (root) False\n", ran.stderr)

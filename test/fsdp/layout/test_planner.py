@@ -506,6 +506,7 @@ class ModelTest(unittest.TestCase):
                     for order in (by_granularity, by_count):
                         self.assertLessEqual(layout.shard_numel, algorithm_1(layout.tensors, ranks, 64, order))
 
+    @pytest.mark.slow
     def test_never_above_the_other_planners(self):
         self.check_against_others((1024,))
 

@@ -4,6 +4,7 @@ import unittest
 from collections.abc import Callable
 from unittest import mock
 
+import pytest
 import torch
 from common import error_of, ranks, run_ranks
 from torch import nn
@@ -280,6 +281,7 @@ class PersistentBuffersTest(unittest.TestCase):
         step(model)
         assert len({group.encoding.buffer.flat.untyped_storage().nbytes() for group in blocks}) == 1  # Every slot is as large.
 
+    @pytest.mark.slow
     @ranks(2)
     def test_a_conversion_makes_new_buffers_and_trains_on():
         """``model.to(dtype)`` makes new slabs; training goes on with the bits of one that has none."""

@@ -249,6 +249,7 @@ def check_kills(count, seed):
 
 
 class StepFaultsTest(unittest.TestCase):
+    @pytest.mark.slow
     @ranks(2)
     def test_a_file_that_fails_is_an_error_on_all_ranks():
         with folder_of_ranks() as folder, chunks_of(200):

@@ -144,7 +144,9 @@ class FilesTest(unittest.TestCase):
             total = {key: sum(row[key] for row in rows) for key in rows[0]}
             assert total["tier_write_bytes"] == 4 * files and total["tier_read_bytes"] == (3 + 1) * files + one_chunk, total
             assert {"tier_read", "tier_exposed", "optimizer"} <= {span.kind for span in spans}, spans
-            assert all(0 <= span.end <= seconds for span in spans), (spans, seconds)
+            # Reads ahead and writes behind may end in another step than they began in.
+            here = [span for span in spans if span.kind not in ("tier_read", "tier_write")]
+            assert all(0 <= span.end <= seconds for span in here), (here, seconds)
             for row in rows:
                 if DEVICE == "cpu":  # Elsewhere, the one is the host's time, and the other one the device's.
                     assert 0 <= row["tier_exposed_s"] <= row["optimizer_s"], row
