@@ -149,6 +149,7 @@ SAVES = ("in place", "next step", "first", "in the background", "with retention"
 
 
 class PowerLossTest(unittest.TestCase):
+    @pytest.mark.slow
     def test_every_crash_point_of_a_save_in_place_leaves_the_old_or_the_new_checkpoint(self):
         self.assertEqual(list(lost("in place")), [])
 

@@ -95,6 +95,7 @@ class AttentionRuleTest(unittest.TestCase):
         )
         torch.testing.assert_close(found.full_tensor(), F.scaled_dot_product_attention(*tensors, enable_gqa=True))
 
+    @pytest.mark.slow
     def test_queries_that_are_cut_along_the_sequence_equal_one_process(self):
         run_ranks(4, check_cut_queries, False)
 

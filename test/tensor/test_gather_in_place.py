@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from common import ranks
 from oracle import MESHES, local_of, random_placement
@@ -79,6 +80,7 @@ def check_random_cases(meshes, cases, seed):
 
 
 class GatherInPlaceTest(unittest.TestCase):
+    @pytest.mark.slow
     @ranks(4)
     def test_peaks_are_those_of_the_result():
         """Beside the shard. What is not one stretch per rank is put in order slab by slab: such a tensor must be large."""

@@ -16,6 +16,7 @@ import time
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import context_of_ranks, error_of, ranks, run_ranks
@@ -421,6 +422,7 @@ class AssistedTest(unittest.TestCase):
 
 
 class SetCollectivesTest(unittest.TestCase):
+    @pytest.mark.slow
     def test_processes_end_with_a_reduction_under_way(self):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-W", "ignore", "-c", ENDS]

@@ -75,6 +75,7 @@ def fits(group, ranks, shard):
 
 
 class BoundTest(unittest.TestCase):
+    @pytest.mark.slow
     @settings(max_examples=600, deadline=None)
     @given(groups(), st.integers(1, 24), st.sampled_from((1, 1, 2, 4)))
     def test_no_layout_is_below_the_bound(self, group, ranks, alignment):

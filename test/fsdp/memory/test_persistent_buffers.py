@@ -232,6 +232,7 @@ class PersistentBuffersTest(unittest.TestCase):
             for error in errors:
                 self.assertRegex(error, "^RuntimeError: .*gradients.* not in .grad yet.*between steps")
 
+    @pytest.mark.slow
     @ranks(2)
     def test_what_stays_gathered_has_memory_of_its_own():
         """What stays gathered for a step (ZeRO-2, or not resharded after forward) has places of its own."""
