@@ -96,6 +96,11 @@ class StandstillTest(unittest.TestCase):
         self.assertIn("rank 0 in fully_shard with ranks 0, 2; ranks 1, 2, 3 in fully_shard with ranks 0, 1, 2, 3. All", text)
         self.assertIn("All ranks must pass the same mesh", text)
 
+    def test_two_waits_of_one_call_with_the_same_ranks_are_two_calls(self):
+        store, reduced = waits("fully_shard", [0, 1]), waits("fully_shard", [0, 1], [("g", 1)], ["agreement"])
+        self.check([0, 1], store, reduced)
+        self.check([0, 1], waits("fully_shard", [0, 1], [("g", 1)], ["agreement on the mesh"]), reduced)
+
     def test_an_error_that_has_ended_a_rank_is_the_cause(self):
         fates = {
             0: waits("barrier", [0, 1]),

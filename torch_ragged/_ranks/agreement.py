@@ -332,7 +332,8 @@ def _agree_on_group(group: dist.ProcessGroup, claim: str, call: str, seconds: fl
     """
     ranks = dist.get_process_group_ranks(group)
     announce()
-    with peers_named(call, "", lambda: ranks):
+    # A ticket, as a collective: another rank may wait for this one in an all-reduce of the same call and the same ranks.
+    with peers_named(call, "", lambda: ranks, [issued_on(group).issue("agreement on the mesh")]):
         # Ranks make their calls with one set of ranks in one order.
         number = next(_call_numbers.setdefault(default_store(), defaultdict(itertools.count))[tuple(ranks)])
         store = SharedStore(f"agreement/{name_of(ranks)}/{number}")

@@ -114,8 +114,8 @@ def _takes_part(fate: Fate, where: Whereabouts) -> bool:
     """Whether another rank has come to the call of ``where`` too. A collective may have been issued long before the wait."""
     if not fate.is_alive or fate.where is None:
         return False
-    if not where.tickets:
-        return (fate.where.call, fate.where.ranks) == (where.call, where.ranks)
+    if not where.tickets:  # A call has several waits: a rank in its all-reduce, which has a ticket, is in another one.
+        return not fate.where.tickets and (fate.where.call, fate.where.ranks) == (where.call, where.ranks)
     for group, number in where.tickets:
         mine, its = where.issued.get(group, {}), fate.where.issued.get(group, {})
         is_passed = bool(its) and number < min(its)
