@@ -27,7 +27,7 @@ from torch_ragged.fsdp.comm import _call_log
 from torch_ragged.fsdp.comm._call_log import CallLog, Predictor
 
 SIZE = 4
-OTHER_SIZES = {("checkpoint.save", "a forward and backward")} | {
+OTHER_SIZES = {("checkpoint.save", "a forward and backward"), ("full_tensor", "full_tensor of uneven shards")} | {
     (alone, f"full_tensor{of}")
     for alone in ("transfer.stream", "NeighbourCopies", "token_scale")
     for of in ("", " of uneven shards")
