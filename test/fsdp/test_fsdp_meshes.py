@@ -171,7 +171,8 @@ class MeshTest(unittest.TestCase):
             fully_shard(model, mesh=mesh["unadvised"])
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
-            assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor() == 128**0.5
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+            torch.testing.assert_close(norm, torch.tensor(128**0.5))  # The last bit depends on the CPU.
             assert len(logged) == 1, logged
         finally:
             logger.removeHandler(handler)
