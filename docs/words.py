@@ -20,6 +20,7 @@ INSTEAD = {
     r"\b(is|are) legal\b": "is allowed",
     r"\bstands? on\b": "is built on",
     r"\bto be had\b": "available",
+    r"\bwh(at|o)ever\b": "any, for any ..., a rank that ...",
     r"\bgives? back\b": "free, return",
     r"(?<!equal gradients, )\b(the same|equal) bits on any number of ranks": "with equal gradients, the same bits ...",
 }

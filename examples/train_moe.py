@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_moe.py --steps 180 --resume out/checkpoint
 
 The first trains on 4 ranks and saves every --save-every steps and at the end; the second goes on from the last complete
-checkpoint on 2, also if the first was killed, at whatever moment. Both write out/loss.png and out/report.json.
+checkpoint on 2, also if the first was killed, at any moment. Both write out/loss.png and out/report.json.
 """
 
 from __future__ import annotations

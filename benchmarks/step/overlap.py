@@ -13,7 +13,7 @@ round, medians:
     step           the same of the sharded stack
     exposed        step - compute: what compute does not hide, the package's Python included
 
-Exposed whatever one does are the first all-gather and the last reduce-scatter. ``--trace`` writes a step of rank 0 for
+The first all-gather and the last reduce-scatter are always exposed. ``--trace`` writes a step of rank 0 for
 chrome://tracing or Perfetto, ``--plot`` draws it (matplotlib).
 """
 

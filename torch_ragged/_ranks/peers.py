@@ -675,7 +675,7 @@ def _serve_peers(server: socket.socket, token: str) -> None:
             caller, _ = server.accept()
         except OSError:  # The process ends.
             return
-        if not slots.acquire(blocking=False):  # Whoever connects and says nothing must not keep others waiting.
+        if not slots.acquire(blocking=False):  # A caller that connects and sends nothing must not keep others waiting.
             caller.close()
             continue
         with contextlib.suppress(RuntimeError):  # No thread can start while Python ends.

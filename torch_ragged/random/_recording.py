@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
         if self._has_drawn:
             self._note_ends()
 
-        # Of an op in place or with out=, torch returns the argument, whatever this gives it.
+        # For an op in place or with out=, torch returns the argument, and drops this result.
         return pytree.tree_map_only(FakeTensor, self.deferred, result)
 
     def _note_ends(self) -> None:

@@ -1,6 +1,6 @@
 """``generate`` of transformers under a plan of own rows: the prompt of each rank is a part of one device's prompt.
 
-It must not know how tokens are made: it gives DTensors to a method of the model that takes whatever tensors there are.
+It must not know how tokens are made: it gives DTensors to a method of the model that takes plain tensors, too.
 """
 
 from __future__ import annotations

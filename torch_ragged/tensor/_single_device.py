@@ -243,7 +243,7 @@ def _multinomial(
         check_multinomial(tensor)
         noise = torch.empty_like(tensor).exponential_(1, generator=generator)
     if mesh.get_coordinate() is None:
-        if draws_samples:  # Each sample takes a number, whatever the weights are.
+        if draws_samples:  # Each sample takes one number, for any weights.
             torch.multinomial(local.new_ones(tensor.shape), num_samples, True, generator=generator)
         shape = torch.Size((*tensor.shape[:-1], num_samples))
         return DTensor.from_local(local.long(), mesh, rows, run_check=False, shape=shape, stride=row_major(shape))

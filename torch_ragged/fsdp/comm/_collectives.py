@@ -258,7 +258,7 @@ class ProcessGroupCollectives(Collectives):
         work = dist.all_to_all_single(
             received.view(-1), sent, [output.numel()] * group.size(), list(sizes), group=group, async_op=True
         )
-        # Behind the exchange, on the current stream: the sum of each element is in one order, whatever NCCL does.
+        # Behind the exchange, on the current stream: the sum of each element has one order, which NCCL does not choose.
         return Then(work, functools.partial(_add_received, received, output, divisor, sent))
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
