@@ -29,6 +29,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "fsdp.elastic._dormant_group",
         "fsdp.core._fsdp_param_group",
         "fsdp.core._fsdp_state",
+        "fsdp.bits",
         "fsdp.grads._weight_gradient",
     ),
     "Collectives": ("fsdp.comm",),

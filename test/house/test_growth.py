@@ -67,6 +67,16 @@ def copies(mesh, folder):
     found.recover(mesh)
 
 
+def same_bits(mesh, folder):
+    model, optimizer = trained(mesh)
+    same = fsdp.SameBits(model, optimizer, pieces=3)
+    for _ in same.pieces():
+        model(torch.ones(2, 8)).square().mean().backward()
+    same.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def resharded(mesh, folder):
     model, optimizer = trained(mesh)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -134,6 +144,7 @@ MAKES = {
     "UnshardHandle": lambda mesh, folder: model_of(mesh).unshard(async_op=True).wait(),
     "OffloadedOptimizer": offloaded,
     "Monitor": monitored,
+    "SameBits": same_bits,
     "NeighbourCopies": copies,
     "reshard_to": resharded,
     "Muon MuonPolicy": lambda mesh, folder: trained(mesh, of_matrices(Muon), orig_param_policy=muon_policy()),

@@ -16,6 +16,8 @@ from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
 from torch_ragged.fsdp._fully_shard import fully_shard
 from torch_ragged.fsdp._groups import buffer_layouts
 from torch_ragged.fsdp._upcoming import cpu_offload_by_budget
+from torch_ragged.fsdp.bits._exact import same_sum
+from torch_ragged.fsdp.bits._same_bits import SameBits
 from torch_ragged.fsdp.codes._float8 import Float4Policy, Float8Policy
 from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes
 from torch_ragged.fsdp.codes._float8_weight import Float8Weight, float4_weight, float8_matmul_weight, float8_weight
@@ -48,6 +50,7 @@ __all__ = [
     "Offload",
     "OffloadPolicy",
     "OffloadedOptimizer",
+    "SameBits",
     "CPUOffloadPolicy",
     "BufferLayout",
     "DBuffer",
@@ -84,6 +87,7 @@ __all__ = [
     "monitor",
     "offloaded",
     "plan_layout",
+    "same_sum",
     "NeighbourCopies",
     "reshard_to",
     "rows",

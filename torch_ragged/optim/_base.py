@@ -371,6 +371,9 @@ class RaggedOptimizer(torch.optim.Optimizer):
     ``torch.optim.Optimizer``. ``unsaved_options`` of a group belong to the program, and are in no state dict.
     """
 
+    has_equal_bits = True
+    """Given equal gradients, states and parameters have equal bits on any number of ranks."""
+
     _knobs: tuple[str, ...] = ()
     unsaved_options = ("capturable",)
 

@@ -1,0 +1,374 @@
+"""SameBits: losses, norms, parameters and states of any number of ranks are those of one process, to the bit."""
+
+import hashlib
+import math
+import random
+import re
+import unittest
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import error_of, ranks
+from torch import nn
+from torch.distributed._composable import checkpoint as apply_checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.func import functional_call
+
+from torch_ragged.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, SameBits, fully_shard, rows, same_sum
+from torch_ragged.fsdp.bits._exact import ExactSum
+from torch_ragged.fsdp.bits._tree import TreeSum
+from torch_ragged.optim import AdamW8bit, Muon
+
+STEPS, ROWS = 6, 3
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 48)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48)) for _ in range(2)
+        )
+        self.head = nn.Linear(48, 32, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + F.dropout(layer(x), 0.1)
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    """One of three experts for each piece: the others have no gradient there, and the last one is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 48)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.head = nn.Linear(48, 32, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x * self.layers[int(tokens[0, 0]) % 2](x))
+
+
+def tokens_of(step, pieces):
+    return torch.randint(0, 32, (pieces, ROWS, 9), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, tokens):
+    logits = model(tokens[:, :-1])
+    noise = random.random() + numpy.random.rand()  # Of the piece, too.
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) * (1 + noise)
+
+
+def tree(leaves):
+    if len(leaves) < 2:
+        return leaves[0]
+    left = 1 << (len(leaves) - 1).bit_length() - 1
+    return tree_of(tree(leaves[:left]), tree(leaves[left:]))
+
+
+def tree_of(left, right):
+    return right if left is None else left if right is None else left + right
+
+
+def in_one_process(model, optimizer, pieces, dtype=None, steps=range(STEPS), max_norm=0.5, norm_type=2.0):
+    """Plain torch: the definition. Returns losses and norms."""
+    params, numbers = dict(model.named_parameters()), []
+    for step in steps:
+        leaves, losses = {name: [] for name in params}, []
+        for piece, tokens in enumerate(tokens_of(step, pieces)):
+            seed = int.from_bytes(hashlib.sha256(repr((7, step, piece)).encode()).digest()[:8], "big")
+            torch.manual_seed(seed % 2**63), random.seed(seed), numpy.random.seed(seed % 2**32)
+            cast = {name: param.detach().to(dtype or param.dtype).requires_grad_() for name, param in params.items()}
+            loss = loss_of(lambda inputs: functional_call(model, cast, (inputs,)), tokens)  # noqa: B023
+            losses.append(loss.item())
+            for name, gradient in zip(cast, torch.autograd.grad(loss, list(cast.values()), allow_unused=True)):
+                leaves[name].append(None if gradient is None else gradient.float())
+        for name, param in params.items():
+            root = tree(leaves[name])
+            param.grad = None if root is None else (root / pieces).to(param.dtype)
+        gradients = [param.grad for param in params.values() if param.grad is not None]
+        values = [x for gradient in gradients for x in gradient.double().flatten().tolist()]
+        powers = {1.0: lambda: math.fsum(map(abs, values)), 2.0: lambda: math.sqrt(math.fsum(x * x for x in values))}
+        norm = powers.get(norm_type, lambda: max(map(abs, values)))()
+        for gradient in gradients:
+            gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append((math.fsum(losses) / pieces, norm))
+    return numbers
+
+
+def sharded(model, **options):
+    for layer in model.layers if isinstance(model, Dense) else ():
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+
+
+def train(same, model, optimizer, pieces, steps=range(STEPS), max_norm=0.5, norm_type=2.0):
+    numbers = []
+    for step in steps:
+        tokens = tokens_of(step, pieces)
+        for piece in same.pieces():
+            loss = loss_of(model, tokens[piece])
+            loss.backward()
+            same.add_loss(loss)
+        norm = same.clip_grad_norm_(max_norm, norm_type)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append((same.loss(), norm))
+    return numbers
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def adamw8bit(params):
+    return AdamW8bit(params, lr=0.01)
+
+
+def muon(params):
+    params = list(params)
+    matrices = [param for param in params if param.ndim == 2 and min(param.shape) > 40]
+    others = [param for param in params if not any(param is matrix for matrix in matrices)]
+    return Muon([{"params": matrices}, {"params": others, "algorithm": "adamw"}], lr=0.01)
+
+
+def check(kind, make, pieces, mp_policy=None, norm_type=2.0, **options):
+    torch.manual_seed(0)
+    model = kind()
+    torch.manual_seed(0)
+    expected_model = kind()
+    expected_optimizer = make(expected_model.parameters())
+    dtype = None if mp_policy is None else mp_policy.param_dtype
+    expected = in_one_process(expected_model, expected_optimizer, pieces, dtype, norm_type=norm_type)
+    model = sharded(model, **options, **({} if mp_policy is None else {"mp_policy": mp_policy}))
+    optimizer = make(model.parameters())
+    same = SameBits(model, optimizer, pieces=pieces, seed=7)
+    found = train(same, model, optimizer, pieces, norm_type=norm_type)
+    assert found == expected, (found, expected)
+    for (name, param), other in zip(model.named_parameters(), expected_model.parameters()):
+        assert bits(param).equal(bits(other)), name
+        for key, value in optimizer.state[param].items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                assert bits(value).equal(bits(expected_optimizer.state[other][key])), (name, key)
+
+
+def bits(tensor):
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor
+
+
+class SameBitsTest(unittest.TestCase):
+    @ranks(1)
+    def test_one_rank():
+        check(Dense, adamw, 3)
+        check(Experts, adamw, 5)
+
+    @ranks(2)
+    def test_two_ranks():
+        check(Dense, adamw, 5)
+        check(Experts, sgd, 6)
+
+    @ranks(3)
+    def test_three_ranks():
+        check(Dense, sgd, 7, BF16)
+        check(Experts, adamw, 2)
+
+    @ranks(4)
+    def test_four_ranks():
+        check(Dense, adamw, 6, BF16, reshard_after_forward=False)
+        check(Experts, adamw, 3, norm_type=math.inf)
+        check(Dense, adamw8bit, 4, orig_param_policy=lambda *_: rows(16), norm_type=1.0)
+        check(Dense, muon, 5)
+
+    @ranks(2)
+    def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks():
+        torch.manual_seed(0)
+        expected_model = Dense()
+        expected = in_one_process(expected_model, adamw(expected_model.parameters()), 4)
+        torch.manual_seed(0)
+        model = sharded(
+            Dense(),
+        )
+        optimizer = adamw(model.parameters())
+        same = SameBits(model, optimizer, pieces=4, seed=7)
+        assert train(same, model, optimizer, 4, range(3)) == expected[:3]
+        state, moments, kept = model.state_dict(), optimizer.state_dict(), same.state_dict()
+        whole = {name: value.full_tensor() for name, value in state.items()}
+        averages = [
+            {key: value.full_tensor() if value.ndim else value for key, value in each.items()}
+            for each in moments["state"].values()
+        ]
+        # On one rank: a mesh of this rank alone.
+        alone = Dense()
+        alone.load_state_dict(whole)
+        for layer in (*alone.layers, alone):
+            fully_shard(layer, mesh=DeviceMesh("cpu", [dist.get_rank()]))
+        optimizer = adamw(alone.parameters())
+        for param, moment in zip(alone.parameters(), averages, strict=True):
+            like = {
+                key: distribute_tensor(value, param.device_mesh, param.placements)
+                for key, value in moment.items()
+                if value.ndim
+            }
+            optimizer.state[param] = {**moment, **like}
+        same = SameBits(alone, optimizer, pieces=4, seed=7)
+        same.load_state_dict(kept)
+        assert train(same, alone, optimizer, 4, range(3, STEPS)) == expected[3:]
+        for other, text in (({"pieces": 5}, "pieces 5"), ({"tree": 0}, "tree 0"), ({"facts": []}, r"facts \[\]")):
+            assert re.search(text, error_of(same.load_state_dict, {**kept, **other})), text
+
+    @ranks(2)
+    def test_recomputation_and_generators():
+        """Checkpointed layers draw their dropout again; generators are as before after the pieces."""
+        torch.manual_seed(0)
+        expected_model = Dense()
+        expected = in_one_process(expected_model, adamw(expected_model.parameters()), 3)
+        torch.manual_seed(0)
+        model = Dense()
+        for layer in model.layers:
+            apply_checkpoint(layer)
+        sharded(model)
+        optimizer = adamw(model.parameters())
+        same = SameBits(model, optimizer, pieces=3, seed=7)
+        before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+        assert train(same, model, optimizer, 3) == expected
+        assert before[0].equal(torch.get_rng_state()) and before[1] == random.getstate()
+        assert (before[2] == numpy.random.get_state()[1]).all()
+
+    @ranks(2)
+    def test_what_would_have_other_bits_is_refused_on_all_ranks():
+        mesh = init_device_mesh("cpu", (2,))
+
+        def refusal(model, make=adamw, pieces=4, **options):
+            return error_of(SameBits, model, make(model.parameters()), pieces=pieces, **options)
+
+        def whole(**options):
+            return fully_shard(nn.Linear(16, 16), mesh=mesh, **options)
+
+        outside = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        fully_shard(outside[0], mesh=mesh)
+        assert "1.weight is outside of the units" in refusal(outside), refusal(outside)
+        hsdp = fully_shard(nn.Linear(16, 16), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+        assert "more than one mesh dimension" in refusal(hsdp)
+        assert "cut by the model" in refusal(whole(shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None))
+        narrow = whole(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        assert "reduced in torch.bfloat16" in refusal(narrow)
+        assert "offloaded" in refusal(whole(offload_policy=CPUOffloadPolicy()))
+        assert "collectives of its own" in refusal(whole(weights=(1, 3)))
+        factor = whole()
+        factor.set_gradient_divide_factor(3.0)
+        assert "divide factor" in refusal(factor)
+        wire = whole()
+        wire.set_reduce_wire(torch.bfloat16)
+        assert "wire dtype" in refusal(wire)
+        odd = fully_shard(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 5)), mesh=mesh, orig_param_policy=lambda *_: rows(3))
+        assert "begins elsewhere within 64 bytes" in refusal(odd), refusal(odd)
+        model = whole()
+        text = refusal(model, lambda params: torch.optim.AdamW(params, fused=True))
+        assert "AdamW with {'fused': True} gives" in text and "if the vector is cut" in text, text
+        assert "no positive number of pieces" in refusal(model, pieces=0)
+        # What differs on one rank is an error on both.
+        text = refusal(model, pieces=4 + dist.get_rank())
+        assert "pieces: 4 on rank 0, 5 on rank 1" in text, text
+        same = SameBits(model, adamw(model.parameters()), pieces=2)
+        assert "another SameBits" in refusal(model)
+        same.close()
+        SameBits(model, adamw(model.parameters()), pieces=2)
+
+    @ranks(2)
+    def test_wrong_loops_raise():
+        model = fully_shard(nn.Linear(16, 16), mesh=init_device_mesh("cpu", (2,)))
+        optimizer = adamw(model.parameters())
+        same = SameBits(model, optimizer, pieces=4)
+        for _ in same.pieces():
+            model(torch.ones(2, 16)).sum().backward()
+            break
+        assert "has not ended" in error_of(optimizer.step)
+        assert "has a gradient" in error_of(lambda: next(same.pieces()))
+        optimizer.zero_grad()
+
+        def twice():
+            for _ in same.pieces():
+                model(torch.ones(2, 16)).sum().backward()
+                model(torch.ones(2, 16)).sum().backward()
+
+        assert "a second time for one piece" in error_of(twice)
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        assert "set_requires_gradient_sync" in error_of(lambda: next(same.pieces()))
+        assert "norm_type" in error_of(same.clip_grad_norm_, 1.0, 3)
+        normed = fully_shard(nn.BatchNorm1d(16), mesh=init_device_mesh("cpu", (2,)))
+        other = SameBits(normed, adamw(normed.parameters()), pieces=2)
+
+        def updates():
+            for _ in other.pieces():
+                normed(torch.ones(2, 16)).sum().backward()
+
+        assert "written to the buffer num_batches_tracked" in error_of(updates), error_of(updates)
+
+
+class ExactSumTest(unittest.TestCase):
+    def test_sums_are_those_of_fsum(self):
+        generator = torch.Generator().manual_seed(0)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            spread = torch.randn(5000, generator=generator, dtype=torch.float64) * 4
+            values = (torch.randn(5000, generator=generator, dtype=torch.float64) * spread.exp()).clamp(-6e4, 6e4).to(dtype)
+            expected = math.fsum(values.double().tolist())
+            for part in (1, 7, 4999, 5000):
+                total = ExactSum(torch.device("cpu"))
+                for each in values[torch.randperm(5000, generator=generator)].split(part):
+                    total.add(each)
+                self.assertEqual(total.value(), expected, (dtype, part))
+            if dtype != torch.float64:
+                total.add(values, torch.square)
+                self.assertEqual(total.value(), math.fsum([*values.double().tolist(), *values.double().square().tolist()]))
+
+    def test_extreme_and_missing_values(self):
+        tiny, huge, inf, nan = 5e-324, 1.7e308, math.inf, math.nan
+        cases = ([tiny, -1e-310, huge, -huge], [huge, huge], [-huge, -huge], [], [0.0, -0.0], [1, inf], [inf, -inf], [nan, 1])
+        expected = (tiny - 1e-310, inf, -inf, 0.0, 0.0, inf, nan, nan)
+        for case, sum_of in zip(cases, expected, strict=True):
+            self.assertEqual(str(same_sum(torch.tensor(case, dtype=torch.float64))), str(sum_of), case)
+
+    @ranks(3)
+    def test_all_ranks_get_one_sum():
+        rank = dist.get_rank()
+        values = torch.randn(100, generator=torch.Generator().manual_seed(1)) * 1e8
+        own = values[: 10 * rank] if rank < 2 else values[10:]
+        assert same_sum(own) == math.fsum(values.double().tolist())
+        text = error_of(same_sum, torch.ones(2) if rank else torch.ones(2, dtype=torch.int64))
+        assert "same_sum adds a floating-point tensor" in text, text
+        expected = math.nan if rank == 3 else math.inf
+        assert same_sum(torch.tensor([math.inf if rank == 1 else 1.0])) == expected
+
+
+class TreeTest(unittest.TestCase):
+    def test_the_tree_depends_on_the_number_of_leaves_alone(self):
+        for count in range(1, 40):
+            leaves = torch.randn(count, 11, generator=torch.Generator().manual_seed(count)) * 1e3
+            expected = tree(list(leaves))
+            for part in (1, 2, 3, 5, 8):
+                found = TreeSum()
+                for received in leaves.clone().split(part):
+                    for leaf in received.clone().unbind():
+                        found.add(leaf)
+                    found.keep()
+                self.assertTrue(found.root().equal(expected), (count, part))
+
+
+if __name__ == "__main__":
+    unittest.main()

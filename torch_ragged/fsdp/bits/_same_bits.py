@@ -1,0 +1,355 @@
+"""SameBits: a step's loss, gradients, norm and parameters have the same bits on any number of ranks.
+
+It decides nothing about memory or overlap, and changes nothing of a model without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from torch_ragged._ranks.agreement import agreement
+from torch_ragged._ranks.groups import device_of
+from torch_ragged.fsdp._groups import module_states
+from torch_ragged.fsdp.bits._cut import depends_on_cut
+from torch_ragged.fsdp.bits._exact import ExactSum, reduce_exact
+from torch_ragged.fsdp.bits._tree import TREE_VERSION, PieceCollectives
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.core._fsdp_param import local_of
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core.encodings._plain import Encoding
+from torch_ragged.fsdp.layout._planner import plan_layout
+from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer
+
+__all__ = ["SameBits"]
+
+_CALL = "SameBits"
+_CACHE_LINE = 64  # Bytes. Products of few rows depend on the offset of a matrix within so many.
+_RANKS = (*range(1, 17), 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+"""Numbers of ranks for which layouts are compared."""
+
+_TRAINED = (torch.float32, torch.bfloat16, torch.float64)
+
+
+class SameBits:
+    """Training whose numbers do not depend on the number of ranks: losses, gradients, norms, parameters and states.
+
+    ::
+
+        same = SameBits(model, optimizer, pieces=8)                   # after fully_shard, on every rank
+        for batch in batches:                                         # the same whole batch, or its file, on every rank
+            for piece in same.pieces():                               # the numbers of this rank's pieces of the step
+                loss = model(batch[piece]).mean()
+                loss.backward()
+                same.add_loss(loss)
+            norm = same.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            print(same.loss())                                        # equal to the bit on 1, 2, 3, ... ranks
+
+    A step's batch is cut into ``pieces`` by sample. Each piece has one forward and backward, alone: what a rank computes does
+    not depend on how many pieces it has. Gradients of pieces are added by one fixed binary tree, in ``reduce_dtype``, and
+    divided once by the number of pieces; norms and losses are exact sums, rounded once. Random numbers of a piece begin at a
+    state made of the seed, the step and the piece (torch's, Python's and NumPy's global generators), and the generators are
+    as before afterwards. ``examples/same_bits.py`` has the same numbers in one process with plain torch.
+
+    With n ranks there are ``ceil(pieces / n)`` rounds. In the last round, a rank without a piece of its own repeats one that
+    another rank has, and its gradient does not count: all ranks issue the same collectives.
+
+    Args:
+        model: a root that ``fully_shard`` was called on, on a 1-D mesh.
+        optimizer: the optimizer of its parameters. If its step depends on where a shard ends, it is refused.
+        pieces: how many pieces a step has, in all. It may be less than the number of ranks.
+        seed: of the random numbers.
+
+    Attributes:
+        step: how many steps have begun. Set it to go on with a run.
+
+    Each backward is an all-to-all of float32 gradients per group (of ``reduce_dtype``, if that is wider) instead of a
+    reduce-scatter, with a receive buffer of the group's size; the nodes of the tree are up to ``1 + log2(pieces)`` shards.
+
+    Raises:
+        ValueError: what the model, the optimizer or this machine has would make other bits; the text has a line for each.
+            Ranks differ in threads, CPU capability, torch's version or the arguments. All ranks raise.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, pieces: int, seed: int = 0) -> None:
+        states = list(module_states(model).values())
+        groups = [group for state in states for group in state.groups]
+        first = groups[0]
+        self._device, self._groups = device_of(first.dp.mesh), [g for g in [first.dp.shard_group] if g is not None]
+        with agreement(self._groups, self._device, _CALL) as claim:
+            problems = list(_problems(model, groups, optimizer))
+            if not isinstance(pieces, int) or isinstance(pieces, bool) or pieces < 1:
+                problems.append(f"pieces={pieces!r} is no positive number of pieces")
+            if not isinstance(seed, int):
+                problems.append(f"seed={seed!r} is no integer")
+            if problems:
+                raise ValueError("SameBits: " + "; ".join(problems))
+            claim += [f"pieces: {pieces}", f"seed: {seed}", *facts(self._device)]
+        self._model, self._optimizer, self._states = model, optimizer, states
+        self._count, self._seed, self.step = pieces, seed, 0
+        self._ranks, self._rank = first.layout.ranks, first.rank
+        self._round, self._is_absent, self._is_open = 0, False, False
+        self._losses: dict[int, torch.Tensor] = {}
+        self._trees = [PieceCollectives(group.collectives, group, self._piece) for group in groups if group.is_trainable]
+        for tree in self._trees:
+            tree.group.collectives = tree
+        hook = weakref.WeakMethod(self._before_step)
+        self._hook = optimizer.register_step_pre_hook(lambda *_: (check := hook()) and check())
+
+    def close(self) -> None:
+        """The model trains as before this object was made."""
+        for tree in self._trees:
+            tree.group.collectives = tree.inner
+        self._hook.remove()
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[int]:
+        """The numbers of this rank's pieces in one step. When the loop ends, ``.grad`` has the mean over all pieces.
+
+        The body of the loop runs one forward and one backward for each. All ranks go through the same number of rounds.
+
+        Raises:
+            RuntimeError: ``.grad`` is not None; ``set_requires_gradient_sync(False)`` is set; a forward has written to a
+                buffer, as batch norm does, so that the next piece depends on this one.
+        """
+        self._begin()
+        before = _generator_states()
+        try:
+            for number in range(-(-self._count // self._ranks)):
+                self._round, first = number, number * self._ranks
+                own = first + self._rank
+                self._is_absent = own >= self._count
+                piece = first if self._is_absent else own
+                _seed_generators(self._seed, self.step - 1, piece)
+                written = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
+                yield piece
+                for name, (buffer, version) in written.items():
+                    if buffer._version != version:
+                        raise RuntimeError(
+                            f"SameBits: a forward has written to the buffer {name}, so that a piece depends on those before it "
+                            "on this rank: keep it as it is in forward (batch norm: eval()), and update it after the step"
+                        )
+            self._finish()
+        finally:
+            _set_generators(before)
+
+    def _begin(self) -> None:
+        for state in self._states:
+            if not state.requires_gradient_sync:
+                raise RuntimeError("SameBits: set_requires_gradient_sync(False) would add pieces within a rank: leave it True")
+        for tree in self._trees:
+            if any(param.sharded.grad is not None for param in tree.group.params):
+                raise RuntimeError(f"SameBits: {tree.group.names} has a gradient: call zero_grad() before the pieces of a step")
+        for tree in self._trees:
+            tree.start()
+        self._losses, self._is_open = {}, True
+        self.step += 1
+
+    def _finish(self) -> None:
+        """Set ``.grad``. Backward has left it None where no piece has a gradient."""
+        rounds = self._round + 1
+        with torch.no_grad():
+            for tree in self._trees:
+                mean = tree.finish(rounds, self._count)
+                for param, (begin, end) in zip(tree.group.params, tree.group.reduction.intervals):
+                    if mean is not None and param.sharded.grad is not None:
+                        local = local_of(param.sharded.grad)
+                        local.copy_(mean[begin:end].view_as(local))
+        self._is_open = False
+
+    def _piece(self) -> tuple[int, bool]:
+        return self._round, self._is_absent
+
+    def _before_step(self) -> None:
+        if self._is_open:
+            raise RuntimeError("SameBits: the loop over pieces() has not ended, so gradients are not complete: let it end")
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Note the loss of the piece of this round, one number. No collective."""
+        if not self._is_absent:
+            self._losses[self._round] = loss.detach().reshape(())
+
+    def loss(self) -> float:
+        """The mean of the noted losses over all pieces of the last step: their exact sum, divided by the number of pieces.
+
+        Collectives: an all-reduce of 33 KB. The host waits.
+        """
+        total = ExactSum(self._device)
+        for loss in self._losses.values():
+            total.add(loss.to(self._device))
+        reduce_exact(total.bins, self._groups, f"{_CALL}.loss")
+        return total.value() / self._count
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the gradients of the model by their norm, as ``torch.nn.utils.clip_grad_norm_`` does; return the norm.
+
+        The norm is the root of an exact sum of squares (``norm_type`` 1: of absolute values; inf: the largest one). If it is
+        not finite, gradients become what the factor makes of them, as with torch.
+
+        Collectives: an all-reduce of 33 KB. The host waits.
+
+        Raises:
+            ValueError: another ``norm_type``: powers have other bits at the end of a shard.
+        """
+        functions = {1.0: torch.abs, 2.0: torch.square, math.inf: torch.abs}
+        with agreement(self._groups, self._device, f"{_CALL}.clip_grad_norm_") as claim:
+            if norm_type not in functions:
+                raise ValueError(f"SameBits.clip_grad_norm_ takes norm_type 1, 2 or inf, got {norm_type!r}")
+            claim += [f"norm_type: {norm_type}", f"max_norm: {max_norm}"]
+        function = functions[norm_type]
+        params = [param.sharded for tree in self._trees for param in tree.group.params]
+        gradients = [local_of(param.grad) for param in params if param.grad is not None]
+        with torch.no_grad():
+            if math.isinf(norm_type):
+                norm = self._largest(gradients)
+            else:
+                total = ExactSum(self._device)
+                for gradient in gradients:
+                    total.add(gradient.to(self._device), function)
+                reduce_exact(total.bins, self._groups, f"{_CALL}.clip_grad_norm_")
+                norm = math.sqrt(total.value()) if norm_type == 2 else total.value()
+            factor = math.nan if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return norm
+
+    def _largest(self, gradients: list[torch.Tensor]) -> float:
+        parts = [gradient.abs().max().to(self._device, torch.float64) for gradient in gradients if gradient.numel()]
+        largest = torch.stack(parts).max() if parts else torch.zeros((), dtype=torch.float64, device=self._device)
+        # The second number: backends compare NaN in ways of their own.
+        numbers = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().to(largest.dtype)])
+        reduce_exact(numbers, self._groups, f"{_CALL}.clip_grad_norm_", dist.ReduceOp.MAX)
+        return math.nan if numbers[1] else float(numbers[0])
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What another run needs to go on with the same bits, on any number of ranks."""
+        return {
+            "pieces": self._count,
+            "seed": self._seed,
+            "step": self.step,
+            "tree": TREE_VERSION,
+            "facts": facts(self._device),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a run.
+
+        Raises:
+            ValueError: it had other pieces, another seed, another rule of the tree, or ran on another machine or torch.
+        """
+        mine = self.state_dict()
+        for name in ("pieces", "seed", "tree", "facts"):
+            if state.get(name) != mine[name]:
+                raise ValueError(
+                    f"SameBits: the run had {name} {state.get(name)}, and this one has {mine[name]}: bits would differ"
+                )
+        self.step = state["step"]
+
+
+def facts(device: torch.device) -> list[str]:
+    """What the bits of a computation depend on, beside its program: equal on all ranks, and in all parts of a run."""
+    lines = [
+        f"torch: {torch.__version__}",
+        f"threads: {torch.get_num_threads()}",
+        f"CPU capability: {torch.backends.cpu.get_cpu_capability()}",
+        f"MKL, oneDNN: {torch.backends.mkl.is_available()}, {torch.backends.mkldnn.is_available()}",
+        f"deterministic algorithms: {torch.are_deterministic_algorithms_enabled()}",
+        f"float32 matmul precision: {torch.get_float32_matmul_precision()}",
+    ]
+    if device.type == "cuda":
+        lines += [
+            f"device: {torch.cuda.get_device_name(device)}",
+            f"cuDNN: {torch.backends.cudnn.version()}, benchmark {torch.backends.cudnn.benchmark}",
+        ]
+    return lines
+
+
+def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizer: Optimizer) -> Iterator[str]:
+    """What has other bits on another number of ranks."""
+    held = {id(param.sharded) for group in groups for param in group.params}
+    for name, param in model.named_parameters():
+        if param.requires_grad and id(param) not in held:
+            yield f"{name} is outside of the units of fully_shard: ranks do not add its gradients"
+    for group in groups:
+        dp, settings = group.dp, group.settings
+        if dp.has_replicas or dp.levels is not None or dp.mesh.ndim > 1 or dp.counts_once:
+            yield f"{group.names} is on more than one mesh dimension (HSDP, HIERARCHICAL, plans): use a 1-D mesh"
+        elif any(param.distribution.is_dtensor or param.distribution.shard_dim for param in group.params):
+            yield f"{group.names} is cut by the model, or as Shard(d) with d > 0: leave it to fully_shard's ragged shards"
+        elif not dp.has_shards:
+            yield f"{group.names} is not cut over ranks: give fully_shard a 1-D mesh"
+        if type(group.collectives) is not ProcessGroupCollectives or group.process_groups.custom_reduce_scatter is not None:
+            yield f"{group.names} has collectives of its own (set_collectives, weights, another SameBits): use the default ones"
+        if group.process_groups.wire is not None or settings.reduce_hook is not None or settings.reduction.divisor is not None:
+            yield f"{group.names} has a wire dtype, an all-reduce hook or a divide factor: leave them out"
+        if group.gradient_user is not None or group.offloads_params:
+            yield f"{group.names} is offloaded, or is stepped in backward: this is not covered"
+        if type(group.encoding) is not Encoding:
+            yield f"{group.names} is all-gathered as codes or tensor types: this is not covered"
+        if group.orig_dtype not in _TRAINED or group.reduce_dtype not in (torch.float32, torch.float64):
+            yield (
+                f"{group.names} is {group.orig_dtype}, reduced in {group.reduce_dtype}: nodes of the tree are float32 or "
+                "float64; give MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+        if (moving := _moving(group)) is not None:
+            yield (
+                f"{moving} begins elsewhere within {_CACHE_LINE} bytes of its buffer on other numbers of ranks, and products of few "
+                "rows depend on it: give its unit no orig_param_policy, or blocks and matrices of whole multiples of that"
+            )
+    if isinstance(optimizer, OffloadedOptimizer):
+        yield "the optimizer is offloaded: this is not covered"
+    elif (why := depends_on_cut(optimizer)) is not None:
+        yield why
+
+
+def _moving(group: FSDPParamGroup) -> str | None:
+    """A matrix whose offset in the gathered buffer differs between numbers of ranks, modulo a line; None if there is none."""
+    layout, line = group.layout, max(1, _CACHE_LINE // group.param_dtype.itemsize)
+    if all(tensor.block == 1 for tensor in layout.tensors):  # One behind the other, on any number of ranks.
+        return None
+    for ranks in _RANKS:
+        offsets = plan_layout(layout.tensors, ranks, layout.alignment).offsets
+        for param, here, there in zip(group.params, layout.offsets, offsets):
+            if param.sharded.ndim > 1 and (here - there) % line:
+                return param.fqn
+    return None
+
+
+def _seed_generators(*numbers: int) -> None:
+    """Begin at a state made of these numbers. Near numbers give independent states."""
+    mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big")
+    torch.manual_seed(mixed % 2**63)
+    random.seed(mixed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(mixed % 2**32)
+
+
+def _generator_states() -> tuple[Any, ...]:
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    return torch.get_rng_state(), devices, random.getstate(), numpy
+
+
+def _set_generators(states: tuple[Any, ...]) -> None:
+    own, devices, python, numpy = states
+    torch.set_rng_state(own)
+    if devices is not None:
+        torch.cuda.set_rng_state_all(devices)
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)

@@ -1,0 +1,146 @@
+"""Sums of gradients over the pieces of a step, by one binary tree that depends on the number of pieces alone.
+
+It does not know how a batch is cut into pieces, or what follows a sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from torch_ragged._ranks.groups import is_gloo
+from torch_ragged.fsdp.comm import _gloo
+from torch_ragged.fsdp.comm._collectives import (
+    Collectives,
+    ReduceScatterTraits,
+    Then,
+    Work,
+    WrappedCollectives,
+    done,
+    wait_all,
+)
+from torch_ragged.fsdp.comm._reduction import Reduction
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+
+__all__ = ["TREE_VERSION", "PieceCollectives", "TreeSum"]
+
+TREE_VERSION = 1
+"""The rule of :class:`TreeSum`. Runs with another rule have other bits."""
+
+_ABSENT = -0.0
+"""The gradient of a parameter that a piece has not used: ``x + -0.0`` has the bits of ``x``, also of ``0.0`` and ``-0.0``."""
+
+
+class TreeSum:
+    """The sum of leaves that come in order. The left subtree of n leaves has the largest power of two below n::
+
+        6 leaves    ((0 + 1) + (2 + 3)) + (4 + 5)
+        7 leaves    ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
+
+    It holds at most ``1 + log2(n)`` nodes. It writes to the leaves that it gets.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[int, torch.Tensor]] = []  # With the number of leaves, which halves from one to the next.
+
+    def add(self, leaf: torch.Tensor) -> None:
+        """Add the next leaf."""
+        self._nodes.append((1, leaf))
+        while len(self._nodes) > 1 and self._nodes[-1][0] == self._nodes[-2][0]:
+            self._join()
+
+    def _join(self) -> None:
+        (count, right), (before, left) = self._nodes.pop(), self._nodes.pop()
+        self._nodes.append((before + count, left.add_(right)))
+
+    def keep(self) -> None:
+        """The memory of the leaves is freed next: keep copies of nodes that lie there."""
+        self._nodes = [(count, node.clone() if node._is_view() else node) for count, node in self._nodes]
+
+    def root(self) -> torch.Tensor:
+        """The sum. The tree is empty afterwards."""
+        while len(self._nodes) > 1:
+            self._join()
+        return self._nodes.pop()[1]
+
+    def clear(self) -> None:
+        """Forget all leaves."""
+        self._nodes = []
+
+
+class PieceCollectives(WrappedCollectives):
+    """The collectives of a group whose reduce-scatter keeps what ranks send as leaves of a :class:`TreeSum`.
+
+    ::
+
+        round 0    rank 0 sends piece 0, rank 1 piece 1, rank 2 piece 2         leaves 0, 1, 2 of this rank's shard
+        round 1    rank 0 sends piece 3, rank 1 piece 4, rank 2 has no piece    leaves 3, 4, and one of absent gradients
+
+    A reduce-scatter is an all-to-all. Its output is negative zeros, so that ``.grad`` is zero until :meth:`TreeSum.root`
+    replaces it. The receive buffer has the size of the group's gradient buffer.
+
+    Args:
+        inner: the collectives of the mesh's process group, which carry all else.
+        group: the group of parameters.
+        piece: returns the number of the round, and whether this rank has no piece in it.
+    """
+
+    def __init__(self, inner: Collectives, group: FSDPParamGroup, piece: Callable[[], tuple[int, bool]]) -> None:
+        super().__init__(inner)
+        self.group, self.tree, self.round = group, TreeSum(), -1
+        self._piece = piece
+
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        return ReduceScatterTraits(adds_wide=False, holds_second_buffer=True)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
+    ) -> Work:
+        number, is_absent = self._piece()
+        if number <= self.round:  # On all ranks alike: groups are reduced in one order.
+            raise RuntimeError(
+                f"{self.group.names} is reduced a second time for one piece: with SameBits, each piece has one backward, "
+                "through one forward of each module. Add the losses of a piece"
+            )
+        layout, ranks = self.group.layout, self.group.layout.ranks
+        received = buffer.new_empty(ranks, output.numel())
+        # A round without this group, as of a module that no rank has used, has absent leaves.
+        for _ in range(ranks * (number - self.round - 1)):
+            self.tree.add(torch.full_like(output, _ABSENT))
+        self.round = number
+        for param, offset, tensor in zip(self.group.params, layout.offsets, layout.tensors):
+            if is_absent:
+                param.was_used = False  # Another rank says whether one of the pieces has used it.
+            if not param.was_used:
+                buffer[offset : offset + tensor.numel].fill_(_ABSENT)
+        group = group or self.group.dp.shard_group
+        if ranks == 1 or group is None:
+            return Then(done, functools.partial(self._receive, received.copy_(buffer.view_as(received)), output))
+        work: Work = _gloo.issued(dist.all_to_all_single, received.view(-1), buffer, group=group)
+        work = wait_all([work]) if is_gloo(group, buffer.device) else work
+        return Then(work, functools.partial(self._receive, received, output, buffer))
+
+    def _receive(self, received: torch.Tensor, output: torch.Tensor, *_: torch.Tensor) -> None:
+        """``received`` has come. What was sent has lived until here."""
+        with torch.no_grad():
+            for leaf in received.to(output.dtype).unbind():
+                self.tree.add(leaf)
+            self.tree.keep()
+            output.fill_(_ABSENT)
+
+    def start(self) -> None:
+        """A step begins."""
+        self.tree.clear()
+        self.round = -1
+
+    def finish(self, rounds: int, divisor: int) -> torch.Tensor | None:
+        """The mean over the pieces of this rank's shard, or None if no piece has used the group."""
+        if self.round < 0:
+            return None
+        like = self.group.sharded.flat
+        for _ in range(self.group.layout.ranks * (rounds - 1 - self.round)):
+            self.tree.add(torch.full_like(like, _ABSENT, dtype=self.group.reduce_dtype))
+        return self.tree.root().div_(divisor)
