@@ -308,8 +308,8 @@ def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizer: Optimiz
             )
         if (moving := _moving(group)) is not None:
             yield (
-                f"{moving} begins elsewhere within {_CACHE_LINE} bytes of its buffer on other numbers of ranks, and products of few "
-                "rows depend on it: give its unit no orig_param_policy, or blocks and matrices of whole multiples of that"
+                f"{moving} begins elsewhere within {_CACHE_LINE} bytes of its buffer on other numbers of ranks, and products "
+                "of few rows depend on it: give its unit no orig_param_policy, or blocks and matrices of whole multiples of that"
             )
     if isinstance(optimizer, OffloadedOptimizer):
         yield "the optimizer is offloaded: this is not covered"

@@ -138,7 +138,13 @@ def _round_shards(kinds: Iterable[Kind], alignment: int, bound: int, below: int)
 
 
 def smallest_shard(kinds: Sequence[Kind], ranks: int, alignment: int, bound: int, below: int | None = None) -> int | None:
-    """The smallest shard size, from ``bound`` on, at which tensors fit in this order; None if it is not less than ``below``."""
+    """The smallest shard size, from ``bound`` on, at which tensors fit in this order; None if it is not less than ``below``.
+
+    For a tensor with segments, let L be the least common multiple of its blocks, and c an element that is whole blocks from the
+    start of every run. If it fits with S, it fits with S' of at least S + L. With S, the first boundary is at r, at most the
+    rest of the shard. The rest of the shard of S' is larger by L or more, so one of the elements c + k * L is between r and
+    this rest. So the tensor has as many elements before the boundary, or more, and ends no later.
+    """
     runs = [(kind, len(list(same))) for kind, same in itertools.groupby(kinds)]
     enough = max(alignment, sum(kind.numel for kind in kinds))  # At this size, one shard holds all tensors.
     best = below
