@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
-from torch_ragged.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, SameBits, fully_shard, rows, same_sum
+from torch_ragged.fsdp import HIERARCHICAL, CPUOffloadPolicy, MixedPrecisionPolicy, SameBits, fully_shard, rows, same_sum
 from torch_ragged.fsdp.bits._exact import ExactSum
 from torch_ragged.fsdp.bits._tree import TreeSum
 from torch_ragged.optim import AdamW8bit, Muon
@@ -106,9 +106,10 @@ def in_one_process(model, optimizer, pieces, dtype=None, steps=range(STEPS), max
 
 
 def sharded(model, **options):
+    mesh = options.pop("mesh", None) or init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers if isinstance(model, Dense) else ():
-        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
-    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def train(same, model, optimizer, pieces, steps=range(STEPS), max_norm=0.5, norm_type=2.0):
@@ -194,6 +195,12 @@ class SameBitsTest(unittest.TestCase):
         check(Dense, adamw8bit, 4, orig_param_policy=lambda *_: rows(16), norm_type=1.0)
         check(Dense, muon, 5)
 
+    @ranks(4)
+    def test_replicas():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        check(Dense, adamw, 7, BF16, mesh=mesh)
+        check(Experts, adamw, 3, mesh=mesh)
+
     @ranks(2)
     def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks():
         torch.manual_seed(0)
@@ -262,8 +269,10 @@ class SameBitsTest(unittest.TestCase):
         outside = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
         fully_shard(outside[0], mesh=mesh)
         assert "1.weight is outside of the units" in refusal(outside), refusal(outside)
-        hsdp = fully_shard(nn.Linear(16, 16), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
-        assert "more than one mesh dimension" in refusal(hsdp)
+        levels = fully_shard(
+            nn.Linear(16, 16), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")), placements=HIERARCHICAL
+        )
+        assert "two mesh dimensions (HIERARCHICAL)" in refusal(levels)
         assert "cut by the model" in refusal(whole(shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None))
         narrow = whole(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
         assert "reduced in torch.bfloat16" in refusal(narrow)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_ragged._ranks.agreement import agreement
-from torch_ragged._ranks.groups import device_of
+from torch_ragged._ranks.groups import device_of, groups_of
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.bits._cut import depends_on_cut
 from torch_ragged.fsdp.bits._exact import ExactSum, reduce_exact
@@ -67,7 +67,7 @@ class SameBits:
     another rank has, and its gradient does not count: all ranks issue the same collectives.
 
     Args:
-        model: a root that ``fully_shard`` was called on, on a 1-D mesh.
+        model: a root that ``fully_shard`` was called on, on a 1-D mesh, or a 2-D one of replicas and shards (HSDP).
         optimizer: the optimizer of its parameters. If its step depends on where a shard ends, it is refused.
         pieces: how many pieces a step has, in all. It may be less than the number of ranks.
         seed: of the random numbers.
@@ -87,7 +87,8 @@ class SameBits:
         states = list(module_states(model).values())
         groups = [group for state in states for group in state.groups]
         first = groups[0]
-        self._device, self._groups = device_of(first.dp.mesh), [g for g in [first.dp.shard_group] if g is not None]
+        self._device, self._groups = device_of(first.dp.mesh), groups_of(first.dp.mesh)
+        self._shard_groups = [group for group in [first.dp.shard_group] if group is not None]  # Replicas have equal shards.
         with agreement(self._groups, self._device, _CALL) as claim:
             problems = list(_problems(model, groups, optimizer))
             if not isinstance(pieces, int) or isinstance(pieces, bool) or pieces < 1:
@@ -99,7 +100,7 @@ class SameBits:
             claim += [f"pieces: {pieces}", f"seed: {seed}", *facts(self._device)]
         self._model, self._optimizer, self._states = model, optimizer, states
         self._count, self._seed, self.step = pieces, seed, 0
-        self._ranks, self._rank = first.layout.ranks, first.rank
+        self._ranks, self._rank = first.dp.mesh.size(), first.dp.mesh.mesh.flatten().tolist().index(dist.get_rank())
         self._round, self._is_absent, self._is_open = 0, False, False
         self._losses: dict[int, torch.Tensor] = {}
         self._trees = [PieceCollectives(group.collectives, group, self._piece) for group in groups if group.is_trainable]
@@ -148,8 +149,12 @@ class SameBits:
 
     def _begin(self) -> None:
         for state in self._states:
-            if not state.requires_gradient_sync:
-                raise RuntimeError("SameBits: set_requires_gradient_sync(False) would add pieces within a rank: leave it True")
+            keeps = any(not group.settings.requires_all_reduce for group in state.groups)
+            if not state.requires_gradient_sync or state.accumulates or keeps:
+                raise RuntimeError(
+                    "SameBits: set_requires_gradient_sync(False), set_requires_all_reduce(False) and ZERO1 with "
+                    "set_is_last_backward(False) would add pieces within a rank: leave them True"
+                )
         for tree in self._trees:
             if any(param.sharded.grad is not None for param in tree.group.params):
                 raise RuntimeError(f"SameBits: {tree.group.names} has a gradient: call zero_grad() before the pieces of a step")
@@ -219,7 +224,7 @@ class SameBits:
                 total = ExactSum(self._device)
                 for gradient in gradients:
                     total.add(gradient.to(self._device), function)
-                reduce_exact(total.bins, self._groups, f"{_CALL}.clip_grad_norm_")
+                reduce_exact(total.bins, self._shard_groups, f"{_CALL}.clip_grad_norm_")
                 norm = math.sqrt(total.value()) if norm_type == 2 else total.value()
             factor = math.nan if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
             for gradient in gradients:
@@ -231,7 +236,7 @@ class SameBits:
         largest = torch.stack(parts).max() if parts else torch.zeros((), dtype=torch.float64, device=self._device)
         # The second number: backends compare NaN in ways of their own.
         numbers = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().to(largest.dtype)])
-        reduce_exact(numbers, self._groups, f"{_CALL}.clip_grad_norm_", dist.ReduceOp.MAX)
+        reduce_exact(numbers, self._shard_groups, f"{_CALL}.clip_grad_norm_", dist.ReduceOp.MAX)
         return math.nan if numbers[1] else float(numbers[0])
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -287,8 +292,10 @@ def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizer: Optimiz
             yield f"{name} is outside of the units of fully_shard: ranks do not add its gradients"
     for group in groups:
         dp, settings = group.dp, group.settings
-        if dp.has_replicas or dp.levels is not None or dp.mesh.ndim > 1 or dp.counts_once:
-            yield f"{group.names} is on more than one mesh dimension (HSDP, HIERARCHICAL, plans): use a 1-D mesh"
+        if dp.levels is not None or dp.counts_once:
+            yield f"{group.names} is cut over two mesh dimensions (HIERARCHICAL), or by a plan: this is not covered"
+        elif dp.mesh != groups[0].dp.mesh:
+            yield f"{group.names} is on another mesh than {groups[0].names}: pieces are counted on one"
         elif any(param.distribution.is_dtensor or param.distribution.shard_dim for param in group.params):
             yield f"{group.names} is cut by the model, or as Shard(d) with d > 0: leave it to fully_shard's ragged shards"
         elif not dp.has_shards:
@@ -309,7 +316,7 @@ def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizer: Optimiz
         if (moving := _moving(group)) is not None:
             yield (
                 f"{moving} begins elsewhere within {_CACHE_LINE} bytes of its buffer on other numbers of ranks, and products "
-                "of few rows depend on it: give its unit no orig_param_policy, or blocks and matrices of whole multiples of that"
+                "of few rows depend on it: give its unit no orig_param_policy, or blocks and matrices of whole multiples"
             )
     if isinstance(optimizer, OffloadedOptimizer):
         yield "the optimizer is offloaded: this is not covered"

@@ -19,6 +19,7 @@ from torch_ragged.fsdp.comm._collectives import (
     Then,
     Work,
     WrappedCollectives,
+    all_gather_single,
     done,
     wait_all,
 )
@@ -80,7 +81,8 @@ class PieceCollectives(WrappedCollectives):
         round 1    rank 0 sends piece 3, rank 1 piece 4, rank 2 has no piece    leaves 3, 4, and one of absent gradients
 
     A reduce-scatter is an all-to-all. Its output is negative zeros, so that ``.grad`` is zero until :meth:`TreeSum.root`
-    replaces it. The receive buffer has the size of the group's gradient buffer.
+    replaces it. The receive buffer has the size of the group's gradient buffer. With replicas (HSDP), the all-reduce is an
+    all-gather of the leaves that other replicas have received; ranks count replica by replica.
 
     Args:
         inner: the collectives of the mesh's process group, which carry all else.
@@ -91,7 +93,8 @@ class PieceCollectives(WrappedCollectives):
     def __init__(self, inner: Collectives, group: FSDPParamGroup, piece: Callable[[], tuple[int, bool]]) -> None:
         super().__init__(inner)
         self.group, self.tree, self.round = group, TreeSum(), -1
-        self._piece = piece
+        self._piece, self._leaves = piece, group.dp.mesh.size()  # Of a round.
+        self._received: torch.Tensor | None = None
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return ReduceScatterTraits(adds_wide=False, holds_second_buffer=True)
@@ -105,10 +108,10 @@ class PieceCollectives(WrappedCollectives):
                 f"{self.group.names} is reduced a second time for one piece: with SameBits, each piece has one backward, "
                 "through one forward of each module. Add the losses of a piece"
             )
-        layout, ranks = self.group.layout, self.group.layout.ranks
-        received = buffer.new_empty(ranks, output.numel())
+        layout = self.group.layout
+        received = buffer.new_empty(layout.ranks, output.numel())
         # A round without this group, as of a module that no rank has used, has absent leaves.
-        for _ in range(ranks * (number - self.round - 1)):
+        for _ in range(self._leaves * (number - self.round - 1)):
             self.tree.add(torch.full_like(output, _ABSENT))
         self.round = number
         for param, offset, tensor in zip(self.group.params, layout.offsets, layout.tensors):
@@ -117,7 +120,7 @@ class PieceCollectives(WrappedCollectives):
             if not param.was_used:
                 buffer[offset : offset + tensor.numel].fill_(_ABSENT)
         group = group or self.group.dp.shard_group
-        if ranks == 1 or group is None:
+        if layout.ranks == 1 or group is None:
             return Then(done, functools.partial(self._receive, received.copy_(buffer.view_as(received)), output))
         work: Work = _gloo.issued(dist.all_to_all_single, received.view(-1), buffer, group=group)
         work = wait_all([work]) if is_gloo(group, buffer.device) else work
@@ -126,21 +129,38 @@ class PieceCollectives(WrappedCollectives):
     def _receive(self, received: torch.Tensor, output: torch.Tensor, *_: torch.Tensor) -> None:
         """``received`` has come. What was sent has lived until here."""
         with torch.no_grad():
-            for leaf in received.to(output.dtype).unbind():
+            output.fill_(_ABSENT)
+        if self.group.dp.has_replicas:
+            self._received = received  # Of this replica: ranks issue the next collective in one order, not in a wait.
+        else:
+            self._take(received)
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
+        own, self._received = self._received, None
+        replicas = self.group.dp.replicate_group
+        assert own is not None and replicas is not None
+        received = own.new_empty(self._leaves, own.shape[1])
+        work: Work = all_gather_single(received.view(-1), own.view(-1), group=replicas, async_op=True)
+        work = wait_all([work]) if is_gloo(replicas, own.device) else work
+        return Then(work, functools.partial(self._take, received, own))
+
+    def _take(self, received: torch.Tensor, *_: torch.Tensor) -> None:
+        """Add the leaves of a round, in the order of ranks."""
+        with torch.no_grad():
+            for leaf in received.unbind():
                 self.tree.add(leaf)
             self.tree.keep()
-            output.fill_(_ABSENT)
 
     def start(self) -> None:
         """A step begins."""
         self.tree.clear()
-        self.round = -1
+        self.round, self._received = -1, None
 
     def finish(self, rounds: int, divisor: int) -> torch.Tensor | None:
         """The mean over the pieces of this rank's shard, or None if no piece has used the group."""
         if self.round < 0:
             return None
         like = self.group.sharded.flat
-        for _ in range(self.group.layout.ranks * (rounds - 1 - self.round)):
+        for _ in range(self._leaves * (rounds - 1 - self.round)):
             self.tree.add(torch.full_like(like, _ABSENT, dtype=self.group.reduce_dtype))
         return self.tree.root().div_(divisor)
