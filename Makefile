@@ -26,7 +26,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz pairs delays mutants patches upstream matrix clients rehearsal rehearse packages lint clean
+.PHONY: demo docs test test-all test-gpu test-gpu-ranks fuzz pairs bits delays mutants patches upstream matrix clients rehearsal rehearse packages lint clean
 demo: $(DEMO_READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -67,6 +67,10 @@ pairs: $(READY)
 delays: $(READY)
 	TORCH_RAGGED_TEST_DELAYS=$(or $(SEED),0) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" test
 	TORCH_RAGGED_TEST_DELAYS=$(or $(SEED),0) $(MAKE) pairs
+
+# SameBits: every pair of features in one of 20 configurations, each on 1, 2, 3, 4, 6 and 8 ranks, to the bit of one process. Hours.
+bits: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python test/fsdp/bits/run.py --steps $(or $(STEPS),200) --json $(OUT)/bits.json
 
 # The site: out/docs/index.html. Warnings and broken links between pages are errors.
 docs: $(DOCS_READY)
