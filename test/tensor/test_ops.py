@@ -47,6 +47,8 @@ ELEMENTWISE = {
     "copy_": lambda x, y: torch.empty_like(x).copy_(y),
     "zero_": lambda x, y: x.clone().zero_(),
     "fill_": lambda x, y: x.clone().fill_(2),
+    "masked put": lambda x, y: x.index_put((y > 0,), torch.tensor(0.5)),
+    "masked put_": lambda x, y: x.clone().index_put_((y > 0,), torch.tensor(0.5), accumulate=True),
     "lerp_": lambda x, y: x.clone().lerp_(y, 0.1),
     "out": lambda x, y: torch.add(x, y, out=torch.empty_like(x)),
     "foreach_add": lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2)[0],
@@ -199,6 +201,7 @@ class OpsTest(unittest.TestCase):
             ),
             "adam": lambda p, foreach: torch.optim.Adam(p, lr=0.1, amsgrad=True, foreach=foreach),
             "adamw": lambda p, foreach: torch.optim.AdamW(p, lr=0.1, foreach=foreach),
+            "rprop": lambda p, foreach: torch.optim.Rprop([x for x in p if x.dim()], foreach=foreach),
             "fused": lambda p, foreach: torch.optim.AdamW(p, lr=0.1, fused=True),
         }
         for name, make in makers.items():
