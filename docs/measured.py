@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compatibility", "fsdp2_tests", "mutants", "op_coverage", "programs"]
+__all__ = ["compatibility", "fsdp2_tests", "mutants", "op_coverage", "optimizers", "programs"]
 
 _DATA = Path(__file__).with_name("data")
 
@@ -31,6 +31,33 @@ def programs(part: str) -> list[str]:
     equal = sum(row[-1].startswith("equal") for row in found["rows"])
     counts = f"On {found['machine']}, without a GPU, {equal} of {len(found['rows'])} rows are equal."
     return [counts, "", *_table(("program", "torch", "what", "ranks", "result"), *found["rows"])]
+
+
+def optimizers() -> list[str]:
+    """What ``test/clients/optimizers.py`` has found: a row for each package."""
+    found = _read("optimizers")
+    packages: dict[str, dict[str, list[str]]] = {}
+    for row in found["rows"]:
+        if "one process" in row:  # It needs a GPU, or other arguments or gradients.
+            continue
+        cells = packages.setdefault(row["package"], {"equal": [], "other": [], "rows": [], "refused": []})
+        name, result, rows = f"`{row['optimizer']}`", row["default"], row.get("Shard(0)", "")
+        values = ("close", "differs")
+        if result == "equal":
+            cells["equal"].append(name)
+        elif rows == "equal":
+            cells["rows"].append(name)
+        elif result.startswith(values):
+            cells["other"].append(f"{name} ({result.split()[1]})")
+        elif rows.startswith(values):
+            cells["other"].append(f"{name} ({rows.split()[1]} with `Shard(0)`)")
+        else:
+            cells["refused"].append(name)
+    table: list[Sequence[object]] = [("package", "equal", "equal with `Shard(0)` only", "other values", "refused")]
+    for package, each in packages.items():
+        table.append((package, *(", ".join(each[kind]) for kind in ("equal", "rows", "other", "refused"))))
+    versions = ", ".join(sorted({row["torch"] for row in found["rows"]}))
+    return [f"On {found['machine']}, without a GPU, torch {versions}:", "", *_table(*table)]
 
 
 def compatibility(part: str) -> list[str]:

@@ -14,6 +14,7 @@ SCRIPTS = {
     "fsdp2_tests": ("measured", "fsdp2_tests"),
     "mutants": ("measured", "mutants"),
     "op_coverage": ("measured", "op_coverage"),
+    "optimizers": ("measured", "optimizers"),
     "programs": ("measured", "programs"),
 }
 """A directive to the script of docs/ and its function that make the lines."""

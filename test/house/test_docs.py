@@ -205,6 +205,7 @@ class ReferenceTest(unittest.TestCase):
             (measured.mutants("modules"), 7, 6),
             (measured.compatibility("versions"), 7, 3),
             (measured.compatibility("listed"), 3, 50),
+            (measured.optimizers(), 5, 10),
             (measured.programs("rows"), 5, 90),
             (measured.programs("not_run"), 3, 3),
             (measured.fsdp2_tests("counts"), 2, 5),

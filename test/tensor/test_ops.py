@@ -47,6 +47,8 @@ ELEMENTWISE = {
     "copy_": lambda x, y: torch.empty_like(x).copy_(y),
     "zero_": lambda x, y: x.clone().zero_(),
     "fill_": lambda x, y: x.clone().fill_(2),
+    "masked put": lambda x, y: x.index_put((y > 0,), torch.tensor(0.5)),
+    "masked put_": lambda x, y: x.clone().index_put_((y > 0,), torch.tensor(0.5), accumulate=True),
     "lerp_": lambda x, y: x.clone().lerp_(y, 0.1),
     "out": lambda x, y: torch.add(x, y, out=torch.empty_like(x)),
     "foreach_add": lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2)[0],
@@ -199,6 +201,7 @@ class OpsTest(unittest.TestCase):
             ),
             "adam": lambda p, foreach: torch.optim.Adam(p, lr=0.1, amsgrad=True, foreach=foreach),
             "adamw": lambda p, foreach: torch.optim.AdamW(p, lr=0.1, foreach=foreach),
+            "rprop": lambda p, foreach: torch.optim.Rprop([x for x in p if x.dim()], foreach=foreach),
             "fused": lambda p, foreach: torch.optim.AdamW(p, lr=0.1, fused=True),
         }
         for name, make in makers.items():
@@ -310,6 +313,19 @@ class OpsTest(unittest.TestCase):
         a = uneven(torch.randn(8, 6))
         assert error_of(lambda: a + a.redistribute(placements=[Replicate()]).to_local()).startswith("RuntimeError")
         assert dist.get_world_size() == 4
+
+    @ranks(4)
+    def test_a_plain_number_that_would_be_written_is_an_error_before_communication():
+        """As optimizers of other packages sum up norms: torch would fail with an assertion without a text."""
+        mesh, total = init_device_mesh("cpu", (4,)), torch.zeros(1)
+        for placement in (RaggedShard((0,), (1, 2, 0, 5)), Shard(0)):
+            norm = distribute_tensor(torch.ones(8, 6), mesh, [placement]).norm()
+            for number in (total, total[0]):
+                for _ in range(2):  # The second one could be answered by a cache of the dispatcher.
+                    with CommDebugMode() as mode:
+                        assert "DTensor writes to DTensors only" in error_of(number.add_, norm)
+                    assert mode.get_total_counts() == 0 and not total.any()
+        assert torch.allclose((total + norm).full_tensor(), torch.tensor([48.0]).sqrt())
 
     @unittest.skipIf(torch.__version__ < "2.13", "DTensor has no rule for batch norm")
     @ranks(4)

@@ -22,7 +22,7 @@ from torch.utils._debug_mode import DebugMode
 
 from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, Hook, extend_in_place, has, hook, hooks
 from torch_ragged.tensor import interleaved_placement_types, placement_types, strided_placement_types  # noqa: F401, own types
-from torch_ragged.tensor._copied_view import reaches_the_tensor, with_writes
+from torch_ragged.tensor._copied_view import reaches_the_tensor, refuse_plain_target, with_writes
 from torch_ragged.tensor._cut_placement import own_types
 from torch_ragged.tensor._dispatch import complete_keys
 from torch_ragged.tensor._ops import register_cpu_attention
@@ -230,7 +230,8 @@ def _install_redistribute_local_tensor() -> None:
 
 @hook(
     "OpDispatcher._propagate_op_sharding_dispatch_slow_path, _dispatch_get_local_results_slow_path",
-    "ask placements for their own sharding rules, and run ops on local tensors as these rules say",
+    "ask placements for their own sharding rules, and run ops on local tensors as these rules say; what would write a "
+    "DTensor into a plain number is an error with a text",
     PROTOCOL,
     lambda: (
         has(dtensor_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path, "args", "kwargs", "op_info", "try_cache")
@@ -247,6 +248,7 @@ def _install_dispatch() -> None:
     def propagate(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
         extension = extension_of_op(op_info)
         if extension is None and not all_ops.run:
+            refuse_plain_target(op_call, args)
             return propagate_original(op_call, args, kwargs, op_info, try_cache)
         try_cache = try_cache or reaches_the_tensor(op_call)  # Copied views come here at each call.
         if extension is None:

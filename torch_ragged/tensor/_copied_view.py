@@ -24,7 +24,7 @@ from torch_ragged.tensor._ops._whole_tensors import on_whole_tensors
 from torch_ragged.tensor._ops._writes import count_writes, writes_in_inference, writes_unmarked, written_by
 from torch_ragged.tensor._redistribute import redistribute_local
 
-__all__ = ["CopiedView", "reaches_the_tensor", "with_writes"]
+__all__ = ["CopiedView", "reaches_the_tensor", "refuse_plain_target", "with_writes"]
 
 _aten = torch.ops.aten
 _View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
@@ -123,6 +123,20 @@ class CopiedView(DTensor):
 def reaches_the_tensor(op: torch._ops.OpOverload) -> bool:
     """Whether calls of an op need :func:`with_writes`: it is a view, or it writes to an argument."""
     return _is_view(op) or op._schema.is_mutable or writes_unmarked(op)
+
+
+def refuse_plain_target(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    """``plain.add_(dtensor)``, of one element: torch replicates it, communicates, writes, and then fails without a text.
+
+    Raises:
+        NotImplementedError: the tensor that the op writes is no DTensor.
+    """
+    in_place = op._schema.name.endswith("_") and op._schema.is_mutable
+    if in_place and args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+        raise NotImplementedError(
+            f"{op} of a plain tensor with a DTensor: DTensor writes to DTensors only. Use the op that is not in place, as in "
+            "total = total + t.norm(), or call full_tensor() of the DTensor on all ranks first"
+        )
 
 
 def with_writes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any, answer: Any) -> Any:

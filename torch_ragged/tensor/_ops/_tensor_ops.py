@@ -9,7 +9,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torch_ragged.tensor._ops._pointwise_ops import pointwise_rule
 from torch_ragged.tensor._ops._rows import has_ragged_rows, rows_of
-from torch_ragged.tensor._ops._rules import OpCall, Sharding, decomposition, is_row_major, rule, tensor_leaves, unsupported
+from torch_ragged.tensor._ops._rules import (
+    NoLocalWay,
+    OpCall,
+    Sharding,
+    decomposition,
+    is_row_major,
+    rule,
+    tensor_leaves,
+    unsupported,
+)
 from torch_ragged.tensor.placement_types import RaggedShard
 
 aten = torch.ops.aten
@@ -35,6 +44,16 @@ rule(
     aten.zero_.default,
     aten.zeros_like.default,
 )(pointwise_rule)
+
+
+@rule(aten.index_put.default, aten.index_put_.default)
+def masked_put_rule(call: OpCall) -> Sharding:
+    """``tensor[mask] = number``, with a mask of the tensor's shape: element-wise, as ``masked_fill``."""
+    tensor, indices, value = call.args[:3]
+    (mask, *others) = indices
+    if others or mask is None or mask.tensor_meta.dtype != torch.bool or mask.shape != tensor.shape or value.shape:
+        raise NoLocalWay("it writes elements by index")
+    return pointwise_rule(call)
 
 
 @rule(
