@@ -168,6 +168,16 @@ class SameBitsTest(unittest.TestCase):
         model.set_requires_gradient_sync(False)
         assert "set_requires_gradient_sync" in error_of(lambda: next(same.pieces()))
         assert "norm_type" in error_of(same.clip_grad_norm_, 1.0, 3)
+        model.set_requires_gradient_sync(True)
+        for piece in same.pieces():
+            loss = model(torch.ones(2, 16)).sum()
+            loss.backward()
+            if piece != 1:
+                same.add_loss(loss)
+        assert "3 of 4 pieces have a loss" in error_of(same.loss)
+        model.set_collectives("copy_engine")
+        model.zero_grad()
+        assert "other units or collectives" in error_of(lambda: next(same.pieces()))
         normed = fully_shard(nn.BatchNorm1d(16), mesh=init_device_mesh("cpu", (2,)))
         other = SameBits(normed, adamw(normed.parameters()), pieces=2)
 

@@ -10,7 +10,7 @@ import math
 import random
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class SameBits:
 
     Args:
         model: a root that ``fully_shard`` was called on, on a 1-D mesh, or a 2-D one of replicas and shards (HSDP).
-        optimizer: the optimizer of its parameters. If its step depends on where a shard ends, it is refused.
+        optimizer: the optimizer of its parameters, or several. If a step depends on where a shard ends, it is refused.
         pieces: how many pieces a step has, in all. It may be less than the number of ranks.
         seed: of the random numbers.
 
@@ -83,14 +83,17 @@ class SameBits:
             Ranks differ in threads, CPU capability, torch's version or the arguments. All ranks raise.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, pieces: int, seed: int = 0) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, pieces: int, seed: int = 0) -> None:
         states = list(module_states(model).values())
         groups = [group for state in states for group in state.groups]
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         first = groups[0]
+        if not first.dp.is_member:
+            raise ValueError(f"SameBits: rank {dist.get_rank()} is not in {first.dp.mesh}: make it on the ranks of the mesh")
         self._device, self._groups = device_of(first.dp.mesh), groups_of(first.dp.mesh)
         self._shard_groups = [group for group in [first.dp.shard_group] if group is not None]  # Replicas have equal shards.
         with agreement(self._groups, self._device, _CALL) as claim:
-            problems = list(_problems(model, groups, optimizer))
+            problems = list(_problems(model, groups, optimizers))
             if not isinstance(pieces, int) or isinstance(pieces, bool) or pieces < 1:
                 problems.append(f"pieces={pieces!r} is no positive number of pieces")
             if not isinstance(seed, int):
@@ -98,22 +101,23 @@ class SameBits:
             if problems:
                 raise ValueError("SameBits: " + "; ".join(problems))
             claim += [f"pieces: {pieces}", f"seed: {seed}", *facts(self._device)]
-        self._model, self._optimizer, self._states = model, optimizer, states
+        self._model, self._states = model, states
         self._count, self._seed, self.step = pieces, seed, 0
         self._ranks, self._rank = first.dp.mesh.size(), first.dp.mesh.mesh.flatten().tolist().index(dist.get_rank())
         self._round, self._is_absent, self._is_open = 0, False, False
         self._losses: dict[int, torch.Tensor] = {}
-        self._trees = [PieceCollectives(group.collectives, group, self._piece) for group in groups if group.is_trainable]
+        self._trees = [PieceCollectives(group.collectives, group, self._piece) for group in groups]
         for tree in self._trees:
             tree.group.collectives = tree
         hook = weakref.WeakMethod(self._before_step)
-        self._hook = optimizer.register_step_pre_hook(lambda *_: (check := hook()) and check())
+        self._hooks = [each.register_step_pre_hook(lambda *_: (check := hook()) and check()) for each in optimizers]
 
     def close(self) -> None:
         """The model trains as before this object was made."""
         for tree in self._trees:
             tree.group.collectives = tree.inner
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -148,6 +152,12 @@ class SameBits:
             _set_generators(before)
 
     def _begin(self) -> None:
+        groups = [group for state in self._states for group in state.groups]
+        if groups != [tree.group for tree in self._trees] or any(tree.group.collectives is not tree for tree in self._trees):
+            raise RuntimeError(
+                "SameBits: the model has other units or collectives since this object was made, as after reshard_to() or "
+                "set_collectives(): make a new SameBits"
+            )
         for state in self._states:
             keeps = any(not group.settings.requires_all_reduce for group in state.groups)
             if not state.requires_gradient_sync or state.accumulates or keeps:
@@ -191,11 +201,21 @@ class SameBits:
         """The mean of the noted losses over all pieces of the last step: their exact sum, divided by the number of pieces.
 
         Collectives: an all-reduce of 33 KB. The host waits.
+
+        Raises:
+            RuntimeError: a piece has no loss. All ranks raise.
         """
         total = ExactSum(self._device)
         for loss in self._losses.values():
             total.add(loss.to(self._device))
-        reduce_exact(total.bins, self._groups, f"{_CALL}.loss")
+        noted = torch.tensor([len(self._losses)], device=self._device)
+        numbers = torch.cat([total.bins, noted])
+        reduce_exact(numbers, self._groups, f"{_CALL}.loss")
+        if int(numbers[-1]) != self._count:
+            raise RuntimeError(
+                f"SameBits: {int(numbers[-1])} of {self._count} pieces have a loss: call add_loss() for each piece"
+            )
+        total.bins = numbers[:-1]
         return total.value() / self._count
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -284,7 +304,7 @@ def facts(device: torch.device) -> list[str]:
     return lines
 
 
-def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizer: Optimizer) -> Iterator[str]:
+def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizers: Sequence[Optimizer]) -> Iterator[str]:
     """What has other bits on another number of ranks."""
     held = {id(param.sharded) for group in groups for param in group.params}
     for name, param in model.named_parameters():
@@ -318,10 +338,11 @@ def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizer: Optimiz
                 f"{moving} begins elsewhere within {_CACHE_LINE} bytes of its buffer on other numbers of ranks, and products "
                 "of few rows depend on it: give its unit no orig_param_policy, or blocks and matrices of whole multiples"
             )
-    if isinstance(optimizer, OffloadedOptimizer):
-        yield "the optimizer is offloaded: this is not covered"
-    elif (why := depends_on_cut(optimizer)) is not None:
-        yield why
+    for optimizer in optimizers:
+        if isinstance(optimizer, OffloadedOptimizer):
+            yield "the optimizer is offloaded: this is not covered"
+        elif (why := depends_on_cut(optimizer)) is not None:
+            yield why
 
 
 def _moving(group: FSDPParamGroup) -> str | None:
