@@ -89,12 +89,13 @@ matrix: $(READY)
 	$(BIN)/python upstream/matrix.py --venvs $(VENVS) --json $(OUT)/matrix.json --write
 
 # Trains programs of others with FSDP2 and with ours, each in an environment with its released version, and writes
-# docs/data/programs.json, and optimizers.json if all packages are there. It installs about 7 GB; CLIENTS=path has the environments, or gets them.
-clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready
+# docs/data/programs.json, and optimizers.json if all packages are there. It installs about 10 GB; CLIENTS=path has the environments, or gets them.
+clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready $(CLIENTS)/libraries/.ready
 	$(CLIENTS)/programs/bin/python test/clients/run.py $(PROGRAMS) --json $(OUT)/clients/1.json || true
 	$(CLIENTS)/torchtitan/bin/python test/clients/run.py torchtitan --json $(OUT)/clients/2.json || true
 	$(CLIENTS)/verl/bin/python test/clients/run.py verl --json $(OUT)/clients/3.json || true
-	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(OUT)/clients/[123].json
+	$(CLIENTS)/libraries/bin/python test/clients/run.py libraries --json $(OUT)/clients/4.json || true
+	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(OUT)/clients/[1234].json
 	$(CLIENTS)/programs/bin/python -m pip install --no-deps -r test/clients/requirements-optimizers.txt
 	$(CLIENTS)/programs/bin/python test/clients/optimizers.py
 	for program in programs torchtitan verl; do \
@@ -103,6 +104,7 @@ clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl
 $(CLIENTS)/programs/.ready: test/clients/requirements.txt
 $(CLIENTS)/torchtitan/.ready: test/clients/requirements-torchtitan.txt
 $(CLIENTS)/verl/.ready: test/clients/requirements-verl.txt
+$(CLIENTS)/libraries/.ready: test/clients/requirements-libraries.txt
 $(CLIENTS)/%/.ready:
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -r $<
