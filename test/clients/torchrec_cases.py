@@ -87,7 +87,7 @@ def train_step(model: Any, optimizer: Any, step: int) -> float:
     loss = torch.nn.functional.binary_cross_entropy_with_logits(model(numbers, bags)[:, 0], labels)
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def reloaded(model: Any, optimizer: Any, other: tuple[Any, Any]) -> tuple[Any, Any]:
