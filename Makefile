@@ -86,11 +86,16 @@ matrix: $(READY)
 
 # Trains programs of others with FSDP2 and with ours, each in an environment with its released version, and writes
 # docs/data/programs.json, and optimizers.json if all packages are there. It installs about 7 GB; CLIENTS=path has the environments, or gets them.
-clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready
+clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready $(CLIENTS)/torchrec/.ready \
+		$(CLIENTS)/physicsnemo/.ready $(CLIENTS)/veomni/.ready
 	$(CLIENTS)/programs/bin/python test/clients/run.py $(PROGRAMS) --json $(OUT)/clients/1.json || true
 	$(CLIENTS)/torchtitan/bin/python test/clients/run.py torchtitan --json $(OUT)/clients/2.json || true
 	$(CLIENTS)/verl/bin/python test/clients/run.py verl --json $(OUT)/clients/3.json || true
-	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(OUT)/clients/[123].json
+	$(CLIENTS)/torchrec/bin/python -m pip install --no-deps torchrec==1.8.0 # It requires the CUDA build of fbgemm-gpu.
+	$(CLIENTS)/torchrec/bin/python test/clients/run.py torchrec --json $(OUT)/clients/4.json || true
+	$(CLIENTS)/physicsnemo/bin/python test/clients/run.py physicsnemo --json $(OUT)/clients/5.json || true
+	$(CLIENTS)/veomni/bin/python test/clients/run.py veomni --json $(OUT)/clients/6.json || true
+	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(OUT)/clients/[1-6].json
 	$(CLIENTS)/programs/bin/python -m pip install --no-deps -r test/clients/requirements-optimizers.txt
 	$(CLIENTS)/programs/bin/python test/clients/optimizers.py
 	for program in programs torchtitan verl; do \
@@ -99,6 +104,9 @@ clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl
 $(CLIENTS)/programs/.ready: test/clients/requirements.txt
 $(CLIENTS)/torchtitan/.ready: test/clients/requirements-torchtitan.txt
 $(CLIENTS)/verl/.ready: test/clients/requirements-verl.txt
+$(CLIENTS)/torchrec/.ready: test/clients/requirements-torchrec.txt
+$(CLIENTS)/physicsnemo/.ready: test/clients/requirements-physicsnemo.txt
+$(CLIENTS)/veomni/.ready: test/clients/requirements-veomni.txt
 $(CLIENTS)/%/.ready:
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -r $<
