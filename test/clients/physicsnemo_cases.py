@@ -22,11 +22,10 @@ def enter_ranks() -> DeviceMesh:
     from physicsnemo.domain_parallel import register_custom_ops
 
     name_vision_operators()
+    state = {"_rank": dist.get_rank(), "_local_rank": dist.get_rank(), "_world_size": dist.get_world_size()}
     DistributedManager._shared_state.clear()
-    DistributedManager._shared_state["_is_initialized"] = True
-    manager = DistributedManager()
-    manager._rank = manager._local_rank = dist.get_rank()
-    manager._world_size, manager._distributed = dist.get_world_size(), True
+    DistributedManager._shared_state.update(state, _distributed=True, _is_initialized=True)
+    DistributedManager()  # It sets the rest.
     register_custom_ops()  # It does so itself on GPUs only.
     return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "domain"))
 
