@@ -21,7 +21,7 @@ REHEARSED = test/tensor/test_redistribute.py test/tensor/test_redistribute_autog
 	test/fsdp/core/test_weight_gradient.py test/fsdp/elastic/test_fsdp_reshard_to.py test/fsdp/offload/test_offload_files.py \
 	test/fsdp/offload/test_offloaded_optimizer.py test/fsdp/offload/test_step_in_backward.py test/optim/test_adam8bit.py test/optim/test_optim_gradients.py \
 	test/optim/test_owners.py test/optim/test_qk_clip.py test/optim/test_shampoo.py test/optim/test_soap.py test/spmd/test_parallelize.py
-PROGRAMS = pipelining accelerate transformers peft lightning trl torchao
+CLIENT_ENVIRONMENTS = programs torchtitan verl libraries swift llamafactory torchrec physicsnemo veomni
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
@@ -90,22 +90,17 @@ matrix: $(READY)
 
 # Trains programs of others with FSDP2 and with ours, each in an environment with its released version, and writes
 # docs/data/programs.json, and optimizers.json if all packages are there. It installs about 10 GB; CLIENTS=path has the environments, or gets them.
-clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready $(CLIENTS)/libraries/.ready
-	$(CLIENTS)/programs/bin/python test/clients/run.py $(PROGRAMS) --json $(OUT)/clients/1.json || true
-	$(CLIENTS)/torchtitan/bin/python test/clients/run.py torchtitan --json $(OUT)/clients/2.json || true
-	$(CLIENTS)/verl/bin/python test/clients/run.py verl --json $(OUT)/clients/3.json || true
-	$(CLIENTS)/libraries/bin/python test/clients/run.py libraries --json $(OUT)/clients/4.json || true
-	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(OUT)/clients/[1234].json
+clients: $(CLIENT_ENVIRONMENTS:%=$(CLIENTS)/%/.ready)
+	$(CLIENTS)/torchrec/bin/python -m pip install --no-deps torchrec==1.8.0 # It requires the CUDA build of fbgemm-gpu.
+	for each in $(CLIENT_ENVIRONMENTS); do \
+		$(CLIENTS)/$$each/bin/python test/clients/run.py $$each --json $(OUT)/clients/$$each.json || true; done
+	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(CLIENT_ENVIRONMENTS:%=$(OUT)/clients/%.json)
 	$(CLIENTS)/programs/bin/python -m pip install --no-deps -r test/clients/requirements-optimizers.txt
 	$(CLIENTS)/programs/bin/python test/clients/optimizers.py
 	for program in programs torchtitan verl; do \
 		OMP_NUM_THREADS=1 $(CLIENTS)/$$program/bin/python -m pytest -q test/integrations || exit 1; done
 
-$(CLIENTS)/programs/.ready: test/clients/requirements.txt
-$(CLIENTS)/torchtitan/.ready: test/clients/requirements-torchtitan.txt
-$(CLIENTS)/verl/.ready: test/clients/requirements-verl.txt
-$(CLIENTS)/libraries/.ready: test/clients/requirements-libraries.txt
-$(CLIENTS)/%/.ready:
+$(CLIENTS)/%/.ready: test/clients/requirements-%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -r $<
 	$(@D)/bin/python -m pip install -e ".[test]"

@@ -93,3 +93,10 @@ def make_trainer(model: Any, folder: str, *, batch: int = 4, fsdp: dict[str, Any
 def curve(trainer: Any) -> list[float]:
     """Loss and norm of the gradients, step by step."""
     return [value for entry in trainer.state.log_history if "loss" in entry for value in (entry["loss"], entry["grad_norm"])]
+
+
+def name_vision_operators() -> None:
+    """Let programs import torchvision, which they do not use: its CUDA build has no operators beside torch's CPU build."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -93,7 +93,7 @@ class ObjectPlanner(DefaultLoadPlanner):
     """
 
     def __init__(self, trust: bool = False) -> None:
-        super().__init__()
+        super().__init__(flatten_sharded_tensors=False)  # It would drop a ShardedTensor of which this rank holds no shard.
         self.trust = trust
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

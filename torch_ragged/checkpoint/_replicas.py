@@ -41,13 +41,12 @@ class ReplicaShares:
         self._replicas: dict[tuple[int, ...], _Replicas] = {}
         self._others: set[str] = set()  # Names of tensors that another replica reads for this rank.
         if spread:
+            holders = {name: ranks for name, tensor in tensors.items() if len(ranks := _shard_holders(tensor)) > 1}
             # The largest first, for even shares. The order is equal on all ranks, because global sizes and names are.
-            for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
-                self._assign(name, tensor, _shard_holders(tensor))
+            for name in sorted(holders, key=lambda name: (-tensors[name].nbytes, name)):
+                self._assign(name, tensors[name], holders[name])
 
     def _assign(self, name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        if len(ranks) < 2:
-            return
         local = tensor.to_local().detach()  # type: ignore[attr-defined]
         replicas = self._replicas.setdefault(ranks, _Replicas(nbytes=[0] * len(ranks)))
         reader = replicas.nbytes.index(min(replicas.nbytes))
@@ -86,9 +85,12 @@ class ReplicaShares:
 
 def _shard_holders(tensor: torch.Tensor) -> tuple[int, ...]:
     """The ranks that hold the same shard of ``tensor``, in ascending order; () if the mesh cannot broadcast the shard."""
-    if not isinstance(tensor, DTensor) or tensor.to_local().device.type != tensor.device_mesh.device_type:
+    if not isinstance(tensor, DTensor):
         return ()
-    mesh = tensor.device_mesh
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    # A local tensor of a program's own type holds several tensors, or none: torchrec's table of one rank says Replicate.
+    if local.device.type != mesh.device_type or type(local) not in (torch.Tensor, StoredTensor):
+        return ()
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
