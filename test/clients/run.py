@@ -101,6 +101,7 @@ def write_table(files: list[str]) -> None:
     results: list[dict[str, Any]] = [json.loads(pathlib.Path(file).read_text()) for file in files]
     rows = [dataclasses.astuple(Row(**row)) for result in results for row in result["rows"]]
     not_run = [(", ".join(n["programs"]), n["what"], n["why"]) for result in results for n in result["not_run"]]
+    not_run = list(dict.fromkeys(not_run))  # Programs of one file may need several environments.
     lists = (
         f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, each)) + "\n ]"
         for name, each in (("rows", rows), ("not_run", not_run))
