@@ -85,12 +85,14 @@ matrix: $(READY)
 	$(BIN)/python upstream/matrix.py --venvs $(VENVS) --json $(OUT)/matrix.json --write
 
 # Trains programs of others with FSDP2 and with ours, each in an environment with its released version, and writes
-# docs/data/programs.json, and optimizers.json if all packages are there. It installs about 7 GB; CLIENTS=path has the environments, or gets them.
-clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready
+# docs/data/programs.json, and optimizers.json if all packages are there. It installs about 13 GB; CLIENTS=path has the environments, or gets them.
+clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready $(CLIENTS)/swift/.ready $(CLIENTS)/llamafactory/.ready
 	$(CLIENTS)/programs/bin/python test/clients/run.py $(PROGRAMS) --json $(OUT)/clients/1.json || true
 	$(CLIENTS)/torchtitan/bin/python test/clients/run.py torchtitan --json $(OUT)/clients/2.json || true
 	$(CLIENTS)/verl/bin/python test/clients/run.py verl --json $(OUT)/clients/3.json || true
-	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(OUT)/clients/[123].json
+	$(CLIENTS)/swift/bin/python test/clients/run.py trainers --only "swift " --json $(OUT)/clients/5.json || true
+	$(CLIENTS)/llamafactory/bin/python test/clients/run.py trainers --only llamafactory-cli --json $(OUT)/clients/6.json || true
+	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(OUT)/clients/[12356].json
 	$(CLIENTS)/programs/bin/python -m pip install --no-deps -r test/clients/requirements-optimizers.txt
 	$(CLIENTS)/programs/bin/python test/clients/optimizers.py
 	for program in programs torchtitan verl; do \
@@ -99,6 +101,8 @@ clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl
 $(CLIENTS)/programs/.ready: test/clients/requirements.txt
 $(CLIENTS)/torchtitan/.ready: test/clients/requirements-torchtitan.txt
 $(CLIENTS)/verl/.ready: test/clients/requirements-verl.txt
+$(CLIENTS)/swift/.ready: test/clients/requirements-swift.txt
+$(CLIENTS)/llamafactory/.ready: test/clients/requirements-llamafactory.txt
 $(CLIENTS)/%/.ready:
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -r $<
