@@ -139,5 +139,5 @@ CASES = [
     Case(("axolotl", *_PROGRAMS), "axolotl train, fsdp_version: 2, Llama", axolotl, exact=False),
 ]
 NOT_RUN = [
-    NotRun(("lerobot",), "lerobot-train", "it calls policy.forward(), past the hooks of FSDP2, and saves as FSDP1 only (0.6.1, read)"),
-]  # fmt: skip
+    NotRun(("lerobot",), "lerobot-train", "it calls policy.forward(), past FSDP2's hooks, and saves by FSDP1 (0.6.1, read)"),
+]
