@@ -27,6 +27,13 @@ from case import Case, versions  # noqa: E402
 from common import run_ranks, stop_ranks  # noqa: E402
 
 _DATA = _HERE.parent.parent / "docs" / "data" / "programs.json"
+_ENVIRONMENTS = {
+    "programs": ("pipelining accelerate transformers peft lightning trl torchao", ""),
+    "swift": ("trainers", "swift "),
+    "llamafactory": ("trainers", "llamafactory-cli"),
+}
+"""Names of environments that stand for several programs, or for some cases of one."""
+
 _TIMEOUT = 900.0  # seconds for one training run
 
 
@@ -101,6 +108,7 @@ def write_table(files: list[str]) -> None:
     results: list[dict[str, Any]] = [json.loads(pathlib.Path(file).read_text()) for file in files]
     rows = [dataclasses.astuple(Row(**row)) for result in results for row in result["rows"]]
     not_run = [(", ".join(n["programs"]), n["what"], n["why"]) for result in results for n in result["not_run"]]
+    not_run = list(dict.fromkeys(not_run))  # Programs of one file may need several environments.
     lists = (
         f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, each)) + "\n ]"
         for name, each in (("rows", rows), ("not_run", not_run))
@@ -111,16 +119,18 @@ def write_table(files: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("programs", nargs="*", help="names of *_cases.py in this folder")
+    parser.add_argument("programs", nargs="*", help="names of *_cases.py in this folder, or one environment")
     parser.add_argument("--json", default="out/clients.json", help="where to write the rows")
     parser.add_argument("--only", default="", metavar="TEXT", help="run the cases with this text in their description")
     parser.add_argument("--table", nargs="+", metavar="JSON", help="write docs/data/programs.json from these files")
     arguments = parser.parse_args()
     if arguments.table:
         write_table(arguments.table)
-    elif not arguments.programs:
+        return
+    if not arguments.programs:
         parser.error(f"expected programs, of {', '.join(sorted(f.name[:-9] for f in _HERE.glob('*_cases.py')))}, or --table")
-    elif not run(arguments.programs, arguments.only, arguments.json):
+    programs, only = _ENVIRONMENTS.get(arguments.programs[0], (" ".join(arguments.programs), arguments.only))
+    if not run(programs.split(), only, arguments.json):
         sys.exit("some rows are not equal")
 
 

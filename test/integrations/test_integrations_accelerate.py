@@ -78,7 +78,8 @@ def train_with_options():
     with use(placements=ZERO2) as installation:
         accelerator, model, optimizer = prepare(contextlib.nullcontext())
         loader = accelerator.prepare(torch.utils.data.DataLoader(make_data(8), batch_size=2))
-    assert len(list(loader)) == 2 and installation.calls == 5  # Two layers, the embedding, norm with head, the model.
+    # Two layers and the model; accelerate 1.15 adds the embedding, and the norm with the head.
+    assert len(list(loader)) == 2 and installation.calls in (3, 5)
     steps(accelerator, model, optimizer, range(1))
     from accelerate import Accelerator
 
@@ -246,8 +247,13 @@ class AccelerateTest(unittest.TestCase):
 
     def test_an_unsupported_version_is_named(self):
         with mock.patch("importlib.metadata.version", return_value="1.9.2"):
-            text = "accelerate 1.9.2 is installed: install accelerate >= 1.15, whose FSDP2 this module knows"
+            text = "accelerate 1.9.2 is installed: install accelerate >= 1.11, whose FSDP2 this module knows"
             with self.assertRaisesRegex(ImportError, text), use():
+                pass
+
+    def test_versions_that_trainers_pin_are_taken(self):
+        for version in ("1.11.0", "1.13.0"):  # LLaMA-Factory 0.9.5 and axolotl 0.19.0.
+            with mock.patch("importlib.metadata.version", return_value=version), use():
                 pass
 
 

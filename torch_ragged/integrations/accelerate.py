@@ -20,7 +20,7 @@ from torch_ragged.integrations._program import require
 
 __all__ = ["use"]
 
-_AT_LEAST = (1, 15)
+_AT_LEAST = (1, 11)
 
 # What accelerate passes to fully_shard comes from these fields of its plugin, and from its mesh.
 _PLUGIN_FIELDS = {
@@ -72,7 +72,7 @@ def use(
         the installation: how often ``fully_shard`` was called, and under which names.
 
     Raises:
-        ImportError: accelerate is missing, or older than 1.15.
+        ImportError: accelerate is missing, or older than 1.11.
         TypeError: ``others`` has an option.
         ValueError: from ``prepare``. The plugin asks for FSDP1, or sets a field that only FSDP1 reads; or the model, or a
             module inside it, is sharded already. Nothing was changed and nothing communicated. Ranks have the same plugin
