@@ -89,7 +89,7 @@ matrix: $(READY)
 	$(BIN)/python upstream/matrix.py --venvs $(VENVS) --json $(OUT)/matrix.json --write
 
 # Trains programs of others with FSDP2 and with ours, each in an environment with its released version, and writes
-# docs/data/programs.json, and optimizers.json if all packages are there. It installs about 10 GB; CLIENTS=path has the environments, or gets them.
+# docs/data/programs.json, and optimizers.json if all packages are there. It installs about 20 GB; CLIENTS=path has the environments, or gets them.
 clients: $(CLIENT_ENVIRONMENTS:%=$(CLIENTS)/%/.ready)
 	$(CLIENTS)/torchrec/bin/python -m pip install --no-deps torchrec==1.8.0 # It requires the CUDA build of fbgemm-gpu.
 	for each in $(CLIENT_ENVIRONMENTS); do \
