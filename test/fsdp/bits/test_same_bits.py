@@ -20,6 +20,25 @@ from torch_ragged.fsdp.bits._exact import ExactSum
 from torch_ragged.fsdp.bits._tree import TreeSum
 
 
+class Centred(torch.optim.SGD):
+    """Its rule depends on the whole matrix."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            if param.ndim > 1:
+                param.grad -= param.grad.mean()
+        return super().step()
+
+
+class Holds(torch.optim.SGD):
+    def __init__(self, base):
+        super().__init__(base.param_groups[0]["params"], lr=0.1)
+        self.base = base
+
+
 class SameBitsTest(unittest.TestCase):
     @ranks(1)
     def test_one_rank():
@@ -136,15 +155,26 @@ class SameBitsTest(unittest.TestCase):
         assert "begins elsewhere within 64 bytes" in refusal(odd), refusal(odd)
         model = whole()
         text = refusal(model, lambda params: torch.optim.AdamW(params, fused=True))
-        assert "AdamW with {'fused': True} gives" in text and "if the vector is cut" in text, text
+        assert "AdamW with {'fused': True} gives" in text and "if a matrix is cut" in text, text
         assert "no positive number of pieces" in refusal(model, pieces=0)
+        assert "Centred with its options gives" in refusal(model, Centred), refusal(model, Centred)
+        assert "holds another optimizer" in refusal(model, lambda params: Holds(adamw(params)))
+        assert "a trial of LBFGS on a matrix and on vectors has raised TypeError" in refusal(model, torch.optim.LBFGS)
+        assert "not of this model" in refusal(model, lambda params: adamw(nn.Linear(3, 3).parameters()))
+        assert "is no torch.optim.Optimizer" in error_of(SameBits, model, None, pieces=2)
+        sparse = fully_shard(nn.Embedding(16, 16, sparse=True), mesh=mesh)
+        assert "sparse gradients" in refusal(sparse)
         # What differs on one rank is an error on both.
         text = refusal(model, pieces=4 + dist.get_rank())
         assert "pieces: 4 on rank 0, 5 on rank 1" in text, text
         same = SameBits(model, adamw(model.parameters()), pieces=2)
         assert "another SameBits" in refusal(model)
         same.close()
-        SameBits(model, adamw(model.parameters()), pieces=2)
+        newer = SameBits(model, adamw(model.parameters()), pieces=2)
+        same.close()
+        assert "close() was called" in error_of(lambda: next(same.pieces()))
+        for _ in newer.pieces():
+            model(torch.ones(2, 16)).sum().backward()
 
     @ranks(2)
     def test_wrong_loops_raise():
@@ -165,10 +195,29 @@ class SameBitsTest(unittest.TestCase):
 
         assert "a second time for one piece" in error_of(twice)
         model.zero_grad()
+
+        def after_the_loop():
+            list(same.pieces())
+            model(torch.ones(2, 16)).sum().backward()
+
+        assert "a backward outside of the loop" in error_of(after_the_loop)
+        model.zero_grad()
+        handle = model.weight.register_hook(lambda gradient: gradient * 2)
+        assert "weight has a hook" in error_of(lambda: next(same.pieces()))
+        handle.remove()
+        same.step += dist.get_rank()
+        text = error_of(lambda: next(same.pieces()))
+        assert "step: " in text and "on rank 1" in text, text
+        same.step -= dist.get_rank()
+        before = same.step
+        assert "one loss for each piece" in error_of(same.add_loss, torch.ones(()))
+        assert "tensor of one element" in error_of(same.add_loss, 1.0)
+        model.zero_grad()
         model.set_requires_gradient_sync(False)
         assert "set_requires_gradient_sync" in error_of(lambda: next(same.pieces()))
         assert "norm_type" in error_of(same.clip_grad_norm_, 1.0, 3)
         model.set_requires_gradient_sync(True)
+        assert same.step == before  # A step that did not end is not counted: it may be repeated.
         for piece in same.pieces():
             loss = model(torch.ones(2, 16)).sum()
             loss.backward()
@@ -185,7 +234,11 @@ class SameBitsTest(unittest.TestCase):
             for _ in other.pieces():
                 normed(torch.ones(2, 16)).sum().backward()
 
-        assert "written to the buffer num_batches_tracked" in error_of(updates), error_of(updates)
+        assert "written to the buffer num_batches_tracked" in error_of(updates)
+        normed.zero_grad()
+        normed.eval()
+        normed.register_forward_hook(lambda module, *_: setattr(module, "running_var", module.running_var * 2))
+        assert "written to the buffer running_var" in error_of(updates), error_of(updates)
 
 
 class ExactSumTest(unittest.TestCase):
@@ -218,7 +271,7 @@ class ExactSumTest(unittest.TestCase):
         own = values[: 10 * rank] if rank < 2 else values[10:]
         assert same_sum(own) == math.fsum(values.double().tolist())
         text = error_of(same_sum, torch.ones(2) if rank else torch.ones(2, dtype=torch.int64))
-        assert "same_sum adds a floating-point tensor" in text, text
+        assert "same_sum adds a plain, dense floating-point tensor" in text, text
         expected = math.nan if rank == 3 else math.inf
         assert same_sum(torch.tensor([math.inf if rank == 1 else 1.0])) == expected
 

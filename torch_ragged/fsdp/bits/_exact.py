@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages
@@ -95,8 +96,9 @@ def same_sum(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> fl
     device = torch.device("cpu") if group is None else device_of_messages(group)
     total = ExactSum(device)
     with agreement(groups, device, "same_sum") as claim:
-        if not isinstance(values, torch.Tensor) or not values.dtype.is_floating_point:
-            raise TypeError(f"same_sum adds a floating-point tensor, got {values!r}")
+        is_plain = isinstance(values, torch.Tensor) and not isinstance(values, DTensor) and values.layout == torch.strided
+        if not is_plain or not values.dtype.is_floating_point:
+            raise TypeError(f"same_sum adds a plain, dense floating-point tensor (of a DTensor: to_local()), got {values!r}")
         total.add(values.to(device))
         claim.append("same_sum")
     reduce_exact(total.bins, groups, "same_sum")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from torch_ragged._ranks.agreement import agreement
+from torch_ragged._ranks.agreement import agreement, before_groups
 from torch_ragged._ranks.groups import device_of, groups_of
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.bits._cut import depends_on_cut
@@ -84,12 +84,13 @@ class SameBits:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, pieces: int, seed: int = 0) -> None:
-        states = list(module_states(model).values())
-        groups = [group for state in states for group in state.groups]
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        first = groups[0]
-        if not first.dp.is_member:
-            raise ValueError(f"SameBits: rank {dist.get_rank()} is not in {first.dp.mesh}: make it on the ranks of the mesh")
+        with before_groups(_CALL):
+            states = list(module_states(model).values())
+            groups = [group for state in states for group in state.groups]
+            optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+            first = groups[0]
+            if not first.dp.is_member:
+                raise ValueError(f"SameBits: rank {dist.get_rank()} is not in {first.dp.mesh}: make it on ranks of the mesh")
         self._device, self._groups = device_of(first.dp.mesh), groups_of(first.dp.mesh)
         self._shard_groups = [group for group in [first.dp.shard_group] if group is not None]  # Replicas have equal shards.
         with agreement(self._groups, self._device, _CALL) as claim:
@@ -104,7 +105,8 @@ class SameBits:
         self._model, self._states = model, states
         self._count, self._seed, self.step = pieces, seed, 0
         self._ranks, self._rank = first.dp.mesh.size(), first.dp.mesh.mesh.flatten().tolist().index(dist.get_rank())
-        self._round, self._is_absent, self._is_open = 0, False, False
+        self._round, self._is_absent = 0, False
+        self._loop: object = None  # The loop over pieces that runs, or was left.
         self._losses: dict[int, torch.Tensor] = {}
         self._trees = [PieceCollectives(group.collectives, group, self._piece) for group in groups]
         for tree in self._trees:
@@ -113,24 +115,32 @@ class SameBits:
         self._hooks = [each.register_step_pre_hook(lambda *_: (check := hook()) and check()) for each in optimizers]
 
     def close(self) -> None:
-        """The model trains as before this object was made."""
+        """The model trains as before this object was made, which is of no use any more."""
         for tree in self._trees:
-            tree.group.collectives = tree.inner
+            if tree.group.collectives is tree:
+                tree.group.collectives = tree.inner
         for hook in self._hooks:
             hook.remove()
+        self._trees, self._states, self._hooks = [], [], []
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[int]:
         """The numbers of this rank's pieces in one step. When the loop ends, ``.grad`` has the mean over all pieces.
 
-        The body of the loop runs one forward and one backward for each. All ranks go through the same number of rounds.
+        The body of the loop runs one forward and one backward for each. All ranks go through the same number of rounds. If the
+        body raises, call ``zero_grad()``, and begin the step again: ``step`` has not changed.
+
+        Collectives: an all-reduce of 24 bytes per dimension of the mesh, before the first piece.
 
         Raises:
-            RuntimeError: ``.grad`` is not None; ``set_requires_gradient_sync(False)`` is set; a forward has written to a
-                buffer, as batch norm does, so that the next piece depends on this one.
+            RuntimeError: ``.grad`` is not None; ``set_requires_gradient_sync(False)`` or a hook on a parameter is set; the
+                model has other units or collectives than before; a forward has written to a buffer, as batch norm does, so
+                that the next piece depends on this one; or another loop has begun meanwhile.
+            ValueError: ranks are at different steps, train other parameters, or have another number of threads.
         """
         self._begin()
+        loop = self._loop = object()
         before = _generator_states()
         try:
             for number in range(-(-self._count // self._ranks)):
@@ -138,11 +148,13 @@ class SameBits:
                 own = first + self._rank
                 self._is_absent = own >= self._count
                 piece = first if self._is_absent else own
-                _seed_generators(self._seed, self.step - 1, piece)
-                written = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
+                _seed_generators(self._seed, self.step, piece)
+                written = _versions(self._model)
                 yield piece
-                for name, (buffer, version) in written.items():
-                    if buffer._version != version:
+                if self._loop is not loop:
+                    raise RuntimeError("SameBits: another loop over pieces() has begun: one at a time")
+                for name, version in _versions(self._model).items():
+                    if written.get(name) != version:
                         raise RuntimeError(
                             f"SameBits: a forward has written to the buffer {name}, so that a piece depends on those before it "
                             "on this rank: keep it as it is in forward (batch norm: eval()), and update it after the step"
@@ -152,6 +164,18 @@ class SameBits:
             _set_generators(before)
 
     def _begin(self) -> None:
+        """On all ranks alike, or all raise."""
+        with agreement(self._groups, self._device, f"{_CALL}.pieces") as claim:
+            self._check_model()
+            trained = [param.sharded.requires_grad for tree in self._trees for param in tree.group.params]
+            claim += [f"step: {self.step}", f"threads: {torch.get_num_threads()}", f"trained parameters: {trained}"]
+        for tree in self._trees:
+            tree.start()
+        self._losses = {}
+
+    def _check_model(self) -> None:
+        if not self._trees:
+            raise RuntimeError("SameBits: close() was called: make a new SameBits")
         groups = [group for state in self._states for group in state.groups]
         if groups != [tree.group for tree in self._trees] or any(tree.group.collectives is not tree for tree in self._trees):
             raise RuntimeError(
@@ -166,12 +190,17 @@ class SameBits:
                     "set_is_last_backward(False) would add pieces within a rank: leave them True"
                 )
         for tree in self._trees:
-            if any(param.sharded.grad is not None for param in tree.group.params):
-                raise RuntimeError(f"SameBits: {tree.group.names} has a gradient: call zero_grad() before the pieces of a step")
-        for tree in self._trees:
-            tree.start()
-        self._losses, self._is_open = {}, True
-        self.step += 1
+            for param in tree.group.params:
+                sharded: Any = param.sharded
+                if sharded.grad is not None:
+                    raise RuntimeError(
+                        f"SameBits: {param.fqn} has a gradient: call zero_grad(set_to_none=True) before the pieces of a step"
+                    )
+                if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
+                    raise RuntimeError(
+                        f"SameBits: {param.fqn} has a hook, which would see no gradient of the tree: remove it, and change "
+                        ".grad after the pieces"
+                    )
 
     def _finish(self) -> None:
         """Set ``.grad``. Backward has left it None where no piece has a gradient."""
@@ -183,19 +212,34 @@ class SameBits:
                     if mean is not None and param.sharded.grad is not None:
                         local = local_of(param.sharded.grad)
                         local.copy_(mean[begin:end].view_as(local))
-        self._is_open = False
+        self._loop = None
+        self.step += 1
 
     def _piece(self) -> tuple[int, bool]:
+        if self._loop is None:
+            raise RuntimeError(
+                "SameBits: a backward outside of the loop over pieces() would be no part of the step: run it in the loop, one "
+                "for each piece, or call close()"
+            )
         return self._round, self._is_absent
 
     def _before_step(self) -> None:
-        if self._is_open:
+        if self._loop is not None:
             raise RuntimeError("SameBits: the loop over pieces() has not ended, so gradients are not complete: let it end")
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Note the loss of the piece of this round, one number. No collective."""
+        """Note the loss of the piece of this round, a tensor of one number. No collective.
+
+        Raises:
+            RuntimeError: it is called outside of the loop over :meth:`pieces`, or twice for a piece.
+            TypeError: ``loss`` is no floating-point tensor of one element.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
+            raise TypeError(f"SameBits.add_loss takes a floating-point tensor of one element, got {loss!r}")
+        if self._loop is None or self._round in self._losses:
+            raise RuntimeError("SameBits.add_loss takes one loss for each piece, in the loop over pieces(): add them before")
         if not self._is_absent:
-            self._losses[self._round] = loss.detach().reshape(())
+            self._losses[self._round] = loss.detach().reshape(()).clone()
 
     def loss(self) -> float:
         """The mean of the noted losses over all pieces of the last step: their exact sum, divided by the number of pieces.
@@ -278,6 +322,8 @@ class SameBits:
             ValueError: it had other pieces, another seed, another rule of the tree, or ran on another machine or torch.
         """
         mine = self.state_dict()
+        if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+            raise ValueError(f"SameBits.load_state_dict takes what state_dict() has returned, got {state!r}")
         for name in ("pieces", "seed", "tree", "facts"):
             if state.get(name) != mine[name]:
                 raise ValueError(
@@ -293,6 +339,7 @@ def facts(device: torch.device) -> list[str]:
         f"threads: {torch.get_num_threads()}",
         f"CPU capability: {torch.backends.cpu.get_cpu_capability()}",
         f"MKL, oneDNN: {torch.backends.mkl.is_available()}, {torch.backends.mkldnn.is_available()}",
+        f"oneDNN enabled: {getattr(torch.backends.mkldnn, 'enabled', None)}",
         f"deterministic algorithms: {torch.are_deterministic_algorithms_enabled()}",
         f"float32 matmul precision: {torch.get_float32_matmul_precision()}",
     ]
@@ -300,6 +347,9 @@ def facts(device: torch.device) -> list[str]:
         lines += [
             f"device: {torch.cuda.get_device_name(device)}",
             f"cuDNN: {torch.backends.cudnn.version()}, benchmark {torch.backends.cudnn.benchmark}",
+            f"TF32 in cuDNN: {torch.backends.cudnn.allow_tf32}",
+            f"attention: flash {torch.backends.cuda.flash_sdp_enabled()}, memory-efficient "
+            f"{torch.backends.cuda.mem_efficient_sdp_enabled()}, cuDNN {torch.backends.cuda.cudnn_sdp_enabled()}",
         ]
     return lines
 
@@ -338,6 +388,16 @@ def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizers: Sequen
                 f"{moving} begins elsewhere within {_CACHE_LINE} bytes of its buffer on other numbers of ranks, and products "
                 "of few rows depend on it: give its unit no orig_param_policy, or blocks and matrices of whole multiples"
             )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            yield f"{name} has sparse gradients: leave sparse=True out"
+    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
+        yield f"optimizer={optimizers!r} is no torch.optim.Optimizer, nor several of them"
+        return
+    others = [param for each in optimizers for group in each.param_groups for param in group["params"] if id(param) not in held]
+    if others:
+        yield f"the optimizer has parameters that are not of this model, such as one of shape {tuple(others[0].shape)}"
+        return
     for optimizer in optimizers:
         if isinstance(optimizer, OffloadedOptimizer):
             yield "the optimizer is offloaded: this is not covered"
@@ -356,6 +416,11 @@ def _moving(group: FSDPParamGroup) -> str | None:
             if param.sharded.ndim > 1 and (here - there) % line:
                 return param.fqn
     return None
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Each buffer and its version, by name. Tensors of inference mode have no version, and cannot be written outside of it."""
+    return {name: (id(each), -1 if each.is_inference() else each._version) for name, each in model.named_buffers()}
 
 
 def _seed_generators(*numbers: int) -> None:

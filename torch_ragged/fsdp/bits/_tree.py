@@ -103,7 +103,7 @@ class PieceCollectives(WrappedCollectives):
         self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
     ) -> Work:
         number, is_absent = self._piece()
-        if number <= self.round:  # On all ranks alike: groups are reduced in one order.
+        if number == self.round:  # On all ranks alike: groups are reduced in one order.
             raise RuntimeError(
                 f"{self.group.names} is reduced a second time for one piece: with SameBits, each piece has one backward, "
                 "through one forward of each module. Add the losses of a piece"
