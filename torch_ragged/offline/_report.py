@@ -256,8 +256,10 @@ class Report:
                 memory = bytes_text(zero_memory(largest.ragged, self.precision)[3].total)
                 what = f"{memory} under ZeRO-3 without activations"
             else:
-                memory = bytes_text(min(way.total for way in self.fitting[largest.ranks].ways.values()))
-                what = f"{memory} at the peak of a step"
+                name, way = min(self.fitting[largest.ranks].ways.items(), key=lambda item: item[1].total)
+                what = (
+                    f"{bytes_text(way.total)} at the peak of a step ({'with' if name == 'blocks' else 'without'} checkpointing)"
+                )
             lines.append(
                 f"Recommended FSDP sizes: {', '.join(f'{plan.ranks:,}' for plan in good)}. Their padding is within "
                 f"{100 * self.limit:g}%; {largest.ranks:,} needs the least memory per rank, {what}."
