@@ -296,7 +296,7 @@ SERIES = (
         ("fsdp/tools/*.py",),
         ("../examples/moe.py", "common/fsdp_common.py", "fsdp/tools/test_fsdp_monitor.py"),
     ),
-    Step("0021-fsdp-same-bits", ("fsdp/bits/*.py",), ("fsdp/bits/test_same_bits.py",)),
+    Step("0021-fsdp-same-bits", ("fsdp/bits/*.py",), ("common/one_process.py", "fsdp/bits/test_same_bits.py")),
     Step("0022-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )
 
