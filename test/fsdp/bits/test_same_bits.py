@@ -9,7 +9,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from common import error_of, ranks
-from one_process import BF16, STEPS, Dense, Experts, adamw, adamw8bit, check, in_one_process, muon, sgd, sharded, train, tree
+from one_process import BF16, STEPS, Dense, Experts, adamw, check, in_one_process, sgd, sharded, train, tree
 from torch import nn
 from torch.distributed._composable import checkpoint as apply_checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -59,8 +59,7 @@ class SameBitsTest(unittest.TestCase):
     def test_four_ranks():
         check(Dense, adamw, 6, BF16, reshard_after_forward=False)
         check(Experts, adamw, 3, norm_type=math.inf)
-        check(Dense, adamw8bit, 4, orig_param_policy=lambda *_: rows(16), norm_type=1.0)
-        check(Dense, muon, 5)
+        check(Dense, adamw, 4, orig_param_policy=lambda *_: rows(16), norm_type=1.0)
 
     @ranks(4)
     def test_replicas():
