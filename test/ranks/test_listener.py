@@ -144,8 +144,9 @@ class ListenerTest(unittest.TestCase):
 
     def test_its_thread_ends_with_the_program(self):
         before = threading.enumerate()
-        self.place()
+        place = self.place()
         (thread,) = (each for each in threading.enumerate() if each not in before and each.name == "whereabouts")
+        answer_to(MINE, place["port"], place["token"].encode())  # It waits for the next caller now.
         self.listener._stop()
         thread.join(20)
         self.assertFalse(thread.is_alive())
