@@ -85,6 +85,16 @@ class Counts(nn.Module):
         return x
 
 
+class Draws(nn.Module):
+    def forward(self, x):
+        return x * numpy.random.rand()
+
+
+class Rounds(nn.Module):
+    def forward(self, x):
+        return x * numpy.sqrt(2.0)
+
+
 class FactsTest(unittest.TestCase):
     def test_a_change_of_what_code_may_read_is_seen_and_named(self):
         here, options = __name__, ByKeyword.forward.__kwdefaults__["options"]
@@ -112,6 +122,10 @@ class FactsTest(unittest.TestCase):
             told = error_of(Facts, Module(value))
             self.assertEqual(told, f"NoFacts: Module.value is a {kind}, whose state no guard sees")
         self.assertIn("is an iterator, whose state no guard sees", error_of(Facts, Module(iter([1]))))
+
+    def test_code_that_draws_numbers_of_numpy_has_no_facts(self):
+        self.assertEqual(error_of(Facts, Draws()), "NoFacts: Draws.forward reads random, which no guard sees")
+        self.assertTrue(Facts(Rounds()).hold())
 
     def test_a_model_of_many_modules_has_facts(self):
         model = nn.Sequential(*(nn.Identity() for _ in range(1500)))
