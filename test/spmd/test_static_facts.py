@@ -95,6 +95,21 @@ class Rounds(nn.Module):
         return x * numpy.sqrt(2.0)
 
 
+def closed():
+    """A module whose code has a variable of this function, and a function that changes it."""
+    scale = 1.0
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * scale
+
+    def change():
+        nonlocal scale
+        scale += 1.0
+
+    return Scaled(), change
+
+
 class FactsTest(unittest.TestCase):
     def test_a_change_of_what_code_may_read_is_seen_and_named(self):
         here, options = __name__, ByKeyword.forward.__kwdefaults__["options"]
@@ -106,6 +121,7 @@ class FactsTest(unittest.TestCase):
             (AsksSwitch(Switch()), lambda: STATE.update(center=not STATE["center"]), f"{here}.STATE.center"),
             (one := Module(Frozen([1])), lambda: one.value.factors.append(2), "Module.value.factors"),
             (two := Module(collections.deque([1])), lambda: two.value.append(2), "Module.value"),
+            (*closed(), f"{here}.closed.<locals>.Scaled.forward"),
         ):
             facts = Facts(module)
             self.assertTrue(facts.hold(), told)
