@@ -344,6 +344,14 @@ class SilentUsesTest(unittest.TestCase):
         assert warned(SGD(good.parameters(), lr=0.1).step) == []
 
     @ranks(2)
+    def test_a_step_without_reduced_gradients_is_named():
+        model = sharded(blocks())
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model[0].unshard()
+        model[0].weight.square().sum().backward()
+        one(warned(optimizer.step), "SGD makes a step while gradients of its parameters are not reduced: weight, bias. They")
+
+    @ranks(2)
     def test_a_step_in_backward_is_none_without_gradients():
         """The other layer of the optimizer is reduced later in this backward."""
         model, steps = sharded(blocks()), []

@@ -41,6 +41,7 @@ class Odd(nn.Module):
             self.partly.weight[:, 2:5].uniform_()
             self.partly.weight.t()[0].fill_(2.0)
             self.partly.bias.copy_(torch.arange(7))
+            self.truncated.weight.view(torch.int32)[4].fill_(7)  # The bits of small numbers.
         self.assigned = nn.Parameter(torch.randn(5, 6) * 0.02 + 1)
         self.transposed = nn.Parameter(torch.rand(9, 8).exp().t())
         self.views = nn.ParameterList(torch.randn(6, 4).chunk(2))
@@ -189,6 +190,29 @@ def check_by_hand(ways):
                     each._parameters[name] = done[parameter]
         materialize(module)
         check_equal(module, want, f"way {number}")
+
+
+def sharded_by_rows(function):
+    """The bytes of this rank's shards of a deferred module, and the most that were allocated to make them."""
+    mesh = init_device_mesh("cpu", (2,))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+        module = deferred_init(function)
+        for layer in module:
+            for name, parameter in list(layer._parameters.items()):
+                layer._parameters[name] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+        materialize(module)
+    most, total = 0, 0
+    stack = list(watch.profiler.kineto_results.experimental_event_tree())
+    events = []
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+    for _, size in sorted(events):
+        total += size
+        most = max(most, total)
+    return sum(parameter.to_local().nbytes for parameter in module.parameters()), most
 
 
 class DeferredInitTest(unittest.TestCase):
@@ -452,8 +476,6 @@ class DeferredInitTest(unittest.TestCase):
     @unittest.skipUnless(DEVICE == "cpu", "the profiler counts the CPU's allocations")
     @ranks(2)
     def test_it_allocates_the_local_shards_once_and_a_chunk():
-        mesh = init_device_mesh("cpu", (2,))
-
         class Drawn(nn.Module):
             """Of several kinds of ops. Each tensor is too large to be made whole, with what it is made of."""
 
@@ -472,25 +494,18 @@ class DeferredInitTest(unittest.TestCase):
                 nn.init.normal_(layer.weight, std=0.02)
             return module.append(Drawn())
 
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
-            module = deferred_init(function)
-            for layer in module:
-                for name, parameter in list(layer._parameters.items()):
-                    layer._parameters[name] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
-            materialize(module)
-        most, total = 0, 0
-        stack = list(watch.profiler.kineto_results.experimental_event_tree())
-        events = []
-        while stack:
-            event = stack.pop()
-            stack += event.children
-            if event.tag == torch._C._profiler._EventType.Allocation:
-                events.append((event.start_time_ns, event.extra_fields.alloc_size))
-        for _, size in sorted(events):
-            total += size
-            most = max(most, total)
-        local = sum(parameter.to_local().nbytes for parameter in module.parameters())
+        local, most = sharded_by_rows(function)
         assert local <= most < local + 2**19, (local, most - local)
+
+    @undelayed
+    @unittest.skipUnless(DEVICE == "cpu", "the profiler counts the CPU's allocations")
+    @ranks(2)
+    def test_what_a_whole_tensor_is_made_of_is_freed_before_the_next_one():
+        """An exponential is computed of whole tensors, of 1 MiB each."""
+        local, most = sharded_by_rows(
+            lambda: nn.Sequential(nn.ParameterList(nn.Parameter(torch.rand(512, 512).exp()) for _ in range(4)))
+        )
+        assert local + 5 * 2**20 <= most < local + 5.5 * 2**20, (local, most - local)
 
     @unittest.skipUnless(importlib.util.find_spec("transformers"), "needs transformers")
     @ranks(2)

@@ -294,6 +294,10 @@ class SingleDeviceTest(unittest.TestCase):
         with single_device():
             assert compared(4) == 8 and compared(4) == 0 and compared(1) == 1 and compared(7) == 0
             assert compared(3, grad=False) == 6
+            with single_device():
+                assert compared(1) == 0
+        with single_device():  # It was off, and the generators may have come apart.
+            assert compared(1) == 2
 
     @ranks(2)
     def test_states_that_come_apart_after_the_first_draw_raise_on_all_ranks():

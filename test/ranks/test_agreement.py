@@ -1,12 +1,14 @@
 """Agreement: what one rank does wrong is an error on all ranks, and nobody waits for a rank that raised."""
 
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from common import error_of, ranks
 
-from torch_ragged._ranks.agreement import agree, agreement, problems_of_ranks
+from torch_ragged._ranks import agreement as module
+from torch_ragged._ranks.agreement import agree, agreement, problems_of_ranks, text_of
 
 CPU = torch.device("cpu")
 
@@ -24,6 +26,10 @@ def called(line, problem=None):
 
 
 class AgreementTest(unittest.TestCase):
+    def test_texts_of_sets_do_not_depend_on_their_order(self):
+        for kind in (set, frozenset):
+            self.assertEqual(text_of(kind([str, (3, "b"), 1])), "{(3, 'b'), 1, builtins.str}")
+
     @ranks(3)
     def test_equal_claims_return_and_others_raise_on_all_ranks():
         rank = dist.get_rank()
@@ -58,6 +64,22 @@ class AgreementTest(unittest.TestCase):
         assert error == ("TypeError: no" if rank == 3 else "RuntimeError: call() failed on rank 3: TypeError: no"), error
         error = error_of(agree, groups, CPU, "call()", f"rank {rank}" if rank == 0 else "others", None)
         assert "rank 0" in error and "others" in error, error
+
+    @ranks(2)
+    def test_a_rank_waits_until_all_have_named_their_mesh():
+        group, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
+
+        def let_the_other_one_come():
+            store.set("a rank has waited", "")
+
+        if dist.get_rank() == 1:
+            store.wait(["a rank has waited"])
+            store.set("rank 1 calls", "")
+        with mock.patch.multiple(module, _ANSWER_SLICE=0.01, look_for_standstill=let_the_other_one_come):
+            module._agree_on_group(group, "same", "call()", 60.0)
+        has_waited = store.check(["rank 1 calls"])
+        let_the_other_one_come()  # Even if this one has not waited.
+        assert has_waited
 
     @ranks(3)
     def test_problems_of_all_ranks_are_one_line():

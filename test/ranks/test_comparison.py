@@ -84,6 +84,11 @@ class ComparisonTest(unittest.TestCase):
         if dist.get_rank() == 1:
             compared.begin_call()
         assert "rank 0 made call 3 and rank 1 made call 4: call the model equally often" in error_of(compared.compare)
+        other = made()
+        if dist.get_rank() != 2:
+            other.note("mask", "5", "Give it on all ranks")
+        error = error_of(other.compare)
+        assert "mask is 5 on rank 0 and not given on rank 2, along mesh dimension 'dp'. Give it" in error, error
 
     @ranks(4)
     def test_the_first_calls_are_compared_and_then_every_so_many():

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torch_ragged import transfer
-from torch_ragged._ranks.groups import backend_of, group_of, is_nccl, timeout_of
+from torch_ragged._ranks.groups import backend_of, can_order_groups, group_of, is_nccl, timeout_of
 from torch_ragged._register._torch import process_groups
 from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to
 from torch_ragged.fsdp.comm._reduction import Reduction, ops_of
@@ -115,6 +115,12 @@ class GroupsTest(unittest.TestCase):
         set_timeout(dist.group.WORLD, 29 + dist.get_rank())
         transfer.plan(source, target)
         assert [seconds(group) for group in made] == [29 + dist.get_rank()]
+
+    @unittest.skipUnless(can_order_groups, "needs torch 2.12")
+    @ranks(2)
+    def test_a_group_keeps_the_order_of_its_ranks():
+        group = group_of([1, 0])
+        assert dist.get_process_group_ranks(group) == [1, 0] and group.rank() == 1 - dist.get_rank()
 
     @ranks(2)
     def test_groups_of_one_purpose_and_several_parents_are_several():

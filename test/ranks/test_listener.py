@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import threading
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -133,6 +134,22 @@ class ListenerTest(unittest.TestCase):
         fate = peers._fate(place, 3)
         self.assertFalse(fate.is_alive)
         self.assertRegex(fate.text, rf"^died: process {os.getpid()} on host \S+ has ended$")
+
+    def test_a_host_that_does_not_answer_is_named(self):
+        place = self.place(host="elsewhere/boot/ns", address="192.0.2.1")
+        with mock.patch.object(socket, "create_connection", side_effect=TimeoutError("timed out")):
+            fate = peers._fate(place, 3)
+        text = "is not reachable: host elsewhere (192.0.2.1) does not answer (timed out)"
+        self.assertEqual((fate.is_alive, fate.text), (False, text))
+
+    def test_its_thread_ends_with_the_program(self):
+        before = threading.enumerate()
+        place = self.place()
+        (thread,) = (each for each in threading.enumerate() if each not in before and each.name == "whereabouts")
+        answer_to(MINE, place["port"], place["token"].encode())  # It waits for the next caller now.
+        self.listener._stop()
+        thread.join(20)
+        self.assertFalse(thread.is_alive())
 
     def test_a_process_that_is_stopped_is_alive(self):
         child = subprocess.Popen(["sleep", "60"])

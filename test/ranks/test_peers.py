@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import unittest
 from unittest import mock
 
@@ -26,6 +27,7 @@ from torch_ragged._ranks.peers import (
     listen,
     name_of,
     peers_named,
+    wait_for,
 )
 from torch_ragged._ranks.store import SharedStore
 
@@ -152,6 +154,11 @@ class PeersTest(unittest.TestCase):
     @ranks(1)
     def test_the_error_of_a_program_is_told_unless_another_rank_is_its_cause():
         listener = peers._Listener()
+        with mock.patch.object(sys, "last_value", ValueError("too early"), create=True):
+            listener._tell_end()  # It has announced nothing yet.
+        processes = SharedStore("processes")
+        assert processes.get("ended 0") == "ValueError: too early", processes.get("ended 0")
+        processes.delete("ended 0")
         listener.announce()
         for error, is_told in (
             (None, False),
@@ -176,6 +183,41 @@ class PeersTest(unittest.TestCase):
             for thread in [each for each in threading.enumerate() if each.name == "probe"]:
                 thread.join()
         hook.assert_not_called()
+
+    def test_a_wait_looks_at_other_ranks_and_asks_after_five_slices(self):
+        work, look = mock.Mock(), mock.Mock()
+        work.is_completed.return_value = False
+        work.wait.side_effect = [*[RuntimeError("timed out")] * 6, None]
+        with mock.patch.object(Peers, "check_all") as check:
+            wait_for(work, look)
+        self.assertEqual([call.kwargs for call in check.call_args_list], [{"probes": number > 4} for number in range(1, 7)])
+        self.assertEqual(look.call_count, 6)
+
+    def test_a_probe_without_an_answer_is_stale_after_40_seconds(self):
+        probe = peers._Probe(0)
+        for age, expected in ((39, False), (41, True)):
+            probe._begin = time.monotonic() - age
+            self.assertEqual(probe.is_stale, expected)
+
+    @ranks(1)
+    def test_an_agreement_that_fails_is_named():
+        closed = mock.patch.object(dist, "all_gather_object", side_effect=CollectiveFailed("closed by peer"))
+        with closed:
+            try:
+                agree([dist.group.WORLD], torch.device("cpu"), "call()", "same", TypeError("no"))
+                raise AssertionError("it has failed")
+            except PeerError as error:
+                assert attributes_of(error) == ((), "call()", ""), attributes_of(error)
+
+    @ranks(1)
+    def test_a_rank_tells_of_its_own_errors_and_not_of_a_dead_peer():
+        def fails(error):
+            with before_groups("tells()"):
+                raise error
+
+        for number, (error, is_told) in enumerate(((PeerError("rank 1 died"), False), (TypeError("no"), True)), 1):
+            assert error_of(fails, error) == f"{type(error).__name__}: {error}"
+            assert SharedStore(f"refused/tells()/{number}").has("any") == is_told, error
 
     def raised_in_a_call(self, error):
         peers = mock.Mock(spec=Peers)

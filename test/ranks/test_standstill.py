@@ -5,7 +5,10 @@ import gc
 import os
 import sys
 import threading
+import time
+import types
 import unittest
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -133,10 +136,49 @@ class StandstillTest(unittest.TestCase):
         others = {"is_gloo": lambda *_: True, "end_messages": end, "Peers": mock.Mock(spec=peers.Peers)}
         with found, mock.patch.multiple(module, process_groups=lambda: groups, **others):
             watch._look()
+            watch._look()  # It has told of this group already.
         assert closed == groups, closed
         for error in (KeyError, ValueError, RuntimeError, TypeError):
             with mock.patch.object(module.tracker, "look", side_effect=error):
                 watch._look_if_held()
+
+    @ranks(1)
+    def test_one_rank_asks_at_a_time_and_looks_again_while_others_may_come():
+        store, watch = SharedStore("asks"), _Watch()
+        held, ended_1 = waits("all-gather", [0, 1]), {1: ended()}
+        coming = {0: held, **ended_1, 2: waits("barrier", [0, 2], is_held=False)}
+
+        def find(now, *answers):
+            asks, pauses = mock.Mock(side_effect=answers), []
+            clock = mock.Mock(time=lambda: now, sleep=pauses.append)
+            with mock.patch.multiple(module, fates_of=asks, time=clock):
+                return watch._find(store), asks.call_count, pauses
+
+        assert find(1000.0, {0: computes(), **ended_1}) == (False, 1, [])
+        assert find(1003.0) == (False, 0, []), "a rank has asked lately"
+        assert find(1010.0, {0: held, **ended_1}) == (True, 1, [1.5])
+        assert find(1020.0, coming, coming, {**coming, 2: computes()}) == (True, 3, [1.0, 1.0, 1.5])
+        assert find(1030.0, *[coming] * 4) == (True, 4, [1.0] * 4 + [1.5])
+        with mock.patch.object(SharedStore, "swap", return_value="1040.5"):
+            assert find(1040.0) == (False, 0, []), "another rank asks at once"
+
+    def test_the_end_of_a_program_waits_for_the_thread_that_watches(self):
+        watch = _Watch()
+        watch._end()
+        watch._thread = mock.Mock(spec=threading.Thread)
+        for is_alive in (False, True):
+            watch._thread.is_alive.return_value = is_alive
+            watch._end()
+        watch._thread.join.assert_called_once_with(module._LONGEST_END)
+
+    @ranks(2)
+    def test_the_settings_are_those_of_the_root_of_the_last_forward():
+        models, found = [fully_shard(nn.Linear(SIZE, SIZE)) for _ in range(2)], []
+        models[1].set_requires_gradient_sync(False)
+        for model in (*models, models[0]):
+            model(torch.ones(1, SIZE))
+            found.append({name: text for name, text in module.tracker.settings()().items() if "gradient_sync" in name})
+        assert found[0] == found[2] and [list(each.values()) for each in found] == [["True"], ["False"], ["True"]], found
 
     def test_a_rank_that_does_not_answer_may_be_anywhere(self):
         silent = Fate(True, "has not answered")
@@ -211,6 +253,8 @@ class TrackerTest(unittest.TestCase):
                     self.assertEqual(self.tracker.look().is_held, is_held, nbytes)
             with mock.patch.object(peers, "_cpu_time", return_value=1e6):  # It computes.
                 self.assertFalse(self.tracker.look().is_held)
+        with mock.patch.object(time, "pthread_getcpuclockid", side_effect=OSError):  # Not known on each system.
+            self.assertEqual(peers._cpu_time(self.tracker._thread), 0)
 
     def test_a_thread_outside_of_calls_runs(self):
         def leaves_a_call():
@@ -250,6 +294,18 @@ class TrackerTest(unittest.TestCase):
             store.set(f"seen in {name}", "")
             thread.join()
             assert (where.call, where.ranks) == (name, [0, 1] if " of " in name else None), where
+
+    def test_a_collective_that_the_package_calls_itself_has_a_name_and_ranks(self):
+        def frame(file, name, **local):
+            code = types.SimpleNamespace(co_filename=file, co_name=name)
+            return types.SimpleNamespace(f_code=code, f_locals=local)
+
+        group, own = dist.new_group([0, 1]), str(Path(peers.__file__).parents[1] / "tensor/_exchange.py")
+        callers = [frame(own, "redistribute"), frame("train.py", "step")]
+        found = peers._call_of_torch([frame(own, "all_gather", group=group), *callers])
+        self.assertEqual((found.what, found.ranks()), (f"redistribute of process group {group.group_name}", [0, 1]))
+        for other in (frame(own, "all_gather"), frame(own, "gather", group=group), frame("a.py", "all_gather", group=group)):
+            self.assertIsNone(peers._call_of_torch([other, *callers]))
 
     def test_the_thread_cannot_run_while_its_stack_is_read(self):
         """The GIL changes hands between bytecodes: a look whose own code gets the first frame could lose it before the next."""

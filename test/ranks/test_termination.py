@@ -8,11 +8,14 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import terminated
 from common import context_of_ranks
 from killed import ENDS, KINDS, log_of
+
+from torch_ragged._ranks.termination import _this_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +59,12 @@ class TerminationTest(unittest.TestCase):
             self.assertIn(codes[rank], (7,) if kind == "handler" else (-15, 1))
         if KINDS[kind].exits:
             self.assertEqual(codes[1], KINDS[kind].exits)
+
+    def test_before_there_is_a_group_the_launchers_rank_is_told(self):
+        for variables, rank in (({"RANK": "3"}, 3), ({}, -1)):
+            others = {name: value for name, value in os.environ.items() if name != "RANK"}
+            with mock.patch.dict(os.environ, {**others, **variables}, clear=True):
+                self.assertEqual(_this_rank(), rank)
 
     def test_ranks_name_the_one_that_was_killed(self):
         self.check("backward")

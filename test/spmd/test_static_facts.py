@@ -85,6 +85,31 @@ class Counts(nn.Module):
         return x
 
 
+class Draws(nn.Module):
+    def forward(self, x):
+        return x * numpy.random.rand()
+
+
+class Rounds(nn.Module):
+    def forward(self, x):
+        return x * numpy.sqrt(2.0)
+
+
+def closed():
+    """A module whose code has a variable of this function, and a function that changes it."""
+    scale = 1.0
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * scale
+
+    def change():
+        nonlocal scale
+        scale += 1.0
+
+    return Scaled(), change
+
+
 class FactsTest(unittest.TestCase):
     def test_a_change_of_what_code_may_read_is_seen_and_named(self):
         here, options = __name__, ByKeyword.forward.__kwdefaults__["options"]
@@ -96,6 +121,7 @@ class FactsTest(unittest.TestCase):
             (AsksSwitch(Switch()), lambda: STATE.update(center=not STATE["center"]), f"{here}.STATE.center"),
             (one := Module(Frozen([1])), lambda: one.value.factors.append(2), "Module.value.factors"),
             (two := Module(collections.deque([1])), lambda: two.value.append(2), "Module.value"),
+            (*closed(), f"{here}.closed.<locals>.Scaled.forward"),
         ):
             facts = Facts(module)
             self.assertTrue(facts.hold(), told)
@@ -112,6 +138,10 @@ class FactsTest(unittest.TestCase):
             told = error_of(Facts, Module(value))
             self.assertEqual(told, f"NoFacts: Module.value is a {kind}, whose state no guard sees")
         self.assertIn("is an iterator, whose state no guard sees", error_of(Facts, Module(iter([1]))))
+
+    def test_code_that_draws_numbers_of_numpy_has_no_facts(self):
+        self.assertEqual(error_of(Facts, Draws()), "NoFacts: Draws.forward reads random, which no guard sees")
+        self.assertTrue(Facts(Rounds()).hold())
 
     def test_a_model_of_many_modules_has_facts(self):
         model = nn.Sequential(*(nn.Identity() for _ in range(1500)))

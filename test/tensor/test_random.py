@@ -54,6 +54,7 @@ OPS = {
     "randint_like": (FLOATS + INTS, lambda x, p, g: torch.randint_like(x, 10)),
     "randint_like from": (FLOATS + INTS, lambda x, p, g: torch.randint_like(x, 3, 10, dtype=torch.int16)),
     "randint_like of a generator": (INTS, lambda x, p, g: torch.randint_like(x, 3, 10, generator=g)),
+    "randint_like below, of a generator": (INTS, lambda x, p, g: torch.randint_like(x, 10, generator=g)),
     "native_dropout": (FLOATS, lambda x, p, g: torch.native_dropout(x, 0.3, True)[0]),
     "mask of native_dropout": (FLOATS, lambda x, p, g: torch.native_dropout(x, 0.3, True)[1]),
     "native_dropout of all": (FLOATS, lambda x, p, g: torch.native_dropout(x, 1.0, True)[0]),

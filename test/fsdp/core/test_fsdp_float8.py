@@ -327,6 +327,10 @@ def _check_errors():
 def test_errors_are_raised_on_every_rank():
     assert error_of(Float8Policy, tile=(64, 64)).startswith("ValueError: Float8Policy tile must be one of")
     assert "param_dtype" in error_of(Float8Policy, torch.float64)
+    assert set(Float8Policy().terms.needs.values()) == {
+        ": leave weights out",
+        ", which keeps parameters gathered: use ZERO3 or HSDP",
+    }
     run_ranks(2, _check_errors)
 
 

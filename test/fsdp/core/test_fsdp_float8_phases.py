@@ -159,9 +159,25 @@ class ValuesTest(unittest.TestCase):
         group.unshard(phase=Phase.FORWARD)
         with mock.patch.object(_PlaneSet, "decode", side_effect=RuntimeError("no room")):
             self.assertIn("no room", error_of(group.unshard, phase=Phase.BACKWARD))
-        group.unshard(phase=Phase.BACKWARD)  # Nothing of the failed one is left in its way.
-        layer.reset_iter_state()
-        self.assertEqual(group.encoding.nbytes_beside, 0)
+        with gathers() as order:
+            group.unshard(phase=Phase.BACKWARD)  # Nothing of the failed one is left in its way.
+            layer.reset_iter_state()
+            self.assertEqual((len(order), group.encoding.nbytes_beside), (1, 0))
+            group.unshard(phase=Phase.FORWARD)
+            group.unshard(phase=Phase.BACKWARD)
+        self.assertEqual(len(order), 3, "what is freed is gathered again")
+
+    def test_a_weight_is_flattened_with_both_planes(self):
+        def planes(tile, backward=None):
+            scales = torch.ones(-(-256 // tile[0]), 2)
+            return Float8Planes(torch.ones(256, 256).to(torch.float8_e4m3fn), scales, tile, torch.float32, backward)
+
+        weight = float8_weight(planes((128, 128), planes((1, 128))))
+        names, context = weight.__tensor_flatten__()
+        parts = {name: getattr(weight, name) for name in names}
+        again = Float8Weight.__tensor_unflatten__(parts, context, weight.shape, weight.stride())
+        for one, other in ((again.planes, weight.planes), (again.planes.backward, weight.planes.backward)):
+            self.assertTrue(one.codes is other.codes and one.scales is other.scales and one.tile == other.tile)
 
     @ranks(2)
     def test_each_phase_computes_with_its_own_values():

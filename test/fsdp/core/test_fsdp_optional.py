@@ -1,5 +1,6 @@
 """Modules that only some ranks run in forward: they train if they are optional, and are a named error if they are not."""
 
+import contextlib
 import datetime
 import threading
 import time
@@ -137,8 +138,19 @@ class Retrying(nn.Module):
         return self.head(x)
 
 
-def check_a_call_in_an_except_block():
-    model = Retrying()
+class Forgiving(Retrying):
+    """Goes on without an optional module that raises."""
+
+    def forward(self, x, runs):
+        with contextlib.suppress(RuntimeError):
+            if runs:
+                self.notes(x)
+        return self.head(x)
+
+
+def check_an_optional_module(model, raises):
+    if raises:
+        model.notes.register_forward_pre_hook(on_purpose)
     fully_shard(model.notes, optional=True)
     fully_shard(model)
     with torch.no_grad():
@@ -203,7 +215,10 @@ def check_usual_roots():
 
 class OptionalTest(unittest.TestCase):
     def test_a_module_that_returns_nothing_in_an_except_block_has_not_raised(self):
-        self.assertEqual(run_ranks(2, check_a_call_in_an_except_block), [False, False])
+        self.assertEqual(run_ranks(2, check_an_optional_module, Retrying(), False), [False, False])
+
+    def test_ranks_leave_a_module_that_has_raised_on_another_one(self):
+        self.assertEqual(run_ranks(2, check_an_optional_module, Forgiving(), True), [False, False])
 
     def test_gradients_are_those_of_one_process(self):
         bf16 = MixedPrecisionPolicy(reduce_dtype=torch.float64)

@@ -288,6 +288,8 @@ class KeptTensorTest(unittest.TestCase):
             }.items():
                 text = error_of(call)
                 assert "got sharded parameters, and forward has computed with unsharded ones: blocks.1.first" in text, form
+            text = error_of(torch.autograd.grad, loss.square() + loss, params)  # Used twice, and named once.
+            assert ": blocks.1.first.weight, blocks.1.first.bias of the module blocks.1. " in text, text
             loss.backward()  # The errors came before any gradient.
             (alone,) = torch.autograd.grad(params[0].square().sum(), params[0])
             assert torch.equal(alone.full_tensor(), 2 * params[0].full_tensor())
