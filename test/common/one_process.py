@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from torch_ragged.fsdp import MixedPrecisionPolicy, SameBits, fully_shard
 
-STEPS, ROWS = 6, 3
+STEPS, ROWS = 4, 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

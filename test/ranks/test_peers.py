@@ -185,7 +185,7 @@ class PeersTest(unittest.TestCase):
         hook.assert_not_called()
 
     def test_a_wait_looks_at_other_ranks_and_asks_after_five_slices(self):
-        work, look = mock.Mock(), mock.Mock()
+        work, look = mock.Mock(spec=dist.Work), mock.Mock(spec=threading.Thread.start)
         work.is_completed.return_value = False
         work.wait.side_effect = [*[RuntimeError("timed out")] * 6, None]
         with mock.patch.object(Peers, "check_all") as check:

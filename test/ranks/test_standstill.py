@@ -149,8 +149,8 @@ class StandstillTest(unittest.TestCase):
         coming = {0: held, **ended_1, 2: waits("barrier", [0, 2], is_held=False)}
 
         def find(now, *answers):
-            asks, pauses = mock.Mock(side_effect=answers), []
-            clock = mock.Mock(time=lambda: now, sleep=pauses.append)
+            asks, pauses = mock.Mock(spec=module.fates_of, side_effect=answers), []
+            clock = mock.Mock(spec=time, time=lambda: now, sleep=pauses.append)
             with mock.patch.multiple(module, fates_of=asks, time=clock):
                 return watch._find(store), asks.call_count, pauses
 

@@ -185,7 +185,8 @@ class Report:
             for index, (way, memory) in enumerate(fitting.ways.items()):
                 row = {"FSDP size": "" if index else f"{fitting.ranks:,}", "checkpointing": way}
                 row |= {part: bytes_text(nbytes) for part, nbytes in memory.parts.items()}
-                row |= {"total": bytes_text(memory.total), limit: "fits" if memory.total <= fitting.limit else "does not fit"}
+                fits = "fits" if memory.total <= fitting.limit else "does not fit"
+                row |= {"total": bytes_text(memory.total), f"of {limit}": fits}
                 rows.append({**row, "peak": memory.moment})
             verdicts += self._verdict(fitting)
         tokens = f"{setting.batch:,} x {setting.sequence:,} tokens"
