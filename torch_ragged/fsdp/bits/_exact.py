@@ -42,7 +42,7 @@ class ExactSum:
         self.bins = torch.zeros(2 * _POWERS + 3, dtype=torch.int64, device=device)
 
     def add(self, values: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """Add ``values``, or ``function`` of their float64 copies. A square of a float32 number is exact there."""
+        """Add ``values``, or a ``function`` of their float64 copies that is never negative. Squares of float32 are exact there."""
         high, low, others = self.bins.split([_POWERS, _POWERS, 3])
         for chunk in values.detach().reshape(-1).split(_CHUNK) if values.numel() else ():
             numbers = chunk.to(torch.float64)
@@ -54,7 +54,8 @@ class ExactSum:
             if int(power.max()) == _POWERS - 1:
                 others += torch.stack([numbers.isnan().sum(), (numbers == math.inf).sum(), (numbers == -math.inf).sum()])
                 integer.masked_fill_(power == _POWERS - 1, 0)
-            integer = torch.where(bits < 0, -integer, integer)
+            if function is None:
+                integer = torch.where(bits < 0, -integer, integer)
             high.scatter_add_(0, power, integer.bitwise_right_shift(_LOW))
             low.scatter_add_(0, power, integer.bitwise_and_(2**_LOW - 1))
 
