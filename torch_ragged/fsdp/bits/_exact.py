@@ -42,7 +42,7 @@ class ExactSum:
         self.bins = torch.zeros(2 * _POWERS + 3, dtype=torch.int64, device=device)
 
     def add(self, values: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """Add ``values``, or a ``function`` of their float64 copies that is never negative. Squares of float32 are exact there."""
+        """Add ``values``, or a ``function`` of their float64 copies, never negative. Squares of float32 are exact there."""
         high, low, others = self.bins.split([_POWERS, _POWERS, 3])
         for chunk in values.detach().reshape(-1).split(_CHUNK) if values.numel() else ():
             numbers = chunk.to(torch.float64)
