@@ -18,7 +18,16 @@ from torch.distributed._composable import checkpoint as apply_checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torch_ragged.fsdp import HIERARCHICAL, CPUOffloadPolicy, MixedPrecisionPolicy, SameBits, fully_shard, rows, same_sum
+from torch_ragged.fsdp import (
+    HIERARCHICAL,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    SameBits,
+    fully_shard,
+    monitor,
+    rows,
+    same_sum,
+)
 from torch_ragged.fsdp.bits._exact import ExactSum
 from torch_ragged.fsdp.bits._tree import TreeSum
 
@@ -236,8 +245,27 @@ class SameBitsTest(unittest.TestCase):
             if piece != 1:
                 same.add_loss(loss)
         assert "3 of 4 pieces have a loss" in error_of(same.loss)
-        model.set_collectives("copy_engine")
         model.zero_grad()
+        for setter, value, text in (
+            ("set_reduce_wire", torch.bfloat16, "wire dtype"),
+            ("set_custom_reduce_scatter", print, "custom reduce-scatter"),
+            ("set_all_reduce_hook", print, "all-reduce hook"),
+            ("set_gradient_divide_factor", 3.0, "divide factor"),
+        ):
+            changed = fully_shard(nn.Linear(16, 16), mesh=model.weight.device_mesh)
+            late = SameBits(changed, adamw(changed.parameters()), pieces=2)
+            getattr(changed, setter)(value)
+            found = error_of(lambda: next(late.pieces()))  # noqa: B023
+            assert text in found, found
+        optimizer.param_groups[0]["fused"] = True
+        assert "of an optimizer has changed" in error_of(lambda: next(same.pieces()))
+        optimizer.param_groups[0]["fused"] = None
+        with monitor(model, optimizer):
+            for _ in same.pieces():
+                model(torch.ones(2, 16)).sum().backward()
+            assert "close the monitor first" in error_of(same.close)
+        model.zero_grad()
+        model.set_collectives("copy_engine")
         assert "other units or collectives" in error_of(lambda: next(same.pieces()))
         normed = fully_shard(nn.BatchNorm1d(16), mesh=init_device_mesh("cpu", (2,)))
         other = SameBits(normed, adamw(normed.parameters()), pieces=2)

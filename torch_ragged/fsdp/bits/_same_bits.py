@@ -24,7 +24,7 @@ from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.bits._cut import depends_on_cut
 from torch_ragged.fsdp.bits._exact import ExactSum, reduce_exact
 from torch_ragged.fsdp.bits._tree import TREE_VERSION, PieceCollectives
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core.encodings._plain import Encoding
@@ -73,7 +73,7 @@ class SameBits:
         seed: of the random numbers.
 
     Attributes:
-        step: how many steps have begun. Set it to go on with a run.
+        step: how many steps have ended. Set it to go on with a run.
 
     Each backward is an all-to-all of float32 gradients per group (of ``reduce_dtype``, if that is wider) instead of a
     reduce-scatter, with a receive buffer of the group's size; the nodes of the tree are up to ``1 + log2(pieces)`` shards.
@@ -102,7 +102,8 @@ class SameBits:
             if problems:
                 raise ValueError("SameBits: " + "; ".join(problems))
             claim += [f"pieces: {pieces}", f"seed: {seed}", *facts(self._device)]
-        self._model, self._states = model, states
+        self._model, self._states, self._optimizers = model, states, optimizers
+        self._kernels = _kernels(optimizers)
         self._count, self._seed, self.step = pieces, seed, 0
         self._ranks, self._rank = first.dp.mesh.size(), first.dp.mesh.mesh.flatten().tolist().index(dist.get_rank())
         self._round, self._is_absent = 0, False
@@ -115,13 +116,19 @@ class SameBits:
         self._hooks = [each.register_step_pre_hook(lambda *_: (check := hook()) and check()) for each in optimizers]
 
     def close(self) -> None:
-        """The model trains as before this object was made, which is of no use any more."""
+        """The model trains as before this object was made, which is of no use any more.
+
+        Raises:
+            RuntimeError: a monitor, which was begun later, still passes collectives on to this object.
+        """
+        if any(tree.group.collectives is not tree and _reaches(tree) for tree in self._trees):
+            raise RuntimeError("SameBits: close the monitor first, which passes collectives on to this object")
         for tree in self._trees:
-            if tree.group.collectives is tree:
+            if tree.group.collectives is tree:  # Not after set_collectives().
                 tree.group.collectives = tree.inner
         for hook in self._hooks:
             hook.remove()
-        self._trees, self._states, self._hooks = [], [], []
+        self._trees, self._states, self._hooks, self._optimizers = [], [], [], []
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -146,8 +153,11 @@ class SameBits:
             for number in range(-(-self._count // self._ranks)):
                 self._round, first = number, number * self._ranks
                 own = first + self._rank
+                # A rank without a piece repeats one, in the time in which others compute: the same calls as theirs need no
+                # second way to join collectives.
                 self._is_absent = own >= self._count
                 piece = first if self._is_absent else own
+                # Of the piece, not of the rank: it has the same numbers wherever it runs, and if it runs again.
                 _seed_generators(self._seed, self.step, piece)
                 written = _versions(self._model)
                 yield piece
@@ -177,11 +187,15 @@ class SameBits:
         if not self._trees:
             raise RuntimeError("SameBits: close() was called: make a new SameBits")
         groups = [group for state in self._states for group in state.groups]
-        if groups != [tree.group for tree in self._trees] or any(tree.group.collectives is not tree for tree in self._trees):
+        if groups != [tree.group for tree in self._trees] or not all(map(_reaches, self._trees)):
             raise RuntimeError(
                 "SameBits: the model has other units or collectives since this object was made, as after reshard_to() or "
                 "set_collectives(): make a new SameBits"
             )
+        if changed := list(filter(None, map(_setting_of, groups))):
+            raise RuntimeError(f"SameBits: {'; '.join(changed)}")
+        if _kernels(self._optimizers) != self._kernels:
+            raise RuntimeError("SameBits: foreach, fused or capturable of an optimizer has changed: make a new SameBits")
         for state in self._states:
             keeps = any(not group.settings.requires_all_reduce for group in state.groups)
             if not state.requires_gradient_sync or state.accumulates or keeps:
@@ -361,7 +375,7 @@ def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizers: Sequen
         if param.requires_grad and id(param) not in held:
             yield f"{name} is outside of the units of fully_shard: ranks do not add its gradients"
     for group in groups:
-        dp, settings = group.dp, group.settings
+        dp = group.dp
         if dp.levels is not None or dp.counts_once:
             yield f"{group.names} is cut over two mesh dimensions (HIERARCHICAL), or by a plan: this is not covered"
         elif dp.mesh != groups[0].dp.mesh:
@@ -370,12 +384,15 @@ def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizers: Sequen
             yield f"{group.names} is cut by the model, or as Shard(d) with d > 0: leave it to fully_shard's ragged shards"
         elif not dp.has_shards:
             yield f"{group.names} is not cut over ranks: give fully_shard a 1-D mesh"
-        if type(group.collectives) is not ProcessGroupCollectives or group.process_groups.custom_reduce_scatter is not None:
-            yield f"{group.names} has collectives of its own (set_collectives, weights, another SameBits): use the default ones"
-        if group.process_groups.wire is not None or settings.reduce_hook is not None or settings.reduction.divisor is not None:
-            yield f"{group.names} has a wire dtype, an all-reduce hook or a divide factor: leave them out"
-        if group.gradient_user is not None or group.offloads_params:
-            yield f"{group.names} is offloaded, or is stepped in backward: this is not covered"
+        if type(group.collectives) is not ProcessGroupCollectives:
+            yield (
+                f"{group.names} has collectives of its own (set_collectives, weights, another SameBits, or a monitor, which is "
+                "begun after it): use the default ones"
+            )
+        if (setting := _setting_of(group)) is not None:
+            yield setting
+        if group.offloads_params:
+            yield f"{group.names} is offloaded: this is not covered"
         if type(group.encoding) is not Encoding:
             yield f"{group.names} is all-gathered as codes or tensor types: this is not covered"
         if group.orig_dtype not in _TRAINED or group.reduce_dtype not in (torch.float32, torch.float64):
@@ -403,6 +420,32 @@ def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizers: Sequen
             yield "the optimizer is offloaded: this is not covered"
         elif (why := depends_on_cut(optimizer)) is not None:
             yield why
+
+
+def _setting_of(group: FSDPParamGroup) -> str | None:
+    """What a program may set at any time, and a tree would leave out; None if nothing is set."""
+    carrier, settings = group.process_groups, group.settings
+    if carrier.wire is not None or carrier.custom_reduce_scatter is not None or settings.reduce_hook is not None:
+        return f"{group.names} has a wire dtype, a custom reduce-scatter or an all-reduce hook: leave them out"
+    if settings.reduction.divisor is not None:
+        return f"{group.names} has a gradient divide factor, and SameBits divides by the pieces: leave it out"
+    if group.gradient_user is not None:
+        return f"{group.names} is stepped in backward: this is not covered"
+    return None
+
+
+def _reaches(tree: PieceCollectives) -> bool:
+    """Whether the group's collectives are the tree, or pass calls on to it, as those of a monitor."""
+    collectives: Any = tree.group.collectives
+    while collectives is not tree and isinstance(collectives, WrappedCollectives):
+        collectives = collectives.inner
+    return collectives is tree
+
+
+def _kernels(optimizers: Sequence[Optimizer]) -> list[tuple[Any, ...]]:
+    """What chooses an optimizer's kernels: a checkpoint of it may bring others than those that were tried."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    return [tuple(group.get(name) for name in ("foreach", "fused", "capturable")) for group in groups]
 
 
 def _moving(group: FSDPParamGroup) -> str | None:

@@ -122,6 +122,7 @@ class PieceCollectives(WrappedCollectives):
         group = group or self.group.dp.shard_group
         if layout.ranks == 1 or group is None:
             return Then(done, functools.partial(self._receive, received.copy_(buffer.view_as(received)), output))
+        # Not the transport's sum: its order depends on the ranks.
         work: Work = _gloo.issued(dist.all_to_all_single, received.view(-1), buffer, group=group)
         work = wait_all([work]) if is_gloo(group, buffer.device) else work
         return Then(work, functools.partial(self._receive, received, output, buffer))
@@ -161,6 +162,8 @@ class PieceCollectives(WrappedCollectives):
         if self.round < 0:
             return None
         like = self.group.sharded.flat
+        # Absent leaves, also those of ranks without a piece, are at the end, and adding them changes no bit. So this tree has
+        # the value of the tree with as many leaves as pieces.
         for _ in range(self._leaves * (rounds - 1 - self.round)):
             self.tree.add(torch.full_like(like, _ABSENT, dtype=self.group.reduce_dtype))
         return self.tree.root().div_(divisor)
