@@ -28,7 +28,7 @@ from torch_ragged.fsdp import (
     rows,
     same_sum,
 )
-from torch_ragged.fsdp.bits._exact import ExactSum
+from torch_ragged.fsdp.bits._exact import ExactSum, sum_of
 from torch_ragged.fsdp.bits._tree import TreeSum
 
 
@@ -284,25 +284,39 @@ class SameBitsTest(unittest.TestCase):
 class ExactSumTest(unittest.TestCase):
     def test_sums_are_those_of_fsum(self):
         generator = torch.Generator().manual_seed(0)
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            spread = torch.randn(5000, generator=generator, dtype=torch.float64) * 4
-            values = (torch.randn(5000, generator=generator, dtype=torch.float64) * spread.exp()).clamp(-6e4, 6e4).to(dtype)
+        for dtype, scale in ((torch.float64, 1e140), (torch.float32, 1e9), (torch.bfloat16, 1e-30), (torch.float16, 1.0)):
+            spread = torch.randn(40_000, generator=generator, dtype=torch.float64) * 4
+            values = torch.randn(40_000, generator=generator, dtype=torch.float64) * spread.exp()
+            values = (values.clamp(-6e4, 6e4) * scale).to(dtype)
             expected = math.fsum(values.double().tolist())
-            for part in (1, 7, 4999, 5000):
-                total = ExactSum(torch.device("cpu"))
-                for each in values[torch.randperm(5000, generator=generator)].split(part):
+            for part in (997, 39_999, 40_000):
+                numbers = 0
+                for each in values[torch.randperm(40_000, generator=generator)].split(part):
+                    total = ExactSum()
                     total.add(each)
-                self.assertEqual(total.value(), expected, (dtype, part))
-            if dtype != torch.float64:
-                total.add(values, torch.square)
-                self.assertEqual(total.value(), math.fsum([*values.double().tolist(), *values.double().square().tolist()]))
+                    numbers = numbers + total.numbers(torch.device("cpu"))
+                self.assertEqual(sum_of(numbers), expected, (dtype, part))
+            squares = math.fsum(values.double().square().tolist())
+            for cuts in (2, 53):
+                total = ExactSum()
+                total.add(values, torch.square, cuts)
+                self.assertEqual(sum_of(total.numbers(torch.device("cpu"))), squares, (dtype, cuts))
+
+    def test_what_is_left_out_is_found_if_it_matters(self):
+        """1 + 2**-53 is halfway between two floats, and the last number, far below, says which one is nearer."""
+        values = torch.tensor([1.0, 2**-27, 2**-27, 2**-60])
+        for end, expected in ((3, 1.0), (4, 1 + 2**-52)):
+            for cuts in (2, 53):
+                total = ExactSum()
+                total.add(values[:end], torch.square, cuts)
+                self.assertEqual(sum_of(total.numbers(torch.device("cpu"))), None if cuts == 2 else expected)
 
     def test_extreme_and_missing_values(self):
         tiny, huge, inf, nan = 5e-324, 1.7e308, math.inf, math.nan
         cases = ([tiny, -1e-310, huge, -huge], [huge, huge], [-huge, -huge], [], [0.0, -0.0], [1, inf], [inf, -inf], [nan, 1])
         expected = (tiny - 1e-310, inf, -inf, 0.0, 0.0, inf, nan, nan)
-        for case, sum_of in zip(cases, expected, strict=True):
-            self.assertEqual(str(same_sum(torch.tensor(case, dtype=torch.float64))), str(sum_of), case)
+        for case, result in zip(cases, expected, strict=True):
+            self.assertEqual(str(same_sum(torch.tensor(case, dtype=torch.float64))), str(result), case)
 
     @ranks(3)
     def test_all_ranks_get_one_sum():

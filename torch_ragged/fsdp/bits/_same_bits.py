@@ -22,7 +22,7 @@ from torch_ragged._ranks.agreement import agreement, before_groups
 from torch_ragged._ranks.groups import device_of, groups_of
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.bits._cut import depends_on_cut
-from torch_ragged.fsdp.bits._exact import ExactSum, reduce_exact
+from torch_ragged.fsdp.bits._exact import ExactSum, reduce_exact, sum_of
 from torch_ragged.fsdp.bits._tree import TREE_VERSION, PieceCollectives
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_param import local_of
@@ -258,23 +258,24 @@ class SameBits:
     def loss(self) -> float:
         """The mean of the noted losses over all pieces of the last step: their exact sum, divided by the number of pieces.
 
-        Collectives: an all-reduce of 33 KB. The host waits.
+        Collectives: an all-reduce of 880 bytes. The host waits.
 
         Raises:
             RuntimeError: a piece has no loss. All ranks raise.
         """
-        total = ExactSum(self._device)
+        total = ExactSum()
         for loss in self._losses.values():
-            total.add(loss.to(self._device))
+            total.add(loss)
         noted = torch.tensor([len(self._losses)], device=self._device)
-        numbers = torch.cat([total.bins, noted])
+        numbers = torch.cat([total.numbers(self._device), noted])
         reduce_exact(numbers, self._groups, f"{_CALL}.loss")
         if int(numbers[-1]) != self._count:
             raise RuntimeError(
                 f"SameBits: {int(numbers[-1])} of {self._count} pieces have a loss: call add_loss() for each piece"
             )
-        total.bins = numbers[:-1]
-        return total.value() / self._count
+        value = sum_of(numbers[:-1])
+        assert value is not None  # Nothing was left out.
+        return value / self._count
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradients of the model by their norm, as ``torch.nn.utils.clip_grad_norm_`` does; return the norm.
@@ -282,7 +283,7 @@ class SameBits:
         The norm is the root of an exact sum of squares (``norm_type`` 1: of absolute values; inf: the largest one). If it is
         not finite, gradients become what the factor makes of them, as with torch.
 
-        Collectives: an all-reduce of 33 KB. The host waits.
+        Collectives: an all-reduce of 872 bytes, rarely two. The host waits.
 
         Raises:
             ValueError: another ``norm_type``: powers have other bits at the end of a shard.
@@ -299,15 +300,23 @@ class SameBits:
             if math.isinf(norm_type):
                 norm = self._largest(gradients)
             else:
-                total = ExactSum(self._device)
-                for gradient in gradients:
-                    total.add(gradient.to(self._device), function)
-                reduce_exact(total.bins, self._shard_groups, f"{_CALL}.clip_grad_norm_")
-                norm = math.sqrt(total.value()) if norm_type == 2 else total.value()
+                value = self._exact_sum(gradients, function, cuts=2)
+                # Too near to the middle of two floats, about once in a million steps. All ranks know it alike.
+                value = self._exact_sum(gradients, function) if value is None else value
+                assert value is not None  # Nothing was left out.
+                norm = math.sqrt(value) if norm_type == 2 else value
             factor = math.nan if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
             for gradient in gradients:
                 gradient.mul_(factor)
         return norm
+
+    def _exact_sum(self, gradients: list[torch.Tensor], function: Any, **options: int) -> float | None:
+        total = ExactSum()
+        for gradient in gradients:
+            total.add(gradient, function, **options)
+        numbers = total.numbers(self._device)
+        reduce_exact(numbers, self._shard_groups, f"{_CALL}.clip_grad_norm_")
+        return sum_of(numbers)
 
     def _largest(self, gradients: list[torch.Tensor]) -> float:
         parts = [gradient.abs().max().to(self._device, torch.float64) for gradient in gradients if gradient.numel()]
