@@ -63,6 +63,8 @@ class SameBits:
     state made of the seed, the step and the piece (torch's, Python's and NumPy's global generators), and the generators are
     as before afterwards. ``examples/same_bits.py`` has the same numbers in one process with plain torch.
 
+    The model may move to other ranks between steps, by ``reshard_to`` or ``NeighbourCopies.recover``: this object follows it.
+
     With n ranks there are ``ceil(pieces / n)`` rounds. In the last round, a rank without a piece of its own repeats one that
     another rank has, and its gradient does not count: all ranks issue the same collectives.
 
@@ -85,35 +87,57 @@ class SameBits:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, pieces: int, seed: int = 0) -> None:
         with before_groups(_CALL):
-            states = list(module_states(model).values())
-            groups = [group for state in states for group in state.groups]
-            optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-            first = groups[0]
-            if not first.dp.is_member:
-                raise ValueError(f"SameBits: rank {dist.get_rank()} is not in {first.dp.mesh}: make it on ranks of the mesh")
-        self._device, self._groups = device_of(first.dp.mesh), groups_of(first.dp.mesh)
-        self._shard_groups = [group for group in [first.dp.shard_group] if group is not None]  # Replicas have equal shards.
-        with agreement(self._groups, self._device, _CALL) as claim:
-            problems = list(_problems(model, groups, optimizers))
-            if not isinstance(pieces, int) or isinstance(pieces, bool) or pieces < 1:
-                problems.append(f"pieces={pieces!r} is no positive number of pieces")
-            if not isinstance(seed, int):
-                problems.append(f"seed={seed!r} is no integer")
-            if problems:
-                raise ValueError("SameBits: " + "; ".join(problems))
-            claim += [f"pieces: {pieces}", f"seed: {seed}", *facts(self._device)]
-        self._model, self._states, self._optimizers = model, states, optimizers
-        self._kernels = _kernels(optimizers)
-        self._count, self._seed, self.step = pieces, seed, 0
-        self._ranks, self._rank = first.dp.mesh.size(), first.dp.mesh.mesh.flatten().tolist().index(dist.get_rank())
+            self._states = list(module_states(model).values())
+            self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+            dp = self._model_groups()[0].dp
+        self._model, self._count, self._seed, self.step = model, pieces, seed, 0
+        self._device = device_of(dp.mesh)
+        self._trees: list[PieceCollectives] = []
         self._round, self._is_absent = 0, False
         self._loop: object = None  # The loop over pieces that runs, or was left.
         self._losses: dict[int, torch.Tensor] = {}
+        self._is_closed = False
+        if dp.is_member:  # A rank that joins later waits for reshard_to().
+            self._attach()
+        hook = weakref.WeakMethod(self._before_step)
+        self._hooks = [each.register_step_pre_hook(lambda *_: (check := hook()) and check()) for each in self._optimizers]
+
+    def _model_groups(self) -> list[FSDPParamGroup]:
+        return [group for state in self._states for group in state.groups]
+
+    def _attach(self) -> None:
+        """Put a tree on each group of the model, on the mesh where the model is now. All its ranks call it, or all raise."""
+        groups = self._model_groups()
+        dp = groups[0].dp
+        if not dp.is_member:
+            raise RuntimeError(
+                f"SameBits: rank {dist.get_rank()} is not in {dp.mesh}, so that it does not train: to give it shards, call "
+                "reshard_to() on all ranks, with a mesh that has this rank"
+            )
+        self._groups = groups_of(dp.mesh)
+        self._shard_groups = [group for group in [dp.shard_group] if group is not None]  # Replicas have equal shards.
+        with agreement(self._groups, self._device, _CALL) as claim:
+            problems = list(_problems(self._model, groups, self._optimizers))
+            if not isinstance(self._count, int) or isinstance(self._count, bool) or self._count < 1:
+                problems.append(f"pieces={self._count!r} is no positive number of pieces")
+            if not isinstance(self._seed, int):
+                problems.append(f"seed={self._seed!r} is no integer")
+            if problems:
+                raise ValueError("SameBits: " + "; ".join(problems))
+            claim += [f"pieces: {self._count}", f"seed: {self._seed}", *facts(self._device)]
+        self._kernels = _kernels(self._optimizers)
+        self._ranks, self._rank = dp.mesh.size(), dp.mesh.mesh.flatten().tolist().index(dist.get_rank())
         self._trees = [PieceCollectives(group.collectives, group, self._piece) for group in groups]
         for tree in self._trees:
             tree.group.collectives = tree
-        hook = weakref.WeakMethod(self._before_step)
-        self._hooks = [each.register_step_pre_hook(lambda *_: (check := hook()) and check()) for each in optimizers]
+
+    def _follow(self) -> None:
+        """After ``reshard_to`` or ``recover``, which all ranks have called, the model has other groups: put trees on them."""
+        if self._is_closed:
+            raise RuntimeError("SameBits: close() was called: make a new SameBits")
+        old = {id(tree.group) for tree in self._trees}
+        if not any(id(group) in old for group in self._model_groups()):
+            self._attach()
 
     def close(self) -> None:
         """The model trains as before this object was made, which is of no use any more.
@@ -129,6 +153,7 @@ class SameBits:
         for hook in self._hooks:
             hook.remove()
         self._trees, self._states, self._hooks, self._optimizers = [], [], [], []
+        self._is_closed = True
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -146,6 +171,7 @@ class SameBits:
                 that the next piece depends on this one; or another loop has begun meanwhile.
             ValueError: ranks are at different steps, train other parameters, or have another number of threads.
         """
+        self._follow()
         self._begin()
         loop = self._loop = object()
         before = _generator_states()
@@ -184,12 +210,10 @@ class SameBits:
         self._losses = {}
 
     def _check_model(self) -> None:
-        if not self._trees:
-            raise RuntimeError("SameBits: close() was called: make a new SameBits")
-        groups = [group for state in self._states for group in state.groups]
+        groups = self._model_groups()
         if groups != [tree.group for tree in self._trees] or not all(map(_reaches, self._trees)):
             raise RuntimeError(
-                "SameBits: the model has other units or collectives since this object was made, as after reshard_to() or "
+                "SameBits: the model has other units or collectives since this object was made, as after "
                 "set_collectives(): make a new SameBits"
             )
         if changed := list(filter(None, map(_setting_of, groups))):
@@ -261,8 +285,10 @@ class SameBits:
         Collectives: an all-reduce of 880 bytes. The host waits.
 
         Raises:
-            RuntimeError: a piece has no loss. All ranks raise.
+            RuntimeError: a piece has no loss, or the model has moved to another mesh since. All ranks raise.
         """
+        if not self._trees or self._trees[0].group not in self._model_groups():
+            raise RuntimeError("SameBits: the model has moved to another mesh: call loss() before reshard_to()")
         total = ExactSum()
         for loss in self._losses.values():
             total.add(loss)
@@ -288,6 +314,7 @@ class SameBits:
         Raises:
             ValueError: another ``norm_type``: powers have other bits at the end of a shard.
         """
+        self._follow()
         functions = {1.0: torch.abs, 2.0: torch.square, math.inf: torch.abs}
         with agreement(self._groups, self._device, f"{_CALL}.clip_grad_norm_") as claim:
             if norm_type not in functions:

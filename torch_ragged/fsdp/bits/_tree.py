@@ -90,6 +90,8 @@ class PieceCollectives(WrappedCollectives):
         piece: returns the number of the round, and whether this rank has no piece in it.
     """
 
+    follows_model = True
+
     def __init__(self, inner: Collectives, group: FSDPParamGroup, piece: Callable[[], tuple[int, bool]]) -> None:
         super().__init__(inner)
         self.group, self.tree, self.round = group, TreeSum(), -1

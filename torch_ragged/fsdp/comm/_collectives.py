@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, ClassVar, NamedTuple, Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -117,6 +117,9 @@ class Collectives:
 
 class WrappedCollectives(Collectives):
     """The collectives of ``inner``. A subclass overrides :meth:`issue`, or what it carries itself."""
+
+    follows_model: ClassVar[bool] = False
+    """Whether its owner wraps the collectives of the model's next mesh too, so that the model may move."""
 
     def __init__(self, inner: Collectives) -> None:
         self.inner = inner

@@ -20,6 +20,7 @@ from torch_ragged import transfer
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of, device_of_messages, group_of
 from torch_ragged.fsdp._groups import module_states
+from torch_ragged.fsdp.comm._collectives import WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_init import GroupPolicyPart, layout_of, make_group
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, keep_attributes
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -394,7 +395,10 @@ def check_movable(group: FSDPParamGroup, call: str) -> None:
             f"{group.names} has gradients that are not reduced yet, and would be lost: run a backward that reduces them, or "
             f"drop them with reset_iter_state(), before {call}"
         )
-    if group.collectives is not group.process_groups:
+    collectives: Any = group.collectives
+    while isinstance(collectives, WrappedCollectives) and collectives.follows_model:
+        collectives = collectives.inner
+    if collectives is not group.process_groups:
         raise ValueError(
             f"{group.names} has collectives that belong to its mesh: close a monitor and call set_collectives('nccl') before "
             f"{call}, and choose them again after it"
