@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._manifest import Manifest
 
-__all__ = ["DEFAULT", "rng_checksums", "rng_request", "rng_states", "set_rng"]
+__all__ = ["DEFAULT", "rng_checksums", "rng_request", "rng_states", "set_own_rng", "set_rng"]
 
 DEFAULT = ("torch", "accelerator", "python", "numpy")  # The generators that every program has.
 
@@ -79,6 +79,12 @@ def set_rng(
         else:
             digest = hashlib.blake2b(bytes(state.tolist()) + str(rank).encode(), digest_size=4).digest()
             _seed(name, generators, int.from_bytes(digest, "little"))
+
+
+def set_own_rng(generators: Mapping[str, torch.Generator], states: Mapping[str, torch.Tensor]) -> None:
+    """Set the generators to states of this rank, as :func:`rng_states` has returned them."""
+    for name, state in states.items():
+        _set_state(name, generators, state)
 
 
 def _set_state(name: str, generators: Mapping[str, torch.Generator], state: torch.Tensor) -> None:

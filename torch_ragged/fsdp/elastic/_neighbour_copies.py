@@ -7,7 +7,6 @@ import copy
 import functools
 import os
 import pickle
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,24 +20,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged import transfer
 from torch_ragged._ranks.agreement import agreement, before_groups, reduce_min
-from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, is_gloo, timeout_of
-from torch_ragged._ranks.peers import fates_of
+from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, timeout_of
 from torch_ragged._ranks.standstill import announce
-from torch_ragged._ranks.store import SharedStore
-from torch_ragged._register._torch import local_tensor, process_groups
+from torch_ragged._ranks.survivors import agree_on_survivors
+from torch_ragged._register._torch import local_tensor
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.elastic._reshard_to import Description, ModelMove, check_no_hooks, checked_states, mesh_of_states
 from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
 from torch_ragged.transfer._watch import Watch
 
-__all__ = ["NeighbourCopies"]
+__all__ = ["CopiesLost", "NeighbourCopies"]
 
 _CALL = "NeighbourCopies"
 _ALIGNMENT = 16  # Bytes, so that a part of a buffer can be viewed as any dtype.
-_HOST_DEVICE = torch.device("cpu")
-_COPY_SLICE = 0.5  # Seconds. After so long a wait for reports, a rank looks which processes have ended.
 _REPORTING = 15.0  # Seconds. So long a rank takes, after its collective has failed, to make an error that names the ranks.
+
+
+class CopiesLost(RuntimeError):
+    """A rank and the rank with its copy are both gone, or no copy was complete."""
 
 
 _Index = dict[str, tuple[int, int, torch.dtype]]
@@ -250,35 +250,23 @@ class NeighbourCopies:
             RuntimeError: this rank reported too late, and the others have gone on without it.
         """
         self._frees_number.detach()
-        groups = {group.dp.shard_group for state in checked_states(self._model, _CALL, runs=True) for group in state.groups}
-        for group in {*groups, self._group}:
-            if group is not None:
-                end_messages(group, self._device)
         if patience is None:
             patience = timeout_of(self._group, self._device).total_seconds() + _REPORTING
         self._deaths += 1
-        store = SharedStore(f"copies/{self._group.group_name}/{self._deaths}")
-        deadline = time.monotonic() + patience
-        keys = {rank: f"rank {rank}" for rank in self._left}
-        store.set(keys[self._rank], "")
-        dead: set[int] = set()
-        while True:
-            missing = {rank for rank, key in keys.items() if not store.has(key)}
-            ended = {rank for rank, fate in fates_of(sorted(missing)).items() if not fate.is_alive}
-            # Groups with them can never be used again. Ranks that wait there for this one get an error.
-            for group in process_groups() if ended - dead else ():
-                if (ended - dead) & set(dist.get_process_group_ranks(group)) and is_gloo(group, _HOST_DEVICE):
-                    end_messages(group, _HOST_DEVICE)
-            dead |= ended
-            if missing <= dead or time.monotonic() > deadline:
-                break
-            store.wait([keys[rank] for rank in missing - dead], min(_COPY_SLICE, patience))
-        # The first to be done decides for all.
-        found = " ".join(str(rank) for rank in self._left if rank not in missing)
-        self._left = tuple(int(rank) for rank in store.first("left", found).split())
-        if self._rank not in self._left:
-            raise RuntimeError(f"rank {self._rank} has reported too late: ranks {list(self._left)} have gone on without it")
+        name = f"copies/{self._group.group_name}/{self._deaths}"
+        self._left = agree_on_survivors(self._left, name, self.groups, self._device, patience)
         return list(self._left)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of the model, and that of the copies."""
+        found = {group.dp.shard_group for state in checked_states(self._model, _CALL, runs=True) for group in state.groups}
+        return [self._group, *(group for group in found - {self._group} if group is not None)]
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether this rank has a complete copy."""
+        return any(each.step >= 0 for each in self._generations)
 
     def recover(self, mesh: DeviceMesh | None = None, *, group: dist.ProcessGroup | None = None) -> int:
         """Continue on the ranks that are left, with the last copy that all of them have. All of them call it after the error.
@@ -315,7 +303,7 @@ class NeighbourCopies:
         holders = _holders({old: now for old, now, _ in answers}, self._ranks, self._distance)
         common = set.intersection(*(set(steps) for _, _, steps in answers))
         if not common:
-            raise RuntimeError("recover(): the ranks that are left have no complete copy in common: load a checkpoint")
+            raise CopiesLost("recover(): the ranks that are left have no complete copy in common: load a checkpoint")
         step, _ = max(common)
         generation = next(each for each in self._generations if each.step == step)
         assert generation.told is not None
@@ -338,6 +326,20 @@ class NeighbourCopies:
                 tensor.copy_(saved)
         move.finish(generation.told, target, group, takes_told=True)
         return step
+
+    def empty(self, mesh: DeviceMesh) -> None:
+        """Put the model on ``mesh`` without the values of a copy: a checkpoint is loaded next. Its ranks call it together."""
+        self._model.reset_iter_state()  # type: ignore[operator]
+        for param in self._model.parameters():
+            param.grad = None
+        move = self._move(mesh)
+        told = replace(move.description(), gradients={})
+        move.make_groups(told)
+        with torch.no_grad():
+            target = move.target(told)
+            for tensor in target.values():
+                local_tensor(tensor).zero_()
+        move.finish(told, target, mesh.get_group(), takes_told=True)
 
     def _move(self, mesh: DeviceMesh | None) -> ModelMove:
         states = checked_states(self._model, _CALL)
@@ -429,5 +431,5 @@ def _holders(left: Mapping[int, int], ranks: Sequence[int], distance: int) -> di
         else:
             lost.append(f"rank {rank} with its copy on rank {keeper}")
     if lost:
-        raise RuntimeError(f"recover(): {', '.join(lost)} are gone: load a checkpoint")
+        raise CopiesLost(f"recover(): {', '.join(lost)} are gone: load a checkpoint")
     return holders

@@ -37,7 +37,16 @@ from torch_ragged.fsdp.gates._untrained import note_replaced
 from torch_ragged.fsdp.layout._weighted import check_weights
 from torch_ragged.fsdp.memory._resident import ZERO2, Resident
 
-__all__ = ["Description", "ModelMove", "check_no_hooks", "checked_states", "mesh_of_states", "part_of_move", "reshard_to"]
+__all__ = [
+    "Description",
+    "ModelMove",
+    "check_no_hooks",
+    "checked_states",
+    "mesh_of_states",
+    "move_to",
+    "part_of_move",
+    "reshard_to",
+]
 
 _CALL = "reshard_to"
 Kept = Union[int, str, None]
@@ -102,6 +111,19 @@ def reshard_to(
         RuntimeError: a forward or backward runs; there are gradients that are not in ``.grad`` yet; parameters are on the meta
             device; or another rank raised. All ranks raise, and the model and the optimizers are unchanged, but resharded.
     """
+    move_to(model, optimizer, mesh, group, weights, stateful)
+
+
+def move_to(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup | None = None,
+    weights: Sequence[int] | None = None,
+    stateful: Sequence[Stateful] = (),
+    left: Sequence[int] | None = None,
+) -> None:
+    """:func:`reshard_to`. ``left``: the ranks that have shards, if dormant models know another mesh, from before a death."""
     if not dist.is_initialized():
         raise RuntimeError("reshard_to needs a process group: call torch.distributed.init_process_group() first")
     world = dist.group.WORLD if group is None else group
@@ -118,17 +140,17 @@ def reshard_to(
                 f"the model is on {old.mesh.device_type}, the mesh on {mesh.device_type}: reshard_to keeps the device"
             )
         ranks = dist.get_process_group_ranks(world)
-        for each in (old.mesh, mesh):
-            if outside := sorted(set(_ranks_in(each)) - set(ranks)):
+        for each, its_ranks in ((old.mesh, left or _ranks_in(old.mesh)), (mesh, _ranks_in(mesh))):
+            if outside := sorted(set(its_ranks) - set(ranks)):
                 raise ValueError(
                     f"{each} has the ranks {outside[:8]}, which are not in the group of {len(ranks)} ranks that call "
                     "reshard_to: pass a group with all ranks of both meshes"
                 )
         new = DataParallelMesh.of(mesh)
         check_no_hooks(states, _CALL)
-        move = ModelMove(model, states, optimizer, old, new, _CALL, weights, stateful)
+        move = ModelMove(model, states, optimizer, old, new, _CALL, weights, stateful, left)
         own = move.description() if old.is_member else None
-        lowest = min(_ranks_in(old.mesh))
+        lowest = min(move.old_ranks)
         try:  # Before the others wait for it: options may be of any type.
             message = [pickle.dumps(own) if dist.get_rank() == lowest else b""]
         except Exception as error:
@@ -196,8 +218,10 @@ class ModelMove:
         call: str,
         weights: Sequence[int] | None = None,
         stateful: Sequence[Stateful] = (),
+        left: Sequence[int] | None = None,
     ) -> None:
         self._model, self._states, self._old, self._new = model, states, old, new
+        self.old_ranks = list(left or _ranks_in(old.mesh))
         self._call = call
         self.stateful: list[Any] = list(stateful) if isinstance(stateful, (list, tuple)) else [stateful]
         for each in self.stateful:
@@ -240,8 +264,9 @@ class ModelMove:
 
     def lines(self) -> list[str]:
         """The move in lines that must be equal on all ranks, also on those without shards."""
-        meshes = (("from", self._old.mesh), ("to", self._new.mesh))
-        lines = [f"{which} a mesh of {tuple(mesh.shape)} over ranks {_ranks_in(mesh)}" for which, mesh in meshes]
+        old, new = tuple(self._old.mesh.shape), tuple(self._new.mesh.shape)
+        lines = [f"from a mesh of {old if len(old) > 1 else len(self.old_ranks)} over ranks {self.old_ranks}"]
+        lines.append(f"to a mesh of {new} over ranks {_ranks_in(self._new.mesh)}")
         lines.append(f"weights {self._weights}")
         for group, plan in zip(self._groups, self._plans):
             lines.append(f"group of {group.names}, {group.param_dtype}: shards of {plan.layout.shard_numel}")
@@ -271,8 +296,8 @@ class ModelMove:
 
     def send_whole_tensors(self, world: dist.ProcessGroup) -> None:
         """Give buffers, and parameters in no group, of the lowest rank to ranks that join. One broadcast for each."""
-        root, rank, device = min(_ranks_in(self._old.mesh)), dist.get_rank(), device_of(self._new.mesh)
-        joining, is_root = sorted(set(_ranks_in(self._new.mesh)) - set(_ranks_in(self._old.mesh))), rank == root
+        root, rank, device = min(self.old_ranks), dist.get_rank(), device_of(self._new.mesh)
+        joining, is_root = sorted(set(_ranks_in(self._new.mesh)) - set(self.old_ranks)), rank == root
         # Other ranks have these tensors, or need none. They do not wait for those that join: this group is made by its members
         # alone.
         if not joining or rank not in (root, *joining):

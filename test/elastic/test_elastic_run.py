@@ -1,0 +1,221 @@
+"""elastic.run: ranks die at any moment, and the others go on with the bits of a run without a death."""
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import tempfile
+import unittest
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import error_of, ranks, run_mortal_ranks
+from one_process import Dense, adamw, bits, in_one_process, loss_of, sharded, tokens_of
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torch_ragged import checkpoint, elastic
+from torch_ragged._ranks import peers
+from torch_ragged.fsdp import SameBits
+from torch_ragged.fsdp.elastic import _neighbour_copies
+
+PIECES, STEPS = 4, 6
+MOMENTS = ("forward", "backward", "reduction", "optimizer", "copy", "save", "recovery")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def expected(steps=STEPS):
+    torch.manual_seed(0)
+    model = Dense()
+    optimizer = adamw(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    numbers = []
+    for step in range(steps):
+        numbers += in_one_process(model, optimizer, PIECES, steps=[step])
+        scheduler.step()
+    return numbers, {name: bits(param) for name, param in model.named_parameters()}
+
+
+def train(mesh_ranks, deaths, folder=None, **options):
+    """Ranks die as ``deaths`` say, (rank, step, moment). Returns losses and norms, parameters, the last ranks, rewinds."""
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", mesh_ranks)
+    own = {(step, moment) for victim, step, moment in deaths if victim == rank}
+    torch.manual_seed(0)
+    model = sharded(Dense(), mesh=mesh)
+    optimizer = adamw(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    same = SameBits(model, optimizer, pieces=PIECES, seed=7)
+    state = checkpoint.TrainState(model, optimizer, scheduler, extra={"same": same, "seen": 0})
+    curve, rewound = {}, []
+
+    def at(moment):
+        if (state.step, moment) in own:
+            die()
+
+    def step(number):
+        assert number == state.extra["seen"] and number not in curve
+        tokens = tokens_of(number, PIECES)
+        for piece in same.pieces():
+            at("forward")
+            loss = loss_of(model, tokens[piece])
+            handle = model.head.weight.register_hook(lambda _: at("backward")) if own else None
+            loss.backward()
+            if handle:
+                handle.remove()
+            same.add_loss(loss)
+        at("reduction")
+        norm = same.clip_grad_norm_(0.5)
+        at("optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        curve[number] = same.loss(), norm
+        state.extra["seen"] += 1
+
+    def back(number):
+        rewound.append(number)
+        for later in range(number, STEPS):
+            curve.pop(later, None)
+
+    with contextlib.ExitStack() as stack:
+        if own:  # What runs within the package.
+            copy, save = _neighbour_copies.NeighbourCopies._fill, checkpoint.save
+            recover = _neighbour_copies.NeighbourCopies.recover
+            patch = lambda owner, name, moment, of: stack.enter_context(  # noqa: E731
+                mock.patch.object(owner, name, lambda *args, **kwargs: (at(moment), of(*args, **kwargs))[1])
+            )
+            patch(_neighbour_copies.NeighbourCopies, "_fill", "copy", copy)
+            patch(checkpoint, "save", "save", save)
+            patch(_neighbour_copies.NeighbourCopies, "recover", "recovery", recover)
+        elastic.run(step, state, STEPS, checkpoints=folder, rewound=back, **options)
+    left = next(model.parameters()).device_mesh.mesh.tolist()
+    return curve, {name: bits(param) for name, param in model.named_parameters()} if rank in left else None, left, rewound
+
+
+def lost_copies(deaths):
+    return error_of(train, [0, 1, 2, 3], deaths, distance=1)
+
+
+def fails_on_one_rank(exception):
+    """Rank 1 raises in step 2, and no rank dies. A spare waits."""
+    peers._PATIENCE = 1.0  # Seconds, for the report of the rank that does not answer.
+    model = sharded(Dense(), mesh=DeviceMesh("cpu", [0, 1]))
+    optimizer = adamw(model.parameters())
+    done = []
+
+    def step(number):
+        if number == 2 and dist.get_rank() == 1:
+            raise exception
+        loss_of(model, tokens_of(number, 2)[dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        done.append(number)
+
+    return error_of(elastic.run, step, checkpoint.TrainState(model, optimizer), 4), done
+
+
+def random_deaths(seed):
+    """The ranks of a run, those of its mesh, and one to three deaths, of which two may be at once."""
+    choice = random.Random(seed)
+    size, spares = choice.choice([3, 4, 4, 5]), choice.choice([0, 0, 1])
+    victims = choice.sample(range(size - spares), choice.choice([1, 1, 2]) if size - spares > 3 else 1)
+    step = choice.randrange(STEPS)
+    deaths = []
+    for victim in victims:
+        deaths.append((victim, step, choice.choice(MOMENTS[:6])))
+        step = choice.choice([step, choice.randrange(step, STEPS)])
+    if len(victims) == 2 and choice.random() < 0.3:
+        deaths[1] = (victims[1], deaths[0][1], "recovery")
+    return size, list(range(size - spares)), deaths
+
+
+class ElasticRunTest(unittest.TestCase):
+    def check(self, size, deaths, mesh_ranks=None, left=None, **options):
+        """All ranks that are left have the curve and the parameters of a run without a death."""
+        victims = {victim for victim, *_ in deaths}
+        mesh_ranks = list(range(size)) if mesh_ranks is None else mesh_ranks
+        numbers, params = expected()
+        function = functools.partial(train, **options)
+        answers = run_mortal_ranks(size, victims, function, mesh_ranks, deaths, seconds=30)
+        left = sorted(set(range(size)) - victims) if left is None else left
+        for rank, (curve, found, members, rewound) in answers.items():
+            self.assertEqual(members, left, (rank, deaths))
+            first = 0 if rank in mesh_ranks else rewound[0]
+            self.assertEqual(curve, dict(enumerate(numbers[first:], first)), (rank, deaths))
+            for name, param in params.items():
+                self.assertTrue(found[name].equal(param), (rank, name, deaths))
+        return answers
+
+    def test_a_rank_dies(self):
+        for *_, rewound in self.check(3, [(1, 3, "backward")], copy_every=2).values():
+            self.assertEqual(rewound, [2])
+
+    def test_a_spare_takes_the_place(self):
+        self.check(4, [(1, 2, "reduction")], mesh_ranks=[0, 1, 2])
+
+    @pytest.mark.slow
+    def test_a_rank_and_the_rank_with_its_copy_die(self):
+        """The checkpoint of step 4 is loaded, which has two ranks; without one, all ranks raise."""
+        deaths = [(1, 5, "forward"), (2, 5, "forward")]
+        with tempfile.TemporaryDirectory() as folder:
+            answers = self.check(4, deaths, folder=folder, save_every=2, distance=1)
+        self.assertEqual([rewound for *_, rewound in answers.values()], [[4], [4]])
+        for text in run_mortal_ranks(4, {1, 2}, lost_copies, deaths).values():
+            self.assertIn("CopiesLost: recover(): rank 1 with its copy on rank 2 are gone: load a checkpoint", text)
+
+    @pytest.mark.slow
+    def test_ranks_die_at_any_moment(self):
+        for seed in range(int(os.environ.get("TORCH_RAGGED_TEST_KILLS", 12))):
+            size, mesh_ranks, deaths = random_deaths(seed)
+            victims = {victim for victim, *_ in deaths}
+            left = [rank for rank in mesh_ranks if rank not in victims]
+            left += [rank for rank in range(size) if rank not in mesh_ranks][: len(mesh_ranks) - len(left)]
+            with self.subTest(seed=seed, size=size, deaths=deaths), tempfile.TemporaryDirectory() as folder:
+                copies = 1 if len(victims) == 2 and (max(victims) - min(victims)) % len(mesh_ranks) == 2 else None
+                self.check(size, deaths, mesh_ranks, left, folder=folder, save_every=1, distance=copies)
+
+    def test_an_error_of_one_rank_ends_the_run_on_all(self):
+        for rank, (text, done) in run_mortal_ranks(3, set(), fails_on_one_rank, ValueError("no data"), seconds=30).items():
+            expected = ("Error", "ValueError: no data", "elastic.run has failed on the ranks of the mesh")[rank]
+            self.assertIn(expected, text)
+            self.assertEqual(done, [] if rank == 2 else [0, 1])
+
+    @ranks(2)
+    def test_what_cannot_be_survived_is_refused():
+        model = sharded(Dense())
+        optimizer = adamw(model.parameters())
+        state = checkpoint.TrainState(model, optimizer)
+
+        def refusal(state=state, steps=3, **options):
+            return error_of(elastic.run, lambda _: None, state, steps, **options)
+
+        assert "a number of steps as steps, got -1" in refusal(steps=-1)
+        assert "a number of steps as copy_every, got 0" in refusal(copy_every=0)
+        rank = dist.get_rank()
+        assert "elastic.run" in refusal(steps=2 + rank) and "steps=3" in refusal(steps=2 + rank)
+        assert "a number of steps as steps" in refusal(steps=-rank)
+        dist.barrier()  # Rank 0 finds in the store that rank 1 has refused.
+        assert "takes a torch_ragged.checkpoint.TrainState" in refusal(model)
+        assert "needs checkpoints=" in refusal(save_every=2)
+        assert "does not copy TrainState.per_rank" in refusal(checkpoint.TrainState(model, optimizer, per_rank={"loader": 1}))
+        tensor = next(model.parameters()).detach()
+        assert "extra['ema'], a DTensor" in refusal(checkpoint.TrainState(model, optimizer, extra={"ema": tensor}))
+        with mock.patch.dict(os.environ, {"TORCH_RAGGED_WATCH": "0"}):
+            assert "unset TORCH_RAGGED_WATCH" in refusal()
+        replicas = sharded(Dense(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+        assert "takes a 1-D mesh" in refusal(checkpoint.TrainState(replicas, adamw(replicas.parameters())))
+        with mock.patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "1"}), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert not refusal(steps=0)
+        assert "torchrun ends all ranks" in str(caught[0].message)
+
+
+if __name__ == "__main__":
+    unittest.main()

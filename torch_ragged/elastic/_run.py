@@ -1,0 +1,364 @@
+"""``elastic.run``: a training loop that survives the death of ranks. What a step computes is the program's: it knows no model.
+
+The model and its optimizers move by ``NeighbourCopies`` and ``reshard_to``. This file decides when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torch_ragged import checkpoint
+from torch_ragged._ranks.agreement import agreement, before_groups
+from torch_ragged._ranks.groups import device_of_messages, group_of, timeout_of
+from torch_ragged._ranks.peers import fates_of, is_watched
+from torch_ragged._ranks.standstill import announce
+from torch_ragged._ranks.store import SharedStore
+from torch_ragged._ranks.survivors import agree_on_survivors
+from torch_ragged.checkpoint._rng import rng_states, set_own_rng
+from torch_ragged.fsdp.elastic._neighbour_copies import CopiesLost, NeighbourCopies
+from torch_ragged.fsdp.elastic._reshard_to import checked_states, mesh_of_states, move_to
+
+__all__ = ["run"]
+
+_CALL = "elastic.run"
+_logger = logging.getLogger("torch_ragged.elastic")
+_numbers = itertools.count()  # Of the calls of run(), equal on all ranks: all of them call it.
+_REPORTING = 15.0  # Seconds. So long a rank takes, after its collective has failed, to make an error that names the ranks.
+_LOOK, _PROBE = 0.2, 5.0  # Seconds. A spare looks for a call so often, and so often whether a rank of the mesh lives.
+
+
+def run(
+    step: Callable[[int], Any],
+    state: checkpoint.TrainState,
+    steps: int,
+    *,
+    copy_every: int = 1,
+    distance: int | None = None,
+    checkpoints: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    patience: float | None = None,
+    rewound: Callable[[int], Any] | None = None,
+) -> None:
+    """Train until ``state.step`` is ``steps``. If ranks die, those that are left go on from the last copy, without a restart.
+
+    ::
+
+        same = SameBits(model, optimizer, pieces=8)                   # optional: then the numbers are those of no death
+
+        def step(number):                                             # may run again with the same number, on fewer ranks
+            for piece in same.pieces():
+                loss = model(batch(number, piece)).mean()
+                loss.backward()
+                same.add_loss(loss)
+            same.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            curve[number] = same.loss()
+
+        elastic.run(step, TrainState(model, optimizer, extra={"same": same}), steps=1000)    # on all ranks
+
+    Each rank's shards are copied to another rank (:class:`~torch_ragged.fsdp.NeighbourCopies`). After a death, the ranks that
+    are left agree on who is left, put the model on a mesh of these ranks with the state of the last copy, and repeat the steps
+    since then. Ranks that are not in the model's mesh are spares: they wait in this call, and take the place of ranks that
+    died. They make the same model as the others, with the mesh that does not have them, perhaps on the meta device.
+
+    If a rank died together with the rank that had its copy, the newest of ``checkpoints`` is loaded. If ``step`` raises and no
+    rank has died, all ranks raise.
+
+    Args:
+        step: the program's step; its argument is the number of the step, ``state.step``. It leaves no gradients, and uses no
+            process group but those of the model's present mesh: others have a dead rank, once one died.
+        state: what belongs to the run. ``model`` is a root of ``fully_shard`` on a 1-D mesh. Of ``extra``: tensors that are no
+            DTensors, objects with ``state_dict``, such as SameBits and a GradScaler, and plain values. The generators of
+            ``rng`` are rewound on ranks that live. ``per_rank``, ``layouts`` and ``base`` are not covered.
+        steps: how many steps the run has in all.
+        copy_every: copy after so many steps. A death costs up to so many steps.
+        distance: of the copies, as for NeighbourCopies.
+        checkpoints: the folder of the run's checkpoints. If it has one, the run begins with the newest. Under torchrun, which
+            ends all ranks if one dies, this is what a restart goes on with: in ``/dev/shm``, it is in the memory of the host.
+        save_every: save after so many steps; None: never.
+        patience: how many seconds to wait for a rank that lives and does not report, such as one that is stopped. None: the
+            timeout of the default process group, and 15 s.
+        rewound: called with the number of the step that is next, after the state went back, to shorten logs and curves, and
+            on a spare that has joined.
+
+    Memory: four times a rank's shards of parameters and optimizer states. One line of the log ``torch_ragged.elastic`` has
+    the bytes, and one line each death, with the seconds.
+
+    Raises:
+        ValueError: the state has what is not covered, or ranks are not watched (``TORCH_RAGGED_WATCH=0``).
+        CopiesLost: no rank has a copy of some shards, and there is no checkpoint.
+        Exception: what ``step`` raised, if no rank has died.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("elastic.run needs a process group: call torch.distributed.init_process_group() first")
+    if checkpoints is None and os.environ.get("TORCHELASTIC_RUN_ID"):
+        warnings.warn(
+            "torchrun ends all ranks when one dies, and then no rank is left to go on: give elastic.run checkpoints=, or start "
+            "the ranks by srun or torch.multiprocessing",
+            stacklevel=2,
+        )
+    with before_groups(_CALL):
+        training = _Run(step, state, steps, copy_every, distance, checkpoints, save_every, patience, rewound)
+    training.go()
+
+
+class _Position:
+    """What belongs to a step beside the model, its optimizers and the objects with a ``state_dict``."""
+
+    def __init__(self, state: checkpoint.TrainState) -> None:
+        self._state = state
+
+    def _values(self) -> dict[str, Any]:
+        return {name: value for name, value in self._state.extra.items() if not isinstance(value, Stateful)}
+
+    def state_dict(self) -> dict[str, Any]:
+        fields = {name: getattr(self._state, name) for name in ("step", "consumed_tokens", "data_position")}
+        return {**fields, "extra": self._values(), "rank": dist.get_rank(), "rng": rng_states(self._state.rng)}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        for name in ("step", "consumed_tokens", "data_position"):
+            setattr(self._state, name, kept[name])
+        for name, value in kept["extra"].items():
+            if isinstance(value, torch.Tensor):
+                self._state.extra[name].copy_(value)
+            else:
+                self._state.extra[name] = value
+        if kept["rank"] == dist.get_rank():  # A rank that joins keeps its own.
+            set_own_rng(self._state.rng, kept["rng"])
+
+
+class _Run:
+    def __init__(
+        self,
+        step: Callable[[int], Any],
+        state: checkpoint.TrainState,
+        steps: int,
+        copy_every: int,
+        distance: int | None,
+        checkpoints: str | os.PathLike[str] | None,
+        save_every: int | None,
+        patience: float | None,
+        rewound: Callable[[int], Any] | None,
+    ) -> None:
+        if not is_watched():
+            raise ValueError("elastic.run needs to ask which ranks live: unset TORCH_RAGGED_WATCH=0")
+        for name, value in (("steps", steps), ("copy_every", copy_every), ("save_every", save_every)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < (name != "steps")):
+                raise ValueError(f"elastic.run takes a number of steps as {name}, got {value!r}")
+        if save_every is not None and checkpoints is None:
+            raise ValueError("elastic.run(save_every=) needs checkpoints=, the folder to save to")
+        if not isinstance(state, checkpoint.TrainState):
+            raise TypeError(f"elastic.run takes a torch_ragged.checkpoint.TrainState, got {type(state).__name__}")
+        state.check()
+        held = [name for name in ("per_rank", "layouts", "base") if getattr(state, name)]
+        held += [f"extra[{name!r}], a DTensor" for name, value in state.extra.items() if isinstance(value, DTensor)]
+        if held:
+            raise ValueError(f"elastic.run does not copy TrainState.{', '.join(held)}: leave them out, or save checkpoints")
+        self._step, self._state, self._steps = step, state, steps
+        self._copy_every, self._distance = copy_every, distance
+        self._checkpoints, self._save_every, self._rewound = checkpoints, save_every, rewound
+        scheduler = [] if state.scheduler is None else [state.scheduler]
+        objects = [value for value in state.extra.values() if isinstance(value, Stateful)]
+        self._stateful = [_Position(state), *scheduler, *objects]
+        self._rank, self._number = dist.get_rank(), next(_numbers)
+        mesh = mesh_of_states(checked_states(state.model, _CALL), _CALL).mesh
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"elastic.run takes a model on a 1-D mesh, got {mesh}: with replicas (HSDP), save checkpoints, and restart"
+            )
+        self._members: tuple[int, ...] = tuple(mesh.mesh.tolist())
+        self._wanted = len(self._members)
+        self._spares = [rank for rank in range(dist.get_world_size()) if rank not in self._members]
+        self._device_type = mesh.device_type
+        self._group = mesh.get_group() if self._rank in self._members else None
+        world = dist.group.WORLD
+        assert world is not None
+        self._device = device_of_messages(world)
+        self._patience = timeout_of(world, self._device).total_seconds() + _REPORTING if patience is None else patience
+        self._copies: list[NeighbourCopies] = []  # The last ones, and before them those that count until the last are complete.
+        self._failures = self._calls = 0  # On all ranks alike: they name what ranks agree on.
+        self._joining: list[int] = []
+        self._store = SharedStore(f"elastic/{self._number}")
+        announce()  # So that other ranks can ask whether this process lives.
+
+    def go(self) -> None:
+        try:
+            if self._group is not None:
+                with agreement([self._group], self._device, _CALL) as claim:
+                    names = ("steps", "copy_every", "distance", "checkpoints", "save_every")
+                    claim += [f"{name}={getattr(self, f'_{name}')}" for name in names]
+                self._load_newest()
+            while self._state.step < self._steps:
+                if self._group is None:
+                    if not self._wait_for_call():
+                        return
+                    continue
+                try:
+                    self._train()
+                except Exception as error:
+                    self._survive(error)
+        except Exception as error:
+            with contextlib.suppress(dist.DistError):  # The store is lost: this may be why.
+                self._store.set(f"gone {self._rank}", "")
+                if self._group is not None:
+                    self._store.set("ended", f"{type(error).__name__}: {error}")
+            raise
+        self._store.set("ended", "")
+
+    # -- ranks of the mesh ---------------------------------------------------------------------------------------------
+
+    def _load_newest(self) -> bool:
+        """Load the newest checkpoint, if the lowest rank finds one."""
+        if self._checkpoints is None:
+            return False
+        found = [checkpoint.latest(self._checkpoints) is not None]
+        dist.broadcast_object_list(found, src=self._members[0], group=self._group, device=self._device)
+        if found[0]:
+            checkpoint.load(self._checkpoints, self._state, process_group=self._group)
+        return found[0]
+
+    def _train(self) -> None:
+        self._copy_anew()
+        while self._state.step < self._steps:
+            self._step(self._state.step)
+            self._state.step += 1
+            if self._copies and self._state.step % self._copy_every == 0:
+                self._copies[-1].update()
+            if self._save_every is not None and self._checkpoints is not None and self._state.step % self._save_every == 0:
+                checkpoint.save(self._checkpoints, self._state, process_group=self._group)
+        if self._copies:
+            self._copies[-1].wait()  # A rank that dies now is an error before the program goes on.
+
+    def _copy_anew(self) -> None:
+        """Make copies of the model on its present mesh. The last ones count until these are complete on all ranks."""
+        if len(self._members) == 1:
+            self._copies.clear()
+            _logger.warning("rank %d is alone: it has no copy, and its death ends the run", self._rank)
+            return
+        begun = time.monotonic()
+        distance = self._distance if self._distance is not None and self._distance < len(self._members) else None
+        made = NeighbourCopies(self._state.model, self._state.optimizer, distance=distance, stateful=self._stateful)
+        self._copies.append(made)
+        made.update()
+        made.wait()
+        del self._copies[:-1]
+        text = "copies of %d ranks' shards: %.1f MB on this rank, made in %.2f s, after every %d steps"
+        _logger.info(text, len(self._members), made.nbytes / 1e6, time.monotonic() - begun, self._copy_every)
+
+    def _survive(self, error: Exception) -> None:
+        """Go on after ``error``, on the ranks that are left. Raise it if no rank has died."""
+        begun, before = time.monotonic(), self._state.step
+        while True:
+            groups = {group for copies in self._copies for group in copies.groups} | {self._group}
+            left = agree_on_survivors(
+                self._members,
+                f"elastic/{self._number}/failure {self._failures}",
+                [group for group in groups if group is not None],
+                self._device,
+                self._patience,
+                lambda rank: self._store.has(f"gone {rank}"),
+            )
+            self._failures += 1
+            if len(left) == len(self._members) and not self._joining:
+                raise error
+            try:
+                self._go_on(left)
+                break
+            except CopiesLost:
+                raise
+            except Exception as another:  # Perhaps one more rank has died.
+                error = another
+        text = "%s; ranks %s go on with step %d, after %.1f s. The error was: %s"
+        dead = f"the death of other ranks in step {before}"
+        _logger.warning(text, dead, list(self._members), self._state.step, time.monotonic() - begun, error)
+        if self._rewound is not None:
+            self._rewound(self._state.step)
+
+    def _go_on(self, left: Sequence[int]) -> None:
+        """The state of the last copy, on a mesh of the ranks that are left, and of spares."""
+        self._members, self._joining = tuple(left), []
+        self._group = group_of(self._members, f"elastic {self._number}, failure {self._failures}")
+        mesh = DeviceMesh.from_group(self._group, self._device_type)
+        # The newest copies that all ranks have. A rank has dropped older ones only if the newer are complete on all ranks.
+        complete: list[Any] = [None] * len(left)
+        dist.all_gather_object(complete, [copies.has_copy for copies in self._copies], group=self._group)
+        if not all(map(any, complete)):
+            raise CopiesLost("a rank has died before the first copy was complete: start again")
+        copies = self._copies[-1 if all(has[-1] for has in complete) else 0]
+        try:
+            copies.recover(mesh)
+        except CopiesLost as lost:
+            if self._checkpoints is None:
+                raise
+            copies.empty(mesh)
+            if not self._load_newest():
+                raise CopiesLost(f"{lost}; {self._checkpoints} has none") from None
+        del self._copies[self._copies.index(copies) + 1 :]
+        self._copy_anew()
+        self._invite()
+
+    def _invite(self) -> None:
+        """Let spares take the place of ranks that died."""
+        if not self._spares or len(self._members) >= self._wanted:
+            return
+        alive = [rank for rank, fate in fates_of(self._spares).items() if fate.is_alive]
+        chosen = {"left": self._members, "joining": alive[: self._wanted - len(self._members)]}
+        # The first to be done decides for all.
+        self._join(json.loads(self._store.first(f"call {self._calls}", json.dumps(chosen))))
+
+    def _join(self, call: dict[str, list[int]]) -> None:
+        """The ranks that are left, and those that join, put the model on one mesh."""
+        self._calls += 1
+        left, self._joining = call["left"], call["joining"]
+        self._spares = [rank for rank in self._spares if rank not in self._joining]
+        if not self._joining:
+            return
+        members = sorted(left + self._joining)
+        group = group_of(members, f"elastic {self._number}, call {self._calls}")
+        mesh = DeviceMesh.from_group(group, self._device_type)
+        move_to(self._state.model, self._state.optimizer, mesh, group, stateful=self._stateful, left=left)
+        self._members, self._group = tuple(members), group
+        self._copy_anew()
+        self._joining = []
+
+    # -- spares --------------------------------------------------------------------------------------------------------
+
+    def _wait_for_call(self) -> bool:
+        """Whether this rank is in the mesh now; False if the run has ended."""
+        key, looked = f"call {self._calls}", time.monotonic()
+        while not self._store.has(key):
+            if self._store.has("ended"):
+                if text := self._store.get("ended"):
+                    raise RuntimeError(f"elastic.run has failed on the ranks of the mesh: {text}")
+                return False
+            if time.monotonic() - looked > _PROBE:
+                if not any(fate.is_alive for fate in fates_of(self._members).values()):
+                    raise RuntimeError(f"all ranks of the mesh, {list(self._members)}, have ended: nothing is left to join")
+                looked = time.monotonic()
+            time.sleep(_LOOK)
+        call = json.loads(self._store.get(key))
+        self._members = tuple(call["left"])
+        if self._rank in call["joining"]:
+            self._join(call)
+            if self._rewound is not None:
+                self._rewound(self._state.step)
+            return True
+        self._calls += 1
+        self._spares = [rank for rank in self._spares if rank not in call["joining"]]
+        self._members = tuple(sorted(call["left"] + call["joining"]))
+        return True
