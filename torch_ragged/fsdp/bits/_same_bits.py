@@ -5,6 +5,7 @@ It decides nothing about memory or overlap, and changes nothing of a model witho
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import random
@@ -31,7 +32,7 @@ from torch_ragged.fsdp.core.encodings._plain import Encoding
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer
 
-__all__ = ["SameBits"]
+__all__ = ["SameBits", "generators_kept", "seed_generators"]
 
 _CALL = "SameBits"
 _CACHE_LINE = 64  # Bytes. Products of few rows depend on the offset of a matrix within so many.
@@ -155,6 +156,18 @@ class SameBits:
         self._trees, self._states, self._hooks, self._optimizers = [], [], [], []
         self._is_closed = True
 
+    @property
+    def count(self) -> int:
+        """The pieces of a step, in all."""
+        return self._count
+
+    @property
+    def assigned(self) -> list[int]:
+        """The piece of this rank in each round of a step; in the last round, perhaps one that another rank has too."""
+        rounds = range(-(-self._count // self._ranks))
+        own = [number * self._ranks + self._rank for number in rounds]
+        return [piece if piece < self._count else number * self._ranks for number, piece in zip(rounds, own)]
+
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[int]:
@@ -174,17 +187,13 @@ class SameBits:
         self._follow()
         self._begin()
         loop = self._loop = object()
-        before = _generator_states()
-        try:
-            for number in range(-(-self._count // self._ranks)):
-                self._round, first = number, number * self._ranks
-                own = first + self._rank
+        with generators_kept():
+            for number, piece in enumerate(self.assigned):
                 # A rank without a piece repeats one, in the time in which others compute: the same calls as theirs need no
                 # second way to join collectives.
-                self._is_absent = own >= self._count
-                piece = first if self._is_absent else own
+                self._round, self._is_absent = number, piece != number * self._ranks + self._rank
                 # Of the piece, not of the rank: it has the same numbers wherever it runs, and if it runs again.
-                _seed_generators(self._seed, self.step, piece)
+                seed_generators(self._seed, self.step, piece)
                 written = _versions(self._model)
                 yield piece
                 if self._loop is not loop:
@@ -196,8 +205,6 @@ class SameBits:
                             "on this rank: keep it as it is in forward (batch norm: eval()), and update it after the step"
                         )
             self._finish()
-        finally:
-            _set_generators(before)
 
     def _begin(self) -> None:
         """On all ranks alike, or all raise."""
@@ -502,7 +509,7 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (id(each), -1 if each.is_inference() else each._version) for name, each in model.named_buffers()}
 
 
-def _seed_generators(*numbers: int) -> None:
+def seed_generators(*numbers: int | str) -> None:
     """Begin at a state made of these numbers. Near numbers give independent states."""
     mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big")
     torch.manual_seed(mixed % 2**63)
@@ -511,17 +518,18 @@ def _seed_generators(*numbers: int) -> None:
         sys.modules["numpy"].random.seed(mixed % 2**32)
 
 
-def _generator_states() -> tuple[Any, ...]:
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """A block after which the global generators of torch, Python and NumPy are as before."""
+    own, python = torch.get_rng_state(), random.getstate()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    return torch.get_rng_state(), devices, random.getstate(), numpy
-
-
-def _set_generators(states: tuple[Any, ...]) -> None:
-    own, devices, python, numpy = states
-    torch.set_rng_state(own)
-    if devices is not None:
-        torch.cuda.set_rng_state_all(devices)
-    random.setstate(python)
-    if numpy is not None:
-        sys.modules["numpy"].random.set_state(numpy)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
+        random.setstate(python)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
