@@ -6,7 +6,7 @@
 AREAS: dict[str, tuple[str, ...]] = {
     "Import": ("_register",),
     "Ranks that were called differently": ("_ranks.agreement", "_ranks.comparison"),
-    "A rank died, or does not answer": ("_ranks.peers", "_ranks.store"),
+    "A rank died, or does not answer": ("_ranks.peers", "_ranks.store", "_ranks.survivors"),
     "fully_shard(): arguments": (
         "fsdp",
         "fsdp._fully_shard",
@@ -36,7 +36,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     "The planner and its layouts": ("fsdp.layout",),
     "Granularity": ("granularity",),
     "monitor() and memory_report()": ("fsdp.tools",),
-    "reshard_to() and NeighbourCopies": (
+    "reshard_to(), NeighbourCopies and elastic.run()": (
+        "elastic",
         "fsdp.elastic._neighbour_copies",
         "fsdp.elastic._optimizer_states",
         "fsdp.elastic._reshard_to",

@@ -36,10 +36,10 @@ def tree(leaves: list[torch.Tensor]) -> torch.Tensor:
     return tree(leaves[:left]) + tree(leaves[left:])
 
 
-def one_process(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, float]]:
+def one_process(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> Iterator[tuple[float, float]]:
     """Loss and norm of each step."""
     params = list(model.parameters())
-    for step in range(STEPS):
+    for step in range(steps):
         leaves: list[list[torch.Tensor]] = [[] for _ in params]
         losses = []
         for piece, inputs in enumerate(batch(step).chunk(PIECES)):

@@ -284,6 +284,7 @@ SERIES = (
     Step(
         "0018-fsdp-elastic",
         (
+            "_ranks/survivors.py",
             "fsdp/elastic/_neighbour_copies.py",
             "fsdp/elastic/_optimizer_states.py",
             "fsdp/elastic/_reshard_to.py",

@@ -155,7 +155,7 @@ class ElasticRunTest(unittest.TestCase):
 
     def test_a_rank_dies(self):
         for *_, rewound in self.check(3, [(1, 3, "backward")], copy_every=2).values():
-            self.assertEqual(rewound, [2])
+            self.assertIn(rewound, ([0], [2]))  # The copy of step 2 may be in flight.
 
     def test_a_spare_takes_the_place(self):
         self.check(4, [(1, 2, "reduction")], mesh_ranks=[0, 1, 2])

@@ -24,12 +24,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged import RaggedShard, checkpoint, fsdp, transfer
 from torch_ragged._ranks.groups import group_of
+from torch_ragged.elastic import PieceLoader
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.optim import SOAP, Adam8bit, AdamW8bit, Muon, QKClip, QKLayer, Shampoo, matrix_groups, muon_policy
 from torch_ragged.random import deferred_init, materialize
 from torch_ragged.spmd import Plan, parallelize
 
-PACKAGES = ("fsdp", "optim", "transfer", "checkpoint", "spmd")
+PACKAGES = ("fsdp", "optim", "transfer", "checkpoint", "spmd", "elastic")
 
 
 def model_of(mesh, **options):
@@ -133,6 +134,13 @@ def parallelized(mesh, folder):
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def loaded(mesh, folder):
+    model = model_of(mesh)
+    same = fsdp.SameBits(model, torch.optim.SGD(model.parameters(), lr=0.1), pieces=3)
+    for _, batch in PieceLoader(torch.ones(9, 8), same, 2):
+        model(batch).sum().backward()
+
+
 def offloaded(mesh, folder):
     model = model_of(mesh, offload_policy=fsdp.Offload(optimizer=0.5))
     train(model, fsdp.offloaded(torch.optim.AdamW, model, lr=0.1))
@@ -146,6 +154,7 @@ MAKES = {
     "Monitor": monitored,
     "SameBits": same_bits,
     "NeighbourCopies": copies,
+    "PieceLoader": loaded,
     "reshard_to": resharded,
     "Muon MuonPolicy": lambda mesh, folder: trained(mesh, of_matrices(Muon), orig_param_policy=muon_policy()),
     "Adam8bit": lambda mesh, folder: trained(mesh, lambda m: Adam8bit(m.parameters()), orig_param_policy=Adam8bit.policy),

@@ -105,6 +105,16 @@ class TutorialTest(unittest.TestCase):
                 printed = run(folder, 8, EXAMPLES / "one_plan.py", "--steps", 3, *options)
             self.assertLess(float(re.search(r"largest difference (\S+)\)", printed)[1]), 1e-5)
 
+    def test_a_rank_is_killed_and_the_losses_are_those_of_one_process(self):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(EXAMPLES / "survive.py"), "--steps", "6", "--kill", "1:3", "--out", folder]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            told = "rank 1 was killed in step 3, ranks [0, 2, 3] went on: the losses of all 6 steps are equal to those of one"
+            self.assertIn(told, done.stdout)
+            self.assertTrue(is_png(Path(folder) / "survive.png"))
+
     def test_experts_give_the_same_losses_on_any_number_of_ranks(self):
         """Tokens travel to other ranks, so a wrong divisor of gradients or a lost token would show."""
         losses = []

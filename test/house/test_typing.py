@@ -18,11 +18,14 @@ from torch_ragged.integrations import install, installed
 from torch_ragged.spmd import Plan
 from torch_ragged.spmd._plan import _UNIT_OPTIONS
 
-PACKAGES = ("", ".checkpoint", ".debug", ".fsdp", ".granularity", ".integrations", ".optim", ".random", ".spmd", ".transfer")
-OPEN = {  # What they get is another's: of the optimizer, the module, its forward, DTensor, DCP.
+PACKAGES = (
+    *("", ".checkpoint", ".debug", ".elastic", ".fsdp", ".granularity", ".integrations", ".optim", ".random", ".spmd"),
+    ".transfer",
+)
+OPEN = {  # What they get is another's: of the optimizer, the module, its forward, DTensor, DCP, the DataLoader.
     *("fsdp.offloaded", "random.deferred_init", "spmd.deferred_init", "spmd.explain", "spmd.Plan.explain"),
     *("fsdp.FSDPModule.zero_grad", "fsdp.FSDPGrad.full_tensor", "fsdp.FSDPGrad.redistribute", "fsdp.FSDPGrad.to_local"),
-    *("fsdp.Float8Weight.__init__", "checkpoint.CheckpointReader.read_metadata"),
+    *("fsdp.Float8Weight.__init__", "checkpoint.CheckpointReader.read_metadata", "elastic.PieceLoader.__init__"),
 }
 PROGRAM = """
 from torch import nn

@@ -16,7 +16,7 @@ from torch_ragged._register._torch import process_groups
 __all__ = ["agree_on_survivors"]
 
 _HOST_DEVICE = torch.device("cpu")
-_SLICE = 0.5  # Seconds. After so long a wait for reports, a rank looks which processes have ended.
+_REPORT_SLICE = 0.5  # Seconds. After so long a wait for reports, a rank looks which processes have ended.
 
 
 def agree_on_survivors(
@@ -54,7 +54,7 @@ def agree_on_survivors(
         dead |= ended
         if missing <= dead or time.monotonic() > deadline:
             break
-        store.wait([keys[rank] for rank in missing - dead], min(_SLICE, patience))
+        store.wait([keys[rank] for rank in missing - dead], min(_REPORT_SLICE, patience))
     # The first to be done decides for all.
     found = " ".join(str(rank) for rank in ranks if rank not in missing)
     left = tuple(int(rank) for rank in store.first("left", found).split())

@@ -2,5 +2,6 @@
 
 from torch_ragged.elastic._loader import PieceLoader
 from torch_ragged.elastic._run import run
+from torch_ragged.fsdp.elastic._neighbour_copies import CopiesLost
 
-__all__ = ["PieceLoader", "run"]
+__all__ = ["CopiesLost", "PieceLoader", "run"]

@@ -98,7 +98,7 @@ class _PieceSampler:
             return list(range(self._samples))
         with generators_kept():
             seed_generators(self._seed, "epoch", epoch)
-            return torch.randperm(self._samples).tolist()
+            return torch.randperm(self._samples, device="cpu").tolist()
 
     def upcoming(self, step: int, number: int, assigned: list[int], pieces: int) -> Sampler[list[Any]]:
         """The batches of the pieces ``assigned`` in a step, from piece ``number`` of them on, then of all later steps."""

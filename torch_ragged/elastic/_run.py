@@ -36,9 +36,9 @@ __all__ = ["run"]
 
 _CALL = "elastic.run"
 _logger = logging.getLogger("torch_ragged.elastic")
-_numbers = itertools.count()  # Of the calls of run(), equal on all ranks: all of them call it.
-_REPORTING = 15.0  # Seconds. So long a rank takes, after its collective has failed, to make an error that names the ranks.
-_LOOK, _PROBE = 0.2, 5.0  # Seconds. A spare looks for a call so often, and so often whether a rank of the mesh lives.
+_run_numbers = itertools.count()  # Of the calls of run(), equal on all ranks: all of them call it.
+_LATEST_REPORT = 15.0  # Seconds. So long a rank takes, after its collective has failed, to make an error that names the ranks.
+_LOOK, _SPARE_PROBE = 0.2, 5.0  # Seconds. A spare looks for a call so often, and so often whether a rank of the mesh lives.
 
 
 def run(
@@ -113,7 +113,7 @@ def run(
             stacklevel=2,
         )
     with before_groups(_CALL):
-        training = _Run(step, state, steps, copy_every, distance, checkpoints, save_every, patience, rewound)
+        training = _Training(step, state, steps, copy_every, distance, checkpoints, save_every, patience, rewound)
     training.go()
 
 
@@ -142,7 +142,7 @@ class _Position:
             set_own_rng(self._state.rng, kept["rng"])
 
 
-class _Run:
+class _Training:
     def __init__(
         self,
         step: Callable[[int], Any],
@@ -175,7 +175,7 @@ class _Run:
         scheduler = [] if state.scheduler is None else [state.scheduler]
         objects = [value for value in state.extra.values() if isinstance(value, Stateful)]
         self._stateful = [_Position(state), *scheduler, *objects]
-        self._rank, self._number = dist.get_rank(), next(_numbers)
+        self._rank, self._number = dist.get_rank(), next(_run_numbers)
         mesh = mesh_of_states(checked_states(state.model, _CALL), _CALL).mesh
         if mesh.ndim != 1:
             raise ValueError(
@@ -189,7 +189,7 @@ class _Run:
         world = dist.group.WORLD
         assert world is not None
         self._device = device_of_messages(world)
-        self._patience = timeout_of(world, self._device).total_seconds() + _REPORTING if patience is None else patience
+        self._patience = timeout_of(world, self._device).total_seconds() + _LATEST_REPORT if patience is None else patience
         self._copies: list[NeighbourCopies] = []  # The last ones, and before them those that count until the last are complete.
         self._failures = self._calls = 0  # On all ranks alike: they name what ranks agree on.
         self._joining: list[int] = []
@@ -262,7 +262,7 @@ class _Run:
 
     def _survive(self, error: Exception) -> None:
         """Go on after ``error``, on the ranks that are left. Raise it if no rank has died."""
-        begun, before = time.monotonic(), self._state.step
+        begun, before, members = time.monotonic(), self._state.step, self._members
         while True:
             groups = {group for copies in self._copies for group in copies.groups} | {self._group}
             left = agree_on_survivors(
@@ -283,9 +283,10 @@ class _Run:
                 raise
             except Exception as another:  # Perhaps one more rank has died.
                 error = another
-        text = "%s; ranks %s go on with step %d, after %.1f s. The error was: %s"
-        dead = f"the death of other ranks in step {before}"
-        _logger.warning(text, dead, list(self._members), self._state.step, time.monotonic() - begun, error)
+        dead = sorted(set(members) - set(self._members))
+        text = "ranks %s died in step %d: ranks %s go on with step %d, after %.1f s"
+        _logger.warning(text, dead, before, list(self._members), self._state.step, time.monotonic() - begun)
+        _logger.debug("they died here:", exc_info=error)
         if self._rewound is not None:
             self._rewound(self._state.step)
 
@@ -346,7 +347,7 @@ class _Run:
                 if text := self._store.get("ended"):
                     raise RuntimeError(f"elastic.run has failed on the ranks of the mesh: {text}")
                 return False
-            if time.monotonic() - looked > _PROBE:
+            if time.monotonic() - looked > _SPARE_PROBE:
                 if not any(fate.is_alive for fate in fates_of(self._members).values()):
                     raise RuntimeError(f"all ranks of the mesh, {list(self._members)}, have ended: nothing is left to join")
                 looked = time.monotonic()

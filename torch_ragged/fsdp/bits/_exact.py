@@ -25,9 +25,9 @@ from torch_ragged._ranks.peers import issued_on, peers_named
 __all__ = ["ExactSum", "reduce_exact", "same_sum", "sum_of"]
 
 _LOWEST = -1074  # The power of the smallest number of float64. All sums are integers times this power.
-_WIDTH = 44  # Bits of the first integer of a number. The sum of 2**18 is less than 2**63.
-_STEP = 40  # Bits from one cut to the next, and of a digit of a message.
-_ALL = _DIGITS = 53  # Of so many bits is the largest sum.
+_FIRST_WIDTH = 44  # Bits of the first integer of a number. The sum of 2**18 is less than 2**63.
+_CUT_STEP = 40  # Bits from one cut to the next, and of a digit of a message.
+_ALL = _MESSAGE_DIGITS = 53  # Of so many bits is the largest sum.
 _HUGE = 2.0**900  # Larger numbers are added one by one.
 _CHUNK = 2**15
 """So many elements are added at once. Their float64 copies stay in a cache."""
@@ -60,13 +60,13 @@ class ExactSum:
             largest = float(rest.amax() if function is not None else rest.abs().amax())
             if not largest < _HUGE:
                 largest = self._add_huge(rest)
-            power, left = math.frexp(largest)[1] - _WIDTH, cuts
+            power, left = math.frexp(largest)[1] - _FIRST_WIDTH, cuts
             while largest and left:
                 power = max(power, _LOWEST)
                 # The bits of rest + shift are those of shift, plus the nearest integer to rest / 2**power.
                 shift = math.ldexp(1.5, 52 + power)
                 rounded = rest + shift
-                total = int(rounded.view(torch.int64).sum()) - chunk.numel() * _bits(shift)
+                total = int(rounded.view(torch.int64).sum()) - chunk.numel() * _float_bits(shift)
                 total = (total + 2**63) % 2**64 - 2**63  # torch's sum wraps.
                 self._total += total << power - _LOWEST
                 left -= 1
@@ -78,7 +78,7 @@ class ExactSum:
                 rest.sub_(rounded.sub_(shift))
                 if cuts == _ALL and not rest.abs().amax():
                     break
-                power -= _STEP
+                power -= _CUT_STEP
 
     def _add_huge(self, rest: torch.Tensor) -> float:
         """Add infinities, NaN and huge numbers of ``rest``, and set them to zero there. Returns the largest of the others."""
@@ -93,8 +93,8 @@ class ExactSum:
         """The sum as int64 numbers, those of parts may be added: digits of the sum, and of its error, and others."""
         digits = []
         for total in (self._total, self._error):
-            digits += [(total >> _STEP * place) & (2**_STEP - 1) for place in range(_DIGITS - 1)]
-            digits.append(total >> _STEP * (_DIGITS - 1))  # With the sign.
+            digits += [(total >> _CUT_STEP * place) & (2**_CUT_STEP - 1) for place in range(_MESSAGE_DIGITS - 1)]
+            digits.append(total >> _CUT_STEP * (_MESSAGE_DIGITS - 1))  # With the sign.
         return torch.tensor([*digits, *self._others], device=device)
 
 
@@ -105,20 +105,20 @@ def sum_of(numbers: torch.Tensor) -> float | None:
         return math.nan
     if inf or minus:
         return math.inf if inf else -math.inf
-    total = sum(digit << _STEP * place for place, digit in enumerate(digits[:_DIGITS]))
-    error = sum(digit << _STEP * place for place, digit in enumerate(digits[_DIGITS:]))
-    low, high = _rounded(total - error), _rounded(total + error)
+    total = sum(digit << _CUT_STEP * place for place, digit in enumerate(digits[:_MESSAGE_DIGITS]))
+    error = sum(digit << _CUT_STEP * place for place, digit in enumerate(digits[_MESSAGE_DIGITS:]))
+    low, high = _nearest_float(total - error), _nearest_float(total + error)
     return low if low == high else None
 
 
-def _rounded(total: int) -> float:
+def _nearest_float(total: int) -> float:
     try:
         return total / (1 << -_LOWEST)  # Python rounds a quotient of integers correctly.
     except OverflowError:
         return math.inf if total > 0 else -math.inf
 
 
-def _bits(number: float) -> int:
+def _float_bits(number: float) -> int:
     """The bits of a float64, as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
