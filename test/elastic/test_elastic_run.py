@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch_ragged import checkpoint, elastic
 from torch_ragged._ranks import peers
 from torch_ragged.fsdp import SameBits
+from torch_ragged.fsdp.bits._sums import CorruptionFound
 from torch_ragged.fsdp.elastic import _neighbour_copies
 
 PIECES, STEPS = 4, 6
@@ -42,7 +43,7 @@ def expected(steps=STEPS):
     return numbers, {name: bits(param) for name, param in model.named_parameters()}
 
 
-def train(mesh_ranks, deaths, folder=None, **options):
+def train(mesh_ranks, deaths, folder=None, verify_every=None, **options):
     """Ranks die as ``deaths`` say, (rank, step, moment). Returns losses and norms, parameters, the last ranks, rewinds."""
     rank = dist.get_rank()
     mesh = DeviceMesh("cpu", mesh_ranks)
@@ -51,7 +52,7 @@ def train(mesh_ranks, deaths, folder=None, **options):
     model = sharded(Dense(), mesh=mesh)
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    same = SameBits(model, optimizer, pieces=PIECES, seed=7)
+    same = SameBits(model, optimizer, pieces=PIECES, seed=7, verify_every=verify_every)
     state = checkpoint.TrainState(model, optimizer, scheduler, extra={"same": same, "seen": 0})
     curve, rewound = {}, []
 
@@ -121,6 +122,23 @@ def fails_on_one_rank(exception):
     return error_of(elastic.run, step, checkpoint.TrainState(model, optimizer), 4), done
 
 
+def corrupt_in_step_3(mesh_ranks):
+    """A bit of a parameter of rank 1 changes in step 3, and this rank leaves."""
+
+    class Broken(torch.optim.lr_scheduler.StepLR):
+        def step(self):
+            super().step()
+            if self.last_epoch == 4 and dist.get_rank() == 1:  # It is called last in step 3.
+                param = self.optimizer.param_groups[0]["params"][0]
+                param._local_tensor.data.view(torch.int32)[3] ^= 1 << 20
+
+    with mock.patch.object(torch.optim.lr_scheduler, "StepLR", Broken):
+        try:
+            return train(mesh_ranks, [], verify_every=2)
+        except CorruptionFound as error:
+            return str(error)
+
+
 def random_deaths(seed):
     """The ranks of a run, those of its mesh, and one to three deaths, of which two may be at once."""
     choice = random.Random(seed)
@@ -180,6 +198,15 @@ class ElasticRunTest(unittest.TestCase):
             with self.subTest(seed=seed, size=size, deaths=deaths), tempfile.TemporaryDirectory() as folder:
                 copies = 1 if len(victims) == 2 and (max(victims) - min(victims)) % len(mesh_ranks) == 2 else None
                 self.check(size, deaths, mesh_ranks, left, folder=folder, save_every=1, distance=copies)
+
+    def test_a_rank_whose_memory_changes_a_bit_leaves(self):
+        """Before the next copy is made: the others go on with the copy of step 3."""
+        answers = run_mortal_ranks(3, set(), corrupt_in_step_3, [0, 1, 2], seconds=30)
+        self.assertIn("memory of rank 1 has changed, and nothing has written to it: embed.weight", answers.pop(1))
+        numbers, params = expected()
+        for curve, found, left, rewound in answers.values():
+            self.assertEqual((left, rewound, curve), ([0, 2], [3], dict(enumerate(numbers))))
+            self.assertTrue(all(found[name].equal(param) for name, param in params.items()))
 
     def test_an_error_of_one_rank_ends_the_run_on_all(self):
         for rank, (text, done) in run_mortal_ranks(3, set(), fails_on_one_rank, ValueError("no data"), seconds=30).items():

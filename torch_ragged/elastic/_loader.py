@@ -64,16 +64,30 @@ class PieceLoader:
         """This rank's pieces of one step, and their batches. The rules of :meth:`SameBits.pieces` hold."""
         same = self._same
         for number, piece in enumerate(same.pieces()):
-            last = number + 1 == len(same.assigned)
+            pieces = same.assigned(same.step)
+            last = number + 1 == len(pieces)
             # A DataLoader draws a number when it begins; without workers, it loads here, and seeds the generators.
             with generators_kept():
-                if self._next != (same.step, same.assigned, number):
+                if self._next != (same.step, pieces, number):
                     self._ahead = iter(())  # Its workers end first.
-                    upcoming = self._sampler.upcoming(same.step, number, same.assigned, same.count)
-                    self._ahead = iter(DataLoader(self._dataset, batch_sampler=upcoming, **self._options))
-                self._next = (same.step + last, same.assigned, 0 if last else number + 1)
+                    self._ahead = iter(DataLoader(self._dataset, batch_sampler=self._upcoming(number), **self._options))
                 batch = next(self._ahead)
+            self._next = (same.step + 1, same.assigned(same.step + 1), 0) if last else (same.step, pieces, number + 1)
             yield piece, batch
+
+    def _upcoming(self, number: int) -> Sampler[list[Any]]:
+        """The batches of this step from piece ``number`` of this rank on, then those of all later steps."""
+        sampler, same = self._sampler, self._same
+
+        class Upcoming(Sampler[list[Any]]):
+            def __iter__(self) -> Iterator[list[Any]]:
+                step, first = same.step, number
+                while True:
+                    for piece in same.assigned(step)[first:]:
+                        yield sampler.numbers(step, piece, same.count)
+                    step, first = step + 1, 0
+
+        return Upcoming()
 
 
 class _PieceSampler:
@@ -99,20 +113,6 @@ class _PieceSampler:
         with generators_kept():
             seed_generators(self._seed, "epoch", epoch)
             return torch.randperm(self._samples, device="cpu").tolist()
-
-    def upcoming(self, step: int, number: int, assigned: list[int], pieces: int) -> Sampler[list[Any]]:
-        """The batches of the pieces ``assigned`` in a step, from piece ``number`` of them on, then of all later steps."""
-        sampler = self
-
-        class Upcoming(Sampler[list[Any]]):
-            def __iter__(self) -> Iterator[list[Any]]:
-                later, first = step, number
-                while True:
-                    for piece in assigned[first:]:
-                        yield sampler.numbers(later, piece, pieces)
-                    later, first = later + 1, 0
-
-        return Upcoming()
 
 
 class _SeededSamples(Dataset[Any]):

@@ -29,6 +29,8 @@ from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged._ranks.survivors import agree_on_survivors
 from torch_ragged.checkpoint._rng import rng_states, set_own_rng
+from torch_ragged.fsdp.bits._same_bits import SameBits
+from torch_ragged.fsdp.bits._sums import CorruptionFound
 from torch_ragged.fsdp.elastic._neighbour_copies import CopiesLost, NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import checked_states, mesh_of_states, move_to
 
@@ -237,9 +239,14 @@ class _Training:
         while self._state.step < self._steps:
             self._step(self._state.step)
             self._state.step += 1
-            if self._copies and self._state.step % self._copy_every == 0:
+            copies = self._copies and self._state.step % self._copy_every == 0
+            saves = self._save_every is not None and self._state.step % self._save_every == 0
+            for each in self._stateful if copies or saves else ():
+                if isinstance(each, SameBits):
+                    each.verify()  # A copy of changed memory would bring it back.
+            if copies:
                 self._copies[-1].update()
-            if self._save_every is not None and self._checkpoints is not None and self._state.step % self._save_every == 0:
+            if saves and self._checkpoints is not None:
                 checkpoint.save(self._checkpoints, self._state, process_group=self._group)
         if self._copies:
             self._copies[-1].wait()  # A rank that dies now is an error before the program goes on.
@@ -261,7 +268,9 @@ class _Training:
         _logger.info(text, len(self._members), made.nbytes / 1e6, time.monotonic() - begun, self._copy_every)
 
     def _survive(self, error: Exception) -> None:
-        """Go on after ``error``, on the ranks that are left. Raise it if no rank has died."""
+        """Go on after ``error``, on the ranks that are left. Raise it if no rank has died, or if this rank is corrupt."""
+        if isinstance(error, CorruptionFound):
+            raise error
         begun, before, members = time.monotonic(), self._state.step, self._members
         while True:
             groups = {group for copies in self._copies for group in copies.groups} | {self._group}
@@ -284,7 +293,7 @@ class _Training:
             except Exception as another:  # Perhaps one more rank has died.
                 error = another
         dead = sorted(set(members) - set(self._members))
-        text = "ranks %s died in step %d: ranks %s go on with step %d, after %.1f s"
+        text = "ranks %s have died, or left, in step %d: ranks %s go on with step %d, after %.1f s"
         _logger.warning(text, dead, before, list(self._members), self._state.step, time.monotonic() - begun)
         _logger.debug("they died here:", exc_info=error)
         if self._rewound is not None:

@@ -18,6 +18,7 @@ from torch_ragged.fsdp._groups import buffer_layouts
 from torch_ragged.fsdp._upcoming import cpu_offload_by_budget
 from torch_ragged.fsdp.bits._exact import same_sum
 from torch_ragged.fsdp.bits._same_bits import SameBits
+from torch_ragged.fsdp.bits._sums import CorruptionFound
 from torch_ragged.fsdp.codes._float8 import Float4Policy, Float8Policy
 from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes
 from torch_ragged.fsdp.codes._float8_weight import Float8Weight, float4_weight, float8_matmul_weight, float8_weight
@@ -53,6 +54,7 @@ __all__ = [
     "SameBits",
     "CPUOffloadPolicy",
     "BufferLayout",
+    "CorruptionFound",
     "DBuffer",
     "FSDPGrad",
     "FSDPModule",

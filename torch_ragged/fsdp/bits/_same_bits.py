@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import math
 import random
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_ragged._ranks.agreement import agreement, before_groups
 from torch_ragged._ranks.groups import device_of, groups_of
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.bits._cut import depends_on_cut
 from torch_ragged.fsdp.bits._exact import ExactSum, reduce_exact, sum_of
-from torch_ragged.fsdp.bits._tree import TREE_VERSION, PieceCollectives
+from torch_ragged.fsdp.bits._sums import CorruptionFound, StillTensors
+from torch_ragged.fsdp.bits._tree import TREE_VERSION, PieceCollectives, Round
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, WrappedCollectives
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -35,6 +38,7 @@ from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer
 __all__ = ["SameBits", "generators_kept", "seed_generators"]
 
 _CALL = "SameBits"
+_logger = logging.getLogger("torch_ragged.fsdp")
 _CACHE_LINE = 64  # Bytes. Products of few rows depend on the offset of a matrix within so many.
 _RANKS = (*range(1, 17), 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """Numbers of ranks for which layouts are compared."""
@@ -74,6 +78,13 @@ class SameBits:
         optimizer: the optimizer of its parameters, or several. If a step depends on where a shard ends, it is refused.
         pieces: how many pieces a step has, in all. It may be less than the number of ranks.
         seed: of the random numbers.
+        verify_every: find memory and processors that change bits. Parameters, states of optimizers, buffers and reduced
+            gradients have 128-bit sums from when they are written to when they are read: any changed bit is found there. In
+            every so-many-th step, each rank repeats a piece of the next rank, and the bits of loss and gradients are compared:
+            a rank that computes wrong each time is found then, a single wrong computation with a probability of one in so many
+            times its pieces. None: neither.
+        on_corruption: ``"raise"``: :class:`CorruptionFound` on the rank with other bits (if it is known), and an error on all
+            others, so that :func:`torch_ragged.elastic.run` goes on without this rank; ``"log"``: an error in the log.
 
     Attributes:
         step: how many steps have ended. Set it to go on with a run.
@@ -86,7 +97,16 @@ class SameBits:
             Ranks differ in threads, CPU capability, torch's version or the arguments. All ranks raise.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, pieces: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        pieces: int,
+        seed: int = 0,
+        verify_every: int | None = None,
+        on_corruption: Literal["raise", "log"] = "raise",
+    ) -> None:
         with before_groups(_CALL):
             self._states = list(module_states(model).values())
             self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
@@ -94,14 +114,22 @@ class SameBits:
         self._model, self._count, self._seed, self.step = model, pieces, seed, 0
         self._device = device_of(dp.mesh)
         self._trees: list[PieceCollectives] = []
-        self._round, self._is_absent = 0, False
+        self._verify_every, self._on_corruption = verify_every, on_corruption
+        self._still, self._still_gradients, self._changed = StillTensors(), StillTensors(), list[str]()
+        self._losses_twice: dict[bool, torch.Tensor] = {}  # Of the noted piece, and of the repeated one (True).
+        self._now = Round(0, False, False, False)
         self._loop: object = None  # The loop over pieces that runs, or was left.
         self._losses: dict[int, torch.Tensor] = {}
         self._is_closed = False
         if dp.is_member:  # A rank that joins later waits for reshard_to().
             self._attach()
         hook = weakref.WeakMethod(self._before_step)
+        after = weakref.WeakMethod(self._after_step)
         self._hooks = [each.register_step_pre_hook(lambda *_: (check := hook()) and check()) for each in self._optimizers]
+        if verify_every is not None:  # Of all optimizers: those run last, and one of fully_shard counts versions.
+            handle = register_optimizer_step_post_hook(lambda each, *_: (note := after()) and note(each))
+            self._hooks.append(handle)
+            weakref.finalize(self, handle.remove)
 
     def _model_groups(self) -> list[FSDPParamGroup]:
         return [group for state in self._states for group in state.groups]
@@ -123,12 +151,23 @@ class SameBits:
                 problems.append(f"pieces={self._count!r} is no positive number of pieces")
             if not isinstance(self._seed, int):
                 problems.append(f"seed={self._seed!r} is no integer")
+            every = self._verify_every
+            if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+                problems.append(f"verify_every={every!r} is no positive number of steps")
+            if self._on_corruption not in ("raise", "log"):
+                problems.append(f"on_corruption={self._on_corruption!r} is neither 'raise' nor 'log'")
             if problems:
                 raise ValueError("SameBits: " + "; ".join(problems))
             claim += [f"pieces: {self._count}", f"seed: {self._seed}", *facts(self._device)]
+            claim.append(f"verify_every: {every}, on_corruption: {self._on_corruption}")
         self._kernels = _kernels(self._optimizers)
-        self._ranks, self._rank = dp.mesh.size(), dp.mesh.mesh.flatten().tolist().index(dist.get_rank())
-        self._trees = [PieceCollectives(group.collectives, group, self._piece) for group in groups]
+        self._members: list[int] = dp.mesh.mesh.flatten().tolist()
+        self._ranks, self._rank = dp.mesh.size(), self._members.index(dist.get_rank())
+        known = {param: name for name, param in self._model.named_parameters()}
+        self._names: dict[Any, str] = {
+            param.sharded: known.get(param.sharded, param.fqn) for group in groups for param in group.params
+        }
+        self._trees = [PieceCollectives(group.collectives, group, self._present) for group in groups]
         for tree in self._trees:
             tree.group.collectives = tree
 
@@ -161,12 +200,18 @@ class SameBits:
         """The pieces of a step, in all."""
         return self._count
 
-    @property
-    def assigned(self) -> list[int]:
-        """The piece of this rank in each round of a step; in the last round, perhaps one that another rank has too."""
+    def assigned(self, step: int) -> list[int]:
+        """The piece of this rank in each round of ``step``; in the last round, perhaps one that another rank has too.
+
+        In a step that is verified, the last one is a piece of the next rank.
+        """
         rounds = range(-(-self._count // self._ranks))
         own = [number * self._ranks + self._rank for number in rounds]
-        return [piece if piece < self._count else number * self._ranks for number, piece in zip(rounds, own)]
+        pieces = [piece if piece < self._count else number * self._ranks for number, piece in zip(rounds, own)]
+        if self._verify_every is not None and (step + 1) % self._verify_every == 0:
+            following = (self._rank + 1) % self._ranks
+            pieces.append(following if following < self._count else 0)
+        return pieces
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -188,10 +233,13 @@ class SameBits:
         self._begin()
         loop = self._loop = object()
         with generators_kept():
-            for number, piece in enumerate(self.assigned):
+            pieces = self.assigned(self.step)
+            rounds = -(-self._count // self._ranks)
+            for number, piece in enumerate(pieces):
                 # A rank without a piece repeats one, in the time in which others compute: the same calls as theirs need no
                 # second way to join collectives.
-                self._round, self._is_absent = number, piece != number * self._ranks + self._rank
+                is_absent, is_repeat = piece != number * self._ranks + self._rank, number == rounds
+                self._now = Round(number, is_absent and not is_repeat, number == 0 and len(pieces) > rounds, is_repeat)
                 # Of the piece, not of the rank: it has the same numbers wherever it runs, and if it runs again.
                 seed_generators(self._seed, self.step, piece)
                 written = _versions(self._model)
@@ -204,17 +252,20 @@ class SameBits:
                             f"SameBits: a forward has written to the buffer {name}, so that a piece depends on those before it "
                             "on this rank: keep it as it is in forward (batch norm: eval()), and update it after the step"
                         )
-            self._finish()
+            if len(pieces) > rounds:
+                self._compare_repeats()
+            self._finish(rounds)
 
     def _begin(self) -> None:
         """On all ranks alike, or all raise."""
         with agreement(self._groups, self._device, f"{_CALL}.pieces") as claim:
             self._check_model()
+            self._check_memory()
             trained = [param.sharded.requires_grad for tree in self._trees for param in tree.group.params]
             claim += [f"step: {self.step}", f"threads: {torch.get_num_threads()}", f"trained parameters: {trained}"]
         for tree in self._trees:
             tree.start()
-        self._losses = {}
+        self._losses, self._losses_twice = {}, {}
 
     def _check_model(self) -> None:
         groups = self._model_groups()
@@ -247,9 +298,8 @@ class SameBits:
                         ".grad after the pieces"
                     )
 
-    def _finish(self) -> None:
+    def _finish(self, rounds: int) -> None:
         """Set ``.grad``. Backward has left it None where no piece has a gradient."""
-        rounds = self._round + 1
         with torch.no_grad():
             for tree in self._trees:
                 mean = tree.finish(rounds, self._count)
@@ -259,18 +309,116 @@ class SameBits:
                         local.copy_(mean[begin:end].view_as(local))
         self._loop = None
         self.step += 1
+        self._note_gradients()
 
-    def _piece(self) -> tuple[int, bool]:
+    def _present(self) -> Round:
         if self._loop is None:
             raise RuntimeError(
                 "SameBits: a backward outside of the loop over pieces() would be no part of the step: run it in the loop, one "
                 "for each piece, or call close()"
             )
-        return self._round, self._is_absent
+        return self._now
 
     def _before_step(self) -> None:
         if self._loop is not None:
             raise RuntimeError("SameBits: the loop over pieces() has not ended, so gradients are not complete: let it end")
+        self._look_at_gradients()
+
+    # -- corruption --------------------------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Compare the sums of all that lies still now, as before a checkpoint. It needs ``verify_every``. All ranks call it.
+
+        Collectives: an all-reduce of 24 bytes per dimension of the mesh.
+
+        Raises:
+            CorruptionFound: bits of this rank have changed; a RuntimeError on the other ranks.
+        """
+        self._follow()
+        with agreement(self._groups, self._device, f"{_CALL}.verify") as claim:
+            self._check_memory()
+            claim.append("verify")
+
+    def _still_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What only a step, or a load, writes on this rank."""
+        for param, name in self._names.items():
+            yield name, param
+        for optimizer in self._optimizers:
+            for held, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{key} of {self._names.get(held)}", value
+        for name, buffer in self._model.named_buffers():
+            if not buffer.is_inference():
+                yield f"the buffer {name}", buffer
+
+    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for param, name in self._names.items():
+            if param.grad is not None:
+                yield f"the gradient of {name}", param.grad
+
+    def _note_gradients(self) -> None:
+        if self._verify_every is not None:
+            self._still_gradients.note(self._gradients())
+
+    def _look_at_gradients(self) -> None:
+        if self._verify_every is not None:
+            self._changed += self._still_gradients.changed(self._gradients())
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if any(optimizer is each for each in self._optimizers):
+            self._still.note(self._still_tensors())
+
+    def _check_memory(self) -> None:
+        """Raise, within an agreement, if memory of this rank has changed."""
+        if self._verify_every is not None and (changed := [*self._changed, *self._still.changed(self._still_tensors())]):
+            self._changed = []
+            self._report(
+                f"memory of rank {dist.get_rank()} has changed, and nothing has written to it: {', '.join(changed[:8])}"
+            )
+
+    def _compare_repeats(self) -> None:
+        """Each rank has repeated the noted piece of the next one: both must have the same bits."""
+        names = list(self._names.values())
+        rows = torch.zeros(self._ranks, 2, 2 * len(names) + 1, dtype=torch.int64, device=self._device)
+        for is_repeat in (False, True):
+            unused = [(0, 0)]
+            sums = [
+                number
+                for tree in self._trees
+                for pair in tree.sums.get(is_repeat, unused * len(tree.group.params))
+                for number in pair
+            ]
+            loss = self._losses_twice.get(is_repeat, torch.zeros(())).to("cpu", torch.float64).view(torch.int64)
+            signed = [(number + 2**63) % 2**64 - 2**63 for number in sums]
+            rows[self._rank, int(is_repeat)] = torch.tensor([*signed, int(loss)], device=self._device)
+        reduce_exact(rows, self._groups, f"{_CALL}.pieces")
+        differs = [not rows[rank, 1].equal(rows[(rank + 1) % self._ranks, 0]) for rank in range(self._ranks)]
+        if not any(differs):
+            return
+        # A rank that differs from both of its neighbours, which differ from no other.
+        wrong = [self._members[each] for each in range(self._ranks) if self._ranks > 2 and differs[each] and differs[each - 1]]
+        pairs, parts = [], dict[str, None]()
+        for rank in [rank for rank, other in enumerate(differs) if other]:
+            following = (rank + 1) % self._ranks
+            pairs.append(f"ranks {self._members[rank]} and {self._members[following]}")
+            *unequal, loss = (rows[rank, 1] != rows[following, 0]).tolist()
+            parts |= {"the loss": None} if loss else {}
+            wrong_names = [name for place, name in enumerate(names) if any(unequal[2 * place : 2 * place + 2])]
+            parts |= {f"the gradient of {name}": None for name in wrong_names}
+        listed = ", ".join([*parts][:8]) + (f" and {len(parts) - 8} more" if len(parts) > 8 else "")
+        text = f"{', '.join(pairs)} compute other bits of one piece: {listed}"
+        if wrong:
+            text += f"; so rank {', '.join(map(str, wrong))} computes wrong"
+        self._report(text, not wrong or dist.get_rank() in wrong)
+
+    def _report(self, text: str, is_own: bool = True) -> None:
+        if self._on_corruption == "log":
+            _logger.error("SameBits: %s", text)
+        else:
+            raise (CorruptionFound if is_own else RuntimeError)(f"SameBits: {text}")
+
+    # -- losses and norms --------------------------------------------------------------------------------------------
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Note the loss of the piece of this round, a tensor of one number. No collective.
@@ -281,10 +429,14 @@ class SameBits:
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
             raise TypeError(f"SameBits.add_loss takes a floating-point tensor of one element, got {loss!r}")
-        if self._loop is None or self._round in self._losses:
+        now, kept = self._now, loss.detach().reshape(()).clone()
+        is_known = self._losses_twice.get(True) is not None if now.is_repeat else now.number in self._losses
+        if self._loop is None or is_known:
             raise RuntimeError("SameBits.add_loss takes one loss for each piece, in the loop over pieces(): add them before")
-        if not self._is_absent:
-            self._losses[self._round] = loss.detach().reshape(()).clone()
+        if now.is_noted or now.is_repeat:
+            self._losses_twice[now.is_repeat] = kept
+        if not now.is_absent and not now.is_repeat:
+            self._losses[now.number] = kept
 
     def loss(self) -> float:
         """The mean of the noted losses over all pieces of the last step: their exact sum, divided by the number of pieces.
@@ -322,6 +474,7 @@ class SameBits:
             ValueError: another ``norm_type``: powers have other bits at the end of a shard.
         """
         self._follow()
+        self._look_at_gradients()
         functions = {1.0: torch.abs, 2.0: torch.square, math.inf: torch.abs}
         with agreement(self._groups, self._device, f"{_CALL}.clip_grad_norm_") as claim:
             if norm_type not in functions:
@@ -342,6 +495,7 @@ class SameBits:
             factor = math.nan if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
             for gradient in gradients:
                 gradient.mul_(factor)
+        self._note_gradients()
         return norm
 
     def _exact_sum(self, gradients: list[torch.Tensor], function: Any, **options: int) -> float | None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import is_gloo
+from torch_ragged.fsdp.bits._sums import Sums, sums_of
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._collectives import (
     Collectives,
@@ -26,7 +28,7 @@ from torch_ragged.fsdp.comm._collectives import (
 from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
-__all__ = ["TREE_VERSION", "PieceCollectives", "TreeSum"]
+__all__ = ["TREE_VERSION", "PieceCollectives", "Round", "TreeSum"]
 
 TREE_VERSION = 1
 """The rule of :class:`TreeSum`. Runs with another rule have other bits."""
@@ -72,6 +74,22 @@ class TreeSum:
         self._nodes = []
 
 
+class Round(NamedTuple):
+    """What a rank computes now.
+
+    Attributes:
+        number: of the round in its step.
+        is_absent: this rank has no piece of its own, and repeats another's, whose gradient does not count.
+        is_noted: the sums of the gradient's bits are kept, since another rank repeats the piece.
+        is_repeat: the piece of another rank, whose gradient is only summed up, and not sent.
+    """
+
+    number: int
+    is_absent: bool
+    is_noted: bool
+    is_repeat: bool
+
+
 class PieceCollectives(WrappedCollectives):
     """The collectives of a group whose reduce-scatter keeps what ranks send as leaves of a :class:`TreeSum`.
 
@@ -87,15 +105,16 @@ class PieceCollectives(WrappedCollectives):
     Args:
         inner: the collectives of the mesh's process group, which carry all else.
         group: the group of parameters.
-        piece: returns the number of the round, and whether this rank has no piece in it.
+        now: returns the present round.
     """
 
     follows_model = True
 
-    def __init__(self, inner: Collectives, group: FSDPParamGroup, piece: Callable[[], tuple[int, bool]]) -> None:
+    def __init__(self, inner: Collectives, group: FSDPParamGroup, now: Callable[[], Round]) -> None:
         super().__init__(inner)
         self.group, self.tree, self.round = group, TreeSum(), -1
-        self._piece, self._leaves = piece, group.dp.mesh.size()  # Of a round.
+        self._now, self._leaves = now, group.dp.mesh.size()  # Of a round.
+        self.sums: dict[bool, list[Sums]] = {}  # Of the gradients of the noted piece, and of the repeated one (True).
         self._received: torch.Tensor | None = None
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
@@ -104,7 +123,13 @@ class PieceCollectives(WrappedCollectives):
     def reduce_scatter(
         self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
     ) -> Work:
-        number, is_absent = self._piece()
+        number, is_absent, is_noted, is_repeat = self._now()
+        if is_noted or is_repeat:
+            self.sums[is_repeat] = self._sums(buffer)
+        if is_repeat:
+            with torch.no_grad():
+                output.fill_(_ABSENT)
+            return Then(done, functools.partial(_hold, buffer))
         if number == self.round:  # On all ranks alike: groups are reduced in one order.
             raise RuntimeError(
                 f"{self.group.names} is reduced a second time for one piece: with SameBits, each piece has one backward, "
@@ -129,6 +154,11 @@ class PieceCollectives(WrappedCollectives):
         work = wait_all([work]) if is_gloo(group, buffer.device) else work
         return Then(work, functools.partial(self._receive, received, output, buffer))
 
+    def _sums(self, buffer: torch.Tensor) -> list[Sums]:
+        """Of the gradient of each parameter in the group's buffer."""
+        parts = zip(self.group.params, self.group.layout.offsets, self.group.layout.tensors)
+        return [sums_of(buffer[start : start + each.numel]) if param.was_used else (0, 0) for param, start, each in parts]
+
     def _receive(self, received: torch.Tensor, output: torch.Tensor, *_: torch.Tensor) -> None:
         """``received`` has come. What was sent has lived until here."""
         with torch.no_grad():
@@ -139,6 +169,8 @@ class PieceCollectives(WrappedCollectives):
             self._take(received)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
+        if self._now().is_repeat:
+            return Then(done, functools.partial(_hold, tensor))
         own, self._received = self._received, None
         replicas = self.group.dp.replicate_group
         assert own is not None and replicas is not None
@@ -158,6 +190,7 @@ class PieceCollectives(WrappedCollectives):
         """A step begins."""
         self.tree.clear()
         self.round, self._received = -1, None
+        self.sums = {}
 
     def finish(self, rounds: int, divisor: int) -> torch.Tensor | None:
         """The mean over the pieces of this rank's shard, or None if no piece has used the group."""
@@ -169,3 +202,7 @@ class PieceCollectives(WrappedCollectives):
         for _ in range(self._leaves * (rounds - 1 - self.round)):
             self.tree.add(torch.full_like(like, _ABSENT, dtype=self.group.reduce_dtype))
         return self.tree.root().div_(divisor)
+
+
+def _hold(tensor: torch.Tensor) -> None:
+    """The tensor lives until here: its stream may still read it."""

@@ -1,0 +1,158 @@
+"""SameBits(verify_every=): bits that memory or a processor changes are found, by name, on all ranks."""
+
+import logging
+import unittest
+
+import torch
+import torch.distributed as dist
+from common import error_of, ranks
+from one_process import Dense, adamw, adamw8bit, in_one_process, muon, sgd, sharded, train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_ragged.fsdp import SameBits
+from torch_ragged.fsdp.bits._sums import sums_of
+
+PIECES = 4
+
+
+def made(make=adamw, verify_every=2, **options):
+    """A model with a buffer, on all ranks, after one step."""
+    torch.manual_seed(0)
+    model = Dense()
+    model.register_buffer("scale", torch.ones(7))
+    policy = options.pop("on_corruption", "raise")
+    model = sharded(model, **options)
+    optimizer = make(model.parameters())
+    same = SameBits(model, optimizer, pieces=PIECES, seed=7, verify_every=verify_every, on_corruption=policy)
+    train(same, model, optimizer, PIECES, range(1))
+    return model, optimizer, same
+
+
+def flip(tensor, bit=62):
+    """As memory does: torch counts no write."""
+    raw = getattr(tensor, "_local_tensor", tensor).data.view(-1).view(torch.uint8)
+    if raw.numel():
+        raw[bit // 8] ^= 1 << bit % 8
+
+
+class CorruptionTest(unittest.TestCase):
+    def test_each_bit_is_in_the_sums(self):
+        for dtype, count, start in (
+            (torch.float32, 70_001, 1),
+            (torch.bfloat16, 13, 0),
+            (torch.uint8, 5, 3),
+            (torch.int64, 9, 0),
+        ):
+            tensor = torch.arange(count + start).to(dtype)[start:]
+            before = sums_of(tensor)
+            raw = tensor.view(torch.uint8)
+            self.assertEqual(sums_of(tensor.clone()), before)
+            for place in {0, 1, raw.numel() // 2, raw.numel() - 2, raw.numel() - 1}:
+                for bit in range(8):
+                    raw[place] ^= 1 << bit
+                    self.assertTrue(
+                        all(new != old for new, old in zip(sums_of(tensor), before, strict=True)), (dtype, place, bit)
+                    )
+                    raw[place] ^= 1 << bit
+            self.assertEqual(sums_of(tensor), before)
+        values = torch.tensor([1, 2, 3])
+        self.assertNotEqual(sums_of(values), sums_of(values.flip(0)))
+        self.assertEqual(sums_of(torch.empty(0)), (0, 0))
+
+    @ranks(3)
+    def test_a_bit_that_memory_changes_is_found_at_the_next_read():
+        rank = dist.get_rank()
+        model, optimizer, same = made()
+        weight = model.layers[1][1].weight
+        cases = {
+            "layers.1.1.weight": lambda: weight,
+            "exp_avg_sq of layers.1.1.weight": lambda: optimizer.state[weight]["exp_avg_sq"],
+            "the buffer scale": lambda: model.scale,
+        }
+        for name, find in cases.items():
+            same.verify()
+            if rank == 1:
+                flip(find())
+            for look in (same.verify, lambda: next(same.pieces())):  # It is found until it is mended.
+                text = error_of(look)
+                assert f"memory of rank 1 has changed, and nothing has written to it: {name}" in text, text
+                assert text.startswith("CorruptionFound: SameBits: " if rank == 1 else "RuntimeError: SameBits."), text
+            if rank == 1:
+                flip(find())
+        for _ in same.pieces():
+            model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+        if rank == 1:
+            flip(weight.grad)
+        same.clip_grad_norm_(1.0)
+        optimizer.step()
+        assert "memory of rank 1 has changed, and nothing has written to it: the gradient of layers.1.1.weight" in error_of(
+            same.verify
+        )
+        optimizer.zero_grad()
+        with torch.no_grad():
+            weight.mul_(2.0)  # A program may write.
+            model.scale.add_(1.0)
+        same.verify()
+
+    @ranks(3)
+    def test_a_rank_that_computes_wrong_is_found_in_the_next_verified_step():
+        rank = dist.get_rank()
+        model, optimizer, same = made(verify_every=3)
+        if rank == 1:
+            model.layers[0].register_forward_hook(lambda module, inputs, output: output * (1 + 2**-20))
+        train(same, model, optimizer, PIECES, range(1, 2))
+        text = error_of(train, same, model, optimizer, PIECES, range(2, 3))
+        assert "ranks 0 and 1, ranks 1 and 2 compute other bits of one piece: the gradient of" in text, text
+        assert "more; so rank 1 computes wrong" in text, text
+        assert text.startswith("CorruptionFound" if rank == 1 else "RuntimeError"), text
+
+    @ranks(2)
+    def test_a_backward_that_is_wrong_on_one_of_two_ranks():
+        """It is not known on which one."""
+        model, optimizer, same = made(verify_every=1)
+        hook = lambda module, gradients, _: (gradients[0] * (1 + 2**-20),)  # noqa: E731
+        if dist.get_rank() == 1:
+            model.layers[1].register_full_backward_hook(hook)
+        text = error_of(train, same, model, optimizer, PIECES, range(1, 2))
+        assert text.startswith("CorruptionFound: SameBits: ranks 0 and 1, ranks 1 and 0 compute other bits of one piece"), text
+        assert "the gradient of layers.0.0.weight" in text and "layers.1" not in text and "the loss" not in text, text
+        assert "so rank" not in text, text
+
+    @ranks(2)
+    def test_the_log_names_it_and_training_goes_on():
+        model, optimizer, same = made(on_corruption="log")
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("torch_ragged.fsdp").addHandler(handler)
+        if dist.get_rank() == 1:
+            flip(model.head.weight)
+        train(same, model, optimizer, PIECES, range(1, 2))
+        logging.getLogger("torch_ragged.fsdp").removeHandler(handler)
+        assert [line for line in lines if "memory of rank 1" in line and "head.weight" in line] == lines
+        assert len(lines) == (dist.get_rank() == 1)
+
+    @ranks(4)
+    def test_no_alarm_and_the_same_bits_without_corruption():
+        replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        for make, options in ((adamw, {}), (adamw, {"mesh": replicas}), (adamw8bit, {}), (muon, {}), (sgd, {})):
+            torch.manual_seed(0)
+            model = Dense()
+            expected = in_one_process(model, make(model.parameters()), 5, steps=range(3))
+            torch.manual_seed(0)
+            model = sharded(Dense(), **options)
+            optimizer = make(model.parameters())
+            same = SameBits(model, optimizer, pieces=5, seed=7, verify_every=2)
+            assert train(same, model, optimizer, 5, range(3)) == expected
+            same.verify()
+
+    @ranks(2)
+    def test_arguments_are_checked():
+        model = sharded(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        assert "verify_every=0 is no positive" in error_of(SameBits, model, adamw(model.parameters()), pieces=2, verify_every=0)
+        assert "on_corruption='stop'" in error_of(SameBits, model, adamw(model.parameters()), pieces=2, on_corruption="stop")
+
+
+if __name__ == "__main__":
+    unittest.main()
