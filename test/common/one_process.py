@@ -143,7 +143,7 @@ def muon(params):
     return Muon([{"params": matrices}, {"params": others, "algorithm": "adamw"}], lr=0.01)
 
 
-def check(kind, make, pieces, mp_policy=None, norm_type=2.0, steps=STEPS, recomputes=False, **options):
+def check(kind, make, pieces, mp_policy=None, norm_type=2.0, steps=STEPS, recomputes=False, subtree=1, **options):
     """Train in one process and on these ranks; losses, norms, parameters and states must have the same bits."""
     torch.manual_seed(0)
     expected_model = kind()
@@ -156,7 +156,7 @@ def check(kind, make, pieces, mp_policy=None, norm_type=2.0, steps=STEPS, recomp
         apply_checkpoint(layer)
     model = sharded(model, **options, **({} if mp_policy is None else {"mp_policy": mp_policy}))
     optimizer = make(model.parameters())
-    same = SameBits(model, optimizer, pieces=pieces, seed=7)
+    same = SameBits(model, optimizer, pieces=pieces, seed=7, subtree=subtree)
     found = train(same, model, optimizer, pieces, range(steps), norm_type=norm_type)
     assert found == expected, (found, expected)
     for (name, param), other in zip(model.named_parameters(), expected_model.parameters(), strict=True):

@@ -32,6 +32,7 @@ FEATURES = {
     "layout": ("ZERO3", "ZERO2", "ZERO1", "HSDP"),
     "blocks": ("elements", "rows"),
     "recomputes": ("no", "yes"),
+    "subtree": ("1", "2", "4"),
 }
 
 
@@ -50,7 +51,9 @@ def run(case: dict[str, str], steps: int) -> None:
     elif dist.get_world_size() % 2 == 0:
         options["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
     kind, make = getattr(one_process, case["model"]), getattr(one_process, case["optimizer"])
-    one_process.check(kind, make, int(case["pieces"]), norm_type=float(case["norm"]), steps=steps, **options)
+    one_process.check(
+        kind, make, int(case["pieces"]), norm_type=float(case["norm"]), steps=steps, subtree=int(case["subtree"]), **options
+    )
 
 
 def main() -> None:

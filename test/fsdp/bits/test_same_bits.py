@@ -62,6 +62,12 @@ class SameBitsTest(unittest.TestCase):
         check(Dense, adamw, 5)
         check(Experts, sgd, 6)
 
+    @ranks(2)
+    def test_pieces_that_a_rank_adds_itself():
+        check(Dense, adamw, 8, BF16, subtree=4)
+        for pieces, subtree in ((5, 2), (11, 4)):  # An expert may have no piece in the last rounds of a rank.
+            check(Experts, sgd, pieces, subtree=subtree)
+
     @ranks(3)
     def test_three_ranks():
         check(Dense, sgd, 7, BF16)
@@ -78,6 +84,7 @@ class SameBitsTest(unittest.TestCase):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         check(Dense, adamw, 7, BF16, mesh=mesh)
         check(Experts, adamw, 3, mesh=mesh)
+        check(Experts, adamw, 9, mesh=mesh, subtree=2)
 
     @ranks(3)
     def test_the_example_prints_the_same_lines():

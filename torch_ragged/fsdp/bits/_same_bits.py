@@ -70,7 +70,7 @@ class SameBits:
 
     The model may move to other ranks between steps, by ``reshard_to`` or ``NeighbourCopies.recover``: this object follows it.
 
-    With n ranks there are ``ceil(pieces / n)`` rounds. In the last round, a rank without a piece of its own repeats one that
+    With n ranks there are ``ceil(pieces / n)`` rounds. In the last one, a rank without a piece of its own repeats one that
     another rank has, and its gradient does not count: all ranks issue the same collectives.
 
     Args:
@@ -78,6 +78,9 @@ class SameBits:
         optimizer: the optimizer of its parameters, or several. If a step depends on where a shard ends, it is refused.
         pieces: how many pieces a step has, in all. It may be less than the number of ranks.
         seed: of the random numbers.
+        subtree: how many consecutive pieces a rank adds itself before it sends their sum, a power of two. It sends so many
+            times fewer bytes, and holds up to ``1 + log2(subtree)`` unsharded gradients. If ``pieces`` is no multiple of it
+            times the ranks, there are more rounds. The bits are the same.
         verify_every: find memory and processors that change bits. Parameters, states of optimizers, buffers and reduced
             gradients have 128-bit sums from when they are written to when they are read: any changed bit is found there. In
             every so-many-th step, each rank repeats a piece of the next rank, and the bits of loss and gradients are compared:
@@ -104,6 +107,7 @@ class SameBits:
         *,
         pieces: int,
         seed: int = 0,
+        subtree: int = 1,
         verify_every: int | None = None,
         on_corruption: Literal["raise", "log"] = "raise",
     ) -> None:
@@ -114,7 +118,7 @@ class SameBits:
         self._model, self._count, self._seed, self.step = model, pieces, seed, 0
         self._device = device_of(dp.mesh)
         self._trees: list[PieceCollectives] = []
-        self._verify_every, self._on_corruption = verify_every, on_corruption
+        self._subtree, self._verify_every, self._on_corruption = subtree, verify_every, on_corruption
         self._still, self._still_gradients, self._changed = StillTensors(), StillTensors(), list[str]()
         self._losses_twice: dict[bool, torch.Tensor] = {}  # Of the noted piece, and of the repeated one (True).
         self._now = Round(0, False, False, False)
@@ -151,14 +155,16 @@ class SameBits:
                 problems.append(f"pieces={self._count!r} is no positive number of pieces")
             if not isinstance(self._seed, int):
                 problems.append(f"seed={self._seed!r} is no integer")
-            every = self._verify_every
+            subtree, every = self._subtree, self._verify_every
+            if not isinstance(subtree, int) or isinstance(subtree, bool) or subtree < 1 or subtree & (subtree - 1):
+                problems.append(f"subtree={subtree!r} is no power of two")
             if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
                 problems.append(f"verify_every={every!r} is no positive number of steps")
             if self._on_corruption not in ("raise", "log"):
                 problems.append(f"on_corruption={self._on_corruption!r} is neither 'raise' nor 'log'")
             if problems:
                 raise ValueError("SameBits: " + "; ".join(problems))
-            claim += [f"pieces: {self._count}", f"seed: {self._seed}", *facts(self._device)]
+            claim += [f"pieces: {self._count}", f"seed: {self._seed}", f"subtree: {subtree}", *facts(self._device)]
             claim.append(f"verify_every: {every}, on_corruption: {self._on_corruption}")
         self._kernels = _kernels(self._optimizers)
         self._members: list[int] = dp.mesh.mesh.flatten().tolist()
@@ -167,7 +173,7 @@ class SameBits:
         self._names: dict[Any, str] = {
             param.sharded: known.get(param.sharded, param.fqn) for group in groups for param in group.params
         }
-        self._trees = [PieceCollectives(group.collectives, group, self._present) for group in groups]
+        self._trees = [PieceCollectives(group.collectives, group, self._present, self._subtree) for group in groups]
         for tree in self._trees:
             tree.group.collectives = tree
 
@@ -205,13 +211,21 @@ class SameBits:
 
         In a step that is verified, the last one is a piece of the next rank.
         """
-        rounds = range(-(-self._count // self._ranks))
-        own = [number * self._ranks + self._rank for number in rounds]
-        pieces = [piece if piece < self._count else number * self._ranks for number, piece in zip(rounds, own)]
+        pieces = [self._piece_of(self._rank, number) for number in range(self._rounds)]
+        pieces = [piece if piece < self._count else 0 for piece in pieces]
         if self._verify_every is not None and (step + 1) % self._verify_every == 0:
-            following = (self._rank + 1) % self._ranks
+            following = self._piece_of((self._rank + 1) % self._ranks, 0)
             pieces.append(following if following < self._count else 0)
         return pieces
+
+    @property
+    def _rounds(self) -> int:
+        return -(-self._count // (self._ranks * self._subtree)) * self._subtree
+
+    def _piece_of(self, rank: int, number: int) -> int:
+        """The piece of a rank in a round; too large if it has none."""
+        turn, place = divmod(number, self._subtree)
+        return (turn * self._ranks + rank) * self._subtree + place
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -234,12 +248,13 @@ class SameBits:
         loop = self._loop = object()
         with generators_kept():
             pieces = self.assigned(self.step)
-            rounds = -(-self._count // self._ranks)
+            rounds = self._rounds
             for number, piece in enumerate(pieces):
                 # A rank without a piece repeats one, in the time in which others compute: the same calls as theirs need no
                 # second way to join collectives.
-                is_absent, is_repeat = piece != number * self._ranks + self._rank, number == rounds
-                self._now = Round(number, is_absent and not is_repeat, number == 0 and len(pieces) > rounds, is_repeat)
+                is_repeat = number == rounds
+                is_absent = not is_repeat and piece != self._piece_of(self._rank, number)
+                self._now = Round(number, is_absent, number == 0 and len(pieces) > rounds, is_repeat)
                 # Of the piece, not of the rank: it has the same numbers wherever it runs, and if it runs again.
                 seed_generators(self._seed, self.step, piece)
                 written = _versions(self._model)

@@ -43,13 +43,14 @@ class TreeSum:
         6 leaves    ((0 + 1) + (2 + 3)) + (4 + 5)
         7 leaves    ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
 
-    It holds at most ``1 + log2(n)`` nodes. It writes to the leaves that it gets.
+    It holds at most ``1 + log2(n)`` nodes. It writes to the leaves that it gets. None is an absent leaf.
     """
 
     def __init__(self) -> None:
-        self._nodes: list[tuple[int, torch.Tensor]] = []  # With the number of leaves, which halves from one to the next.
+        # With the number of leaves, which halves from one to the next.
+        self._nodes: list[tuple[int, torch.Tensor | None]] = []
 
-    def add(self, leaf: torch.Tensor) -> None:
+    def add(self, leaf: torch.Tensor | None) -> None:
         """Add the next leaf."""
         self._nodes.append((1, leaf))
         while len(self._nodes) > 1 and self._nodes[-1][0] == self._nodes[-2][0]:
@@ -57,14 +58,14 @@ class TreeSum:
 
     def _join(self) -> None:
         (count, right), (before, left) = self._nodes.pop(), self._nodes.pop()
-        self._nodes.append((before + count, left.add_(right)))
+        self._nodes.append((before + count, right if left is None else left if right is None else left.add_(right)))
 
     def keep(self) -> None:
         """The memory of the leaves is freed next: keep copies of nodes that lie there."""
-        self._nodes = [(count, node.clone() if node._is_view() else node) for count, node in self._nodes]
+        self._nodes = [(count, node.clone() if node is not None and node._is_view() else node) for count, node in self._nodes]
 
-    def root(self) -> torch.Tensor:
-        """The sum. The tree is empty afterwards."""
+    def root(self) -> torch.Tensor | None:
+        """The sum; None if no leaf was present. The tree is empty afterwards."""
         while len(self._nodes) > 1:
             self._join()
         return self._nodes.pop()[1]
@@ -98,6 +99,11 @@ class PieceCollectives(WrappedCollectives):
         round 0    rank 0 sends piece 0, rank 1 piece 1, rank 2 piece 2         leaves 0, 1, 2 of this rank's shard
         round 1    rank 0 sends piece 3, rank 1 piece 4, rank 2 has no piece    leaves 3, 4, and one of absent gradients
 
+    With a ``subtree`` of 2, a rank adds two pieces itself, and sends their sum:
+
+        round 0    rank 0 keeps piece 0, rank 1 piece 2, rank 2 piece 4
+        round 1    rank 0 sends pieces 0 + 1, rank 1 pieces 2 + 3, rank 2 piece 4 alone     three leaves of this rank's shard
+
     A reduce-scatter is an all-to-all. Its output is negative zeros, so that ``.grad`` is zero until :meth:`TreeSum.root`
     replaces it. The receive buffer has the size of the group's gradient buffer. With replicas (HSDP), the all-reduce is an
     all-gather of the leaves that other replicas have received; ranks count replica by replica.
@@ -106,14 +112,18 @@ class PieceCollectives(WrappedCollectives):
         inner: the collectives of the mesh's process group, which carry all else.
         group: the group of parameters.
         now: returns the present round.
+        subtree: how many pieces a rank adds itself, a power of two.
     """
 
     follows_model = True
 
-    def __init__(self, inner: Collectives, group: FSDPParamGroup, now: Callable[[], Round]) -> None:
+    def __init__(self, inner: Collectives, group: FSDPParamGroup, now: Callable[[], Round], subtree: int = 1) -> None:
         super().__init__(inner)
-        self.group, self.tree, self.round = group, TreeSum(), -1
-        self._now, self._leaves = now, group.dp.mesh.size()  # Of a round.
+        self.group, self._now, self._subtree = group, now, subtree
+        self._leaves = group.dp.mesh.size()  # Of each time that ranks send.
+        self._tree, self._sent = TreeSum(), 0  # How many times they have sent.
+        self._own, self._kept = TreeSum(), 0  # Of unsharded gradients that this rank adds, and how many leaves it has.
+        self.round = -1  # The last one in which the group was reduced.
         self.sums: dict[bool, list[Sums]] = {}  # Of the gradients of the noted piece, and of the repeated one (True).
         self._received: torch.Tensor | None = None
 
@@ -135,24 +145,63 @@ class PieceCollectives(WrappedCollectives):
                 f"{self.group.names} is reduced a second time for one piece: with SameBits, each piece has one backward, "
                 "through one forward of each module. Add the losses of a piece"
             )
-        layout = self.group.layout
-        received = buffer.new_empty(layout.ranks, output.numel())
-        # A round without this group, as of a module that no rank has used, has absent leaves.
-        for _ in range(self._leaves * (number - self.round - 1)):
-            self.tree.add(torch.full_like(output, _ABSENT))
+        turn, place = divmod(number, self._subtree)
+        if self._kept and self.round // self._subtree < turn:
+            self._send_late()
         self.round = number
-        for param, offset, tensor in zip(self.group.params, layout.offsets, layout.tensors):
+        for param, offset, tensor in zip(self.group.params, self.group.layout.offsets, self.group.layout.tensors):
             if is_absent:
                 param.was_used = False  # Another rank says whether one of the pieces has used it.
             if not param.was_used:
                 buffer[offset : offset + tensor.numel].fill_(_ABSENT)
-        group = group or self.group.dp.shard_group
-        if layout.ranks == 1 or group is None:
-            return Then(done, functools.partial(self._receive, received.copy_(buffer.view_as(received)), output))
-        # Not the transport's sum: its order depends on the ranks.
-        work: Work = _gloo.issued(dist.all_to_all_single, received.view(-1), buffer, group=group)
-        work = wait_all([work]) if is_gloo(group, buffer.device) else work
+        is_last = place == self._subtree - 1
+        if self._subtree > 1:
+            for _ in range(place - self._kept):  # Rounds without this group, as of a module that no rank has used.
+                self._own.add(None)
+            self._own.add(None if is_absent else buffer if is_last else buffer.clone())
+            self._kept = place + 1
+        if not is_last:
+            with torch.no_grad():
+                output.fill_(_ABSENT)
+            return Then(done, functools.partial(_hold, buffer))
+        if self._subtree > 1:
+            self._take_own(buffer)
+        received, work = self._send(buffer, turn, group)
         return Then(work, functools.partial(self._receive, received, output, buffer))
+
+    def _take_own(self, buffer: torch.Tensor) -> None:
+        """Let ``buffer`` be the sum of the pieces that this rank has kept."""
+        node, self._kept = self._own.root(), 0
+        if node is None:
+            buffer.fill_(_ABSENT)
+        elif node is not buffer:
+            buffer.copy_(node)
+
+    def _send(self, buffer: torch.Tensor, turn: int, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, Work]:
+        """Send each rank its part. Not by the transport's sum: its order depends on the ranks."""
+        for _ in range(self._leaves * (turn - self._sent)):  # Turns without this group.
+            self._tree.add(None)
+        self._sent = turn + 1
+        received = buffer.new_empty(self.group.layout.ranks, buffer.numel() // self.group.layout.ranks)
+        group = group or self.group.dp.shard_group
+        if self.group.layout.ranks == 1 or group is None:
+            received.copy_(buffer.view_as(received))
+            return received, done
+        work: Work = _gloo.issued(dist.all_to_all_single, received.view(-1), buffer, group=group)
+        return received, wait_all([work]) if is_gloo(group, buffer.device) else work
+
+    def _send_late(self) -> None:
+        """The group was not reduced in the last rounds of a turn: send what was kept. All ranks do, for they know it alike."""
+        layout = self.group.layout
+        device = self.group.sharded.flat.device
+        buffer = torch.empty(layout.ranks * layout.shard_numel, dtype=self.group.reduce_dtype, device=device)
+        self._take_own(buffer)
+        received, work = self._send(buffer, self.round // self._subtree)
+        work.wait()
+        if self.group.dp.has_replicas:
+            received, work = self._send_to_replicas(received)
+            work.wait()
+        self._take(received)
 
     def _sums(self, buffer: torch.Tensor) -> list[Sums]:
         """Of the gradient of each parameter in the group's buffer."""
@@ -169,39 +218,43 @@ class PieceCollectives(WrappedCollectives):
             self._take(received)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None) -> Work:
-        if self._now().is_repeat:
-            return Then(done, functools.partial(_hold, tensor))
         own, self._received = self._received, None
+        if own is None:  # A repeated piece, or one that this rank keeps.
+            return Then(done, functools.partial(_hold, tensor))
+        received, work = self._send_to_replicas(own)
+        return Then(work, functools.partial(self._take, received, own))
+
+    def _send_to_replicas(self, own: torch.Tensor) -> tuple[torch.Tensor, Work]:
         replicas = self.group.dp.replicate_group
-        assert own is not None and replicas is not None
+        assert replicas is not None
         received = own.new_empty(self._leaves, own.shape[1])
         work: Work = all_gather_single(received.view(-1), own.view(-1), group=replicas, async_op=True)
-        work = wait_all([work]) if is_gloo(replicas, own.device) else work
-        return Then(work, functools.partial(self._take, received, own))
+        return received, wait_all([work]) if is_gloo(replicas, own.device) else work
 
     def _take(self, received: torch.Tensor, *_: torch.Tensor) -> None:
         """Add the leaves of a round, in the order of ranks."""
         with torch.no_grad():
             for leaf in received.unbind():
-                self.tree.add(leaf)
-            self.tree.keep()
+                self._tree.add(leaf)
+            self._tree.keep()
 
     def start(self) -> None:
         """A step begins."""
-        self.tree.clear()
-        self.round, self._received = -1, None
+        self._tree.clear()
+        self._own.clear()
+        self.round, self._received, self._sent, self._kept = -1, None, 0, 0
         self.sums = {}
 
     def finish(self, rounds: int, divisor: int) -> torch.Tensor | None:
         """The mean over the pieces of this rank's shard, or None if no piece has used the group."""
-        if self.round < 0:
-            return None
-        like = self.group.sharded.flat
+        if self._kept:
+            self._send_late()
         # Absent leaves, also those of ranks without a piece, are at the end, and adding them changes no bit. So this tree has
         # the value of the tree with as many leaves as pieces.
-        for _ in range(self._leaves * (rounds - 1 - self.round)):
-            self.tree.add(torch.full_like(like, _ABSENT, dtype=self.group.reduce_dtype))
-        return self.tree.root().div_(divisor)
+        for _ in range(self._leaves * (rounds // self._subtree - self._sent)):
+            self._tree.add(None)
+        root = self._tree.root()
+        return None if root is None else root.div_(divisor)
 
 
 def _hold(tensor: torch.Tensor) -> None:
