@@ -98,10 +98,13 @@ def in_one_process(model, optimizer, pieces, dtype=None, steps=range(STEPS), max
     return numbers
 
 
-def sharded(model, **options):
+def sharded(model, optional=False, **options):
     mesh = options.pop("mesh", None) or init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers if isinstance(model, Dense) else ():
-        fully_shard(layer, mesh=mesh, **options)
+    for layer in model.layers:
+        if not isinstance(model, Experts):
+            fully_shard(layer, mesh=mesh, **options)
+        elif optional:
+            fully_shard(layer, mesh=mesh, optional=True, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
