@@ -3,7 +3,8 @@
     python -m benchmarks.step.same_bits [--json PATH] [--ranks 2] [--width 512] [--pieces 1 2 4]
 
 Both train one model alternately in the same processes, with clipping. ``pieces``: of each rank in a step; without SameBits,
-all but the last are backward passes without gradient sync. "norm" is the part of the step in ``clip_grad_norm_``.
+all but the last are backward passes without gradient sync. "with": of the time without; "with subtree": each rank adds its
+pieces itself; "verified": with ``verify_every``. "norm" is the part of the step in ``clip_grad_norm_``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,14 +36,13 @@ def made(width: int) -> tuple[Any, torch.optim.Optimizer]:
 
 def measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     x = torch.randn(options.tokens, options.width)
+    ranks, pieces = dist.get_world_size(), options.pieces
     model, optimizer = made(options.width)
-    exact, exact_optimizer = made(options.width)
-    same = SameBits(exact, exact_optimizer, pieces=options.pieces * dist.get_world_size())
 
     def plain_step() -> float:
-        for piece in range(options.pieces):
-            model.set_requires_gradient_sync(piece == options.pieces - 1)
-            (model(x).square().mean() / options.pieces).backward()
+        for piece in range(pieces):
+            model.set_requires_gradient_sync(piece == pieces - 1)
+            (model(x).square().mean() / pieces).backward()
         start = time.perf_counter()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         seconds = time.perf_counter() - start
@@ -49,18 +50,27 @@ def measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         optimizer.zero_grad()
         return seconds
 
-    def exact_step() -> float:
-        for _ in same.pieces():
-            exact(x).square().mean().backward()
-        start = time.perf_counter()
-        same.clip_grad_norm_(1.0)
-        seconds = time.perf_counter() - start
-        exact_optimizer.step()
-        exact_optimizer.zero_grad()
-        return seconds
+    def exact_step_of(**settings: Any) -> Callable[[], float]:
+        exact, exact_optimizer = made(options.width)
+        same = SameBits(exact, exact_optimizer, pieces=pieces * ranks, **settings)
 
-    steps = {"without": plain_step, "with": exact_step}
-    times: dict[str, list[float]] = {"without": [], "with": [], "without norm": [], "with norm": []}
+        def step() -> float:
+            for _ in same.pieces():
+                exact(x).square().mean().backward()
+            start = time.perf_counter()
+            same.clip_grad_norm_(1.0)
+            seconds = time.perf_counter() - start
+            exact_optimizer.step()
+            exact_optimizer.zero_grad()
+            return seconds
+
+        return step
+
+    steps = {"without": plain_step, "with": exact_step_of(), "verified": exact_step_of(verify_every=options.verify_every)}
+    if pieces > 1:
+        steps["subtree"] = exact_step_of(subtree=pieces)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    norms: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(options.rounds + 2):
         for name, step in steps.items():
             dist.barrier()
@@ -68,17 +78,18 @@ def measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
             norm = step()
             if turn > 1:
                 times[name].append(time.perf_counter() - start)
-                times[f"{name} norm"].append(norm)
+                norms[name].append(norm)
     found = {name: statistics.median(each) * 1e3 for name, each in times.items()}
     return [
         {
-            "ranks": dist.get_world_size(),
-            "pieces": options.pieces,
+            "ranks": ranks,
+            "pieces": pieces,
             "without ms": found["without"],
-            "with ms": found["with"],
-            "with/without": found["with"] / found["without"],
-            "norm without ms": found["without norm"],
-            "norm with ms": found["with norm"],
+            "with": found["with"] / found["without"],
+            "with subtree": found.get("subtree", found["with"]) / found["without"],
+            "verified": found["verified"] / found["without"],
+            "norm without ms": statistics.median(norms["without"]) * 1e3,
+            "norm with ms": statistics.median(norms["with"]) * 1e3,
         }
     ]
 
@@ -91,6 +102,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of a piece")
     parser.add_argument("--pieces", type=int, nargs="+", default=[1, 2, 4], help="of each rank")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--verify-every", type=int, default=1000, help="steps; those that repeat a piece are not timed apart")
     add_malloc(parser)
     options = parser.parse_args()
     table = []

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import unittest
 import warnings
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -231,7 +232,9 @@ class ElasticRunTest(unittest.TestCase):
         assert "needs checkpoints=" in refusal(save_every=2)
         assert "does not copy TrainState.per_rank" in refusal(checkpoint.TrainState(model, optimizer, per_rank={"loader": 1}))
         tensor = next(model.parameters()).detach()
-        assert "extra['ema'], a DTensor" in refusal(checkpoint.TrainState(model, optimizer, extra={"ema": tensor}))
+        for value in (tensor, {"weights": [tensor]}, SimpleNamespace(state_dict=lambda: {0: tensor}, load_state_dict=print)):
+            text = refusal(checkpoint.TrainState(model, optimizer, extra={"ema": value}))
+            assert "does not copy TrainState.extra['ema'], which has DTensors" in text, text
         with mock.patch.dict(os.environ, {"TORCH_RAGGED_WATCH": "0"}):
             assert "unset TORCH_RAGGED_WATCH" in refusal()
         replicas = sharded(Dense(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))

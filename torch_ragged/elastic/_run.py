@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from torch_ragged import checkpoint
 from torch_ragged._ranks.agreement import agreement, before_groups
@@ -168,7 +169,10 @@ class _Training:
             raise TypeError(f"elastic.run takes a torch_ragged.checkpoint.TrainState, got {type(state).__name__}")
         state.check()
         held = [name for name in ("per_rank", "layouts", "base") if getattr(state, name)]
-        held += [f"extra[{name!r}], a DTensor" for name, value in state.extra.items() if isinstance(value, DTensor)]
+        values = {f"extra[{name!r}]": value for name, value in state.extra.items()} | {"scheduler": state.scheduler}
+        for name, value in values.items():  # Shards of a dead rank would be lost.
+            parts = tree_leaves(value.state_dict() if isinstance(value, Stateful) else value)
+            held += [f"{name}, which has DTensors"] if any(isinstance(part, DTensor) for part in parts) else []
         if held:
             raise ValueError(f"elastic.run does not copy TrainState.{', '.join(held)}: leave them out, or save checkpoints")
         self._step, self._state, self._steps = step, state, steps
