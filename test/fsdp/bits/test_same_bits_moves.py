@@ -1,7 +1,12 @@
 """SameBits: a model that moves to other ranks between steps has the bits of one process."""
 
+import subprocess
+import sys
+import tempfile
 import unittest
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks
@@ -81,6 +86,18 @@ class SameBitsMovesTest(unittest.TestCase):
         assert ("is no positive number" in text) == (dist.get_rank() == 0), text
         same.close()
         assert "close() was called" in error_of(lambda: next(same.pieces()))
+
+
+@pytest.mark.slow
+class CoverTest(unittest.TestCase):
+    def test_a_sample_of_make_bits(self):
+        """Four configurations with pairs of features, on few and on many ranks, for twelve steps: about three minutes."""
+        script = Path(__file__).with_name("run.py")
+        with tempfile.TemporaryDirectory() as folder:
+            options = ["--steps", "12", "--cases", "4", "--ranks", "3", "8", "--json", f"{folder}/bits.json"]
+            done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=900)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("4 configurations on [3, 8] ranks, 12 steps each: 0 wrong", done.stdout)
 
 
 if __name__ == "__main__":
