@@ -177,6 +177,28 @@ class CollectivesTest(unittest.TestCase):
         self.assertIn("are implicit: no rule asks for them, and DTensor adds them.", str(found))
         self.assertEqual(explanation_of("tensor parallel").implicit, ())
 
+        class Samples(MLP):
+            def forward(self, x):
+                with torch.inference_mode():  # Here DTensor takes a linear layer apart, and one op of it needs whole rows.
+                    self.down(self.up(x.detach()))
+                return x + self.norm(x)
+
+        plan = Plan().shard(r"(up|down)\.weight", Shard(0), "tp").default(Replicate())
+        found = plan.explain(Samples(), MESH, torch.empty(BATCH, LENGTH, WIDTH))
+        self.assertEqual([(each.phase, each.op, each.kind) for each in found.implicit], [("forward", "aten.mm", "all-gather")])
+
+    def test_a_rule_with_grad_reduces_the_gradient_once_at_its_boundary(self):
+        for grad, expected in (
+            (None, ("gradient", "", WIDTH * WIDTH * 4)),
+            (Replicate(), ("boundary", "0.<out>", BATCH * WIDTH * 4)),
+        ):
+            plan = Plan().shard(r"1\.weight", Shard(0), "tp").shard("0.<out>", Replicate(), "tp", grad=grad)
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False))
+            mesh = MeshShape(("tp",), (2,))
+            found = plan.default(Replicate()).explain(model, mesh, torch.empty(BATCH, WIDTH)).collectives
+            told = [(each.phase, each.kind, each.cause, each.source, each.nbytes) for each in found]
+            self.assertEqual(told, [("backward", "all-reduce", *expected)])
+
     def test_totals_are_sums_of_collectives(self):
         found = explanation_of("tensor parallel")
         tp = [each.nbytes for each in found.collectives if (each.kind, each.dims) == ("all-reduce", ("tp",))]

@@ -130,6 +130,9 @@ class FormsTest(unittest.TestCase):
         told = error_of(lambda: model(prompt(rows).tanh()))
         assert "by a parameter of shape (6, 4) that is not in the model" in told, told
         model(prompt(rows).detach()).full_tensor()
+        whole = parallelize(nn.Linear(6, 3), Plan().annotate("<in>", Replicate(), "dp").default(Replicate()), mesh)
+        whole(prompt(rows)).sum().backward()  # Of whole inputs, each rank has the whole gradient.
+        assert prompt.weight.grad is not None
         own = torch.randn(2, 6, requires_grad=True)
         model(own * 2).sum().backward()
         assert own.grad is not None

@@ -351,6 +351,11 @@ class StaticTest(unittest.TestCase):
             if options:
                 assert {"blocks.0", "blocks.1"} <= set(model.static_modules.report.modules), model.static_modules.report
             if not unit and options:
+                found, before = [], len(seen)
+                model.blocks[1].down.weight.register_hook(lambda grad: found.append(grad.placements))
+                model(torch.arange(24).view(4, 6)).backward()
+                assert len(found) == 1, found
+                del seen[before:]
                 loss = model(torch.arange(24).view(4, 6))
                 handle = model.blocks[1].up.weight.register_hook(lambda grad: grad)
                 assert "register hooks on parameters before forward" in error_of(loss.backward)
@@ -1381,10 +1386,29 @@ class OutputTest(unittest.TestCase):
                 y = super().forward(x)
                 return torch.add(x, y, alpha=2) if isinstance(x, DTensor) else torch.add(y, x, alpha=2)
 
+        class Constant(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * torch.tensor(2.0 if isinstance(x, DTensor) else 3.0)
+
+        class WritesWeight(nn.Linear):
+            def forward(self, x):
+                with torch.no_grad():
+                    self.weight.mul_(1.0)
+                return super().forward(x)
+
+        class Reads(nn.Linear):
+            """Of its two outputs, the first one has a gradient: others may come, with which a trial is another one."""
+
+            def forward(self, x):
+                return super().forward(x) * (1.0 + bool(x.detach().isnan().any())), self.bias * 2
+
         enter_fake_group(self, 2)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for kind, told in (
             (Twice, "it uses parameter weight several times"),
+            (Constant, "on local tensors, output 0 is computed in another way"),
+            (WritesWeight, "aten.mul_.Tensor writes to a tensor that was made before"),
+            (Reads, "it reads the value of a tensor, by which the code may branch"),
             (Prints, f"its code calls print() in {Prints.forward.__qualname__}"),
             (Stored, "on local tensors, it has other outputs"),
             (Checkpointed, "activation checkpointing in it runs code again in backward"),
@@ -1471,6 +1495,72 @@ class OutputTest(unittest.TestCase):
                 self.assertTrue(all(map(torch.equal, *found)), step)
         reason = "the gradient of input 0 would be added up in another order"
         self.assertEqual(static.static_modules.report.reasons["norm"], reason)
+
+    def test_trials_count_no_calls_in_buffers_and_arguments(self):
+        class Counts(nn.Linear):
+            def __init__(self):
+                super().__init__(8, 8)
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x, calls=None):
+                (self.calls if calls is None else calls).add_(1.0)
+                return super().forward(x)
+
+        enter_fake_group(self, 2)
+        mesh, plan = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), Plan().default(Replicate())
+        for by_argument, told in ((False, "static: (root)"), (True, "static: no module\neager: (root): it writes to input 1")):
+            model, calls = parallelize(Counts(), plan, mesh, mode="static"), torch.zeros(())
+            for call in range(1, 5):
+                model(torch.ones(4, 8), *([calls] if by_argument else [])).sum().backward()
+                self.assertEqual((calls if by_argument else whole(model.calls)).item(), call)
+            self.assertEqual(str(model.static_modules.report), told)
+
+    def test_the_gradient_of_a_permuted_part_has_the_strides_of_the_whole_one(self):
+        enter_fake_group(self, 2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        whole = torch.empty(6, 8, 20).permute(2, 0, 1)
+        for dim in range(3):
+            spec = SimpleNamespace(mesh=mesh, shape=whole.shape)
+            local = torch.empty(whole.chunk(2, dim)[0].permute(1, 2, 0).shape).permute(2, 0, 1)
+            made = _static._with_its_strides(local, spec, (Shard(dim),))
+            self.assertEqual((made.stride(), made.shape, made.placements), (whole.stride(), whole.shape, (Shard(dim),)))
+
+    def test_a_static_module_may_call_a_copy_of_itself_and_itself(self):
+        class Again(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.twin = nn.Linear(8, 8), None
+
+            def forward(self, x, ends=False):
+                return x.sin() if ends else (self.twin or self)(self.layer(x), ends=True)
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.again, self.head, self.calls = Again(), nn.Linear(8, 16), 0
+
+            def forward(self, x):
+                self.calls += 1  # So it is eager, and modules in it may be static.
+                y = self.again(x)
+                return y, self.head(y)
+
+        enter_fake_group(self, 2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard(r"head\.(weight|bias)", Shard(0), "tp").shard("<in>", Replicate(), "tp").default(Replicate())
+        torch.manual_seed(0)
+        single = Net()
+        for by_copy in (True, False):
+            eager, static = (parallelize(copy.deepcopy(single), plan, mesh, mode=mode) for mode in ("eager", "static"))
+            for step, output in enumerate((0, 0, 0, 1, 0)):  # The gradient of the second one is pending a sum.
+                found = []
+                for model in (eager, static):
+                    if by_copy:
+                        model.again.twin = model.again.twin or copy.deepcopy(model.again)
+                    model.zero_grad()
+                    model(torch.ones(4, 8) * step)[output].square().mean().backward()
+                    found.append([whole(p.grad) for p in model.parameters() if p.grad is not None])
+                self.assertTrue(all(map(torch.equal, *found)), (by_copy, step))
+            self.assertIn("again", static.static_modules.report.modules, by_copy)
 
     def test_a_model_that_returns_logits_is_static(self):
         self.assertEqual(self.static(Logits(bias=True)).modules, ("",))

@@ -7,6 +7,7 @@ import types
 import unittest
 import weakref
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy
 import torch
@@ -121,6 +122,8 @@ class FactsTest(unittest.TestCase):
             (AsksSwitch(Switch()), lambda: STATE.update(center=not STATE["center"]), f"{here}.STATE.center"),
             (one := Module(Frozen([1])), lambda: one.value.factors.append(2), "Module.value.factors"),
             (two := Module(collections.deque([1])), lambda: two.value.append(2), "Module.value"),
+            (three := Module({"wide": 1}), lambda: three.value.update(tall=three.value.pop("wide")), "Module.value.tall"),
+            (four := Module([torch.ones(2)]), lambda: four.value[0].requires_grad_(), "Module.value"),
             (*closed(), f"{here}.closed.<locals>.Scaled.forward"),
         ):
             facts = Facts(module)
@@ -140,7 +143,11 @@ class FactsTest(unittest.TestCase):
         self.assertIn("is an iterator, whose state no guard sees", error_of(Facts, Module(iter([1]))))
 
     def test_code_that_draws_numbers_of_numpy_has_no_facts(self):
-        self.assertEqual(error_of(Facts, Draws()), "NoFacts: Draws.forward reads random, which no guard sees")
+        told = "NoFacts: Draws.forward reads random, which no guard sees"
+        self.assertEqual(error_of(Facts, Draws()), told)
+        with mock.patch.dict(vars(numpy)):  # As before its first use: numpy imports it then.
+            del numpy.random
+            self.assertEqual(error_of(Facts, Draws()), told)
         self.assertTrue(Facts(Rounds()).hold())
 
     def test_a_model_of_many_modules_has_facts(self):

@@ -299,6 +299,16 @@ class CutsTest(TestCase):
     cuts dimension 1 of tensors with 1 dimensions: layers.0.input_norm.weight, layers.0.output_norm.weight,
     | layers.1.input_norm.weight and 2 more. Cut another dimension, or match fewer tensors""",
         )
+        rules = Plan().shard("norm.weight", Replicate(), "tp").shard("norm.weight", (Shard(1), Shard(0)), ("dp", "tp"))
+        self.assertExpectedInline(
+            text_of(BASE + rules),
+            """\
+  plan.shard("norm.weight", Replicate(), "tp")
+  plan.shard("norm.weight", (Shard(1), Shard(0)), ("dp", "tp"))
+    differ on mesh dimension "tp" of norm.weight: keep one of them
+  plan.shard("norm.weight", (Shard(1), Shard(0)), ("dp", "tp"))
+    cuts dimension 1 of tensors with 1 dimensions: norm.weight. Cut another dimension, or match fewer tensors""",
+        )
 
     def test_30_mesh_dimensions_against_their_order(self):
         self.assertExpectedInline(

@@ -531,7 +531,11 @@ class _Region(SharedHook):
 
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         # The copy of a module has its hooks, and parameters that are not those of the region.
-        if torch.compiler.is_compiling() or _now.region is not None or module is not self.module or functorch_is_active():
+        if torch.compiler.is_compiling() or module is not self.module:
+            return None
+        if _now.region is not None or functorch_is_active():
+            if _now.region in (None, self):  # It calls itself: _leave() takes this off, and not the outer call.
+                self._running.append(("eager", None))
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         kind = None if self._owner.is_checking else self._kind_of(leaves, tree)

@@ -488,7 +488,7 @@ _FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def _check_seen(module: Optional[str], path: str) -> None:
-    if module is not None and module.split(".")[0].lstrip("_") in _UNSEEN:
+    if module is not None and module.lstrip("_") in _UNSEEN:
         raise NoFacts(f"{path} reads {module}, which no guard sees")
 
 

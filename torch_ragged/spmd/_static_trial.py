@@ -221,9 +221,9 @@ def _tell(placements: Sequence[Any]) -> str:
     return "".join(map(str, placements))
 
 
-def is_even_dtensor(value: Any) -> bool:
+def is_even_dtensor(value: DTensor) -> bool:
     """Whether all ranks have equally much of a tensor, so that the global shape follows from the local one."""
-    if not isinstance(value, DTensor) or has_flat(value.placements):  # A unit's: it takes even shards only.
+    if has_flat(value.placements):  # A unit's: it takes even shards only.
         return True
     return is_even(value.shape, value.placements, tuple(value.device_mesh.shape))
 
