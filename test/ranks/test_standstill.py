@@ -465,7 +465,56 @@ class CallLogTest(unittest.TestCase):
 
     def test_a_call_beside_a_dead_rank_raises_long_before_the_timeout(self):
         text = run_mortal_ranks(2, {1}, call_beside_a_dead_rank)[0]
-        self.assertRegex(text, "PeerError: the forward of .* failed: rank 1 died")
+        self.assertRegex(text, "PeerError: the forward of root failed: rank 1 died")
+
+    @ranks(1)
+    def test_a_call_that_other_ranks_do_not_make_in_time_tells_where_they_are():
+        log, there = CallLog([0], datetime.timedelta(0), "root"), types.SimpleNamespace(text="is in a layer")
+        log.start()
+        with (
+            mock.patch.object(SharedStore, "wait", lambda *_: False),
+            mock.patch.object(_call_log, "fates_of", lambda _: dict.fromkeys((1, 2), there)),
+        ):
+            text = error_of(log.add, "a")
+        told = "rank 0 waited 0 s for the other ranks to call it: rank 1 is in a layer; rank 2 is in a layer"
+        assert text.startswith("PeerError: the forward of root failed") and told in text, text
+
+    @ranks(1)
+    def test_collectives_behind_the_end_of_a_forward_are_not_compared():
+        log = CallLog([0], datetime.timedelta(seconds=30), "root")
+        with mock.patch.object(_call_log._RootLog, "of") as roots:
+            log.start()
+            log.finish()
+            log.before_collective()
+            assert not roots.called
+            log.start()
+            log.before_collective()
+            log.before_collective()
+            assert roots.call_count == 1
+
+    @ranks(2)
+    @soon()
+    @mock.patch.object(_call_log, "_FIRST_SLICE", datetime.timedelta(milliseconds=50))
+    @mock.patch.object(_call_log, "_CALL_SLICE", datetime.timedelta(milliseconds=50))
+    def test_a_difference_in_the_last_forward_is_found_by_a_rank_that_is_in_the_next_one():
+        log, named, wait = CallLog([0, 1], datetime.timedelta(seconds=30), "root"), [], SharedStore.wait
+
+        def noted(store, keys, seconds):
+            found = wait(store, keys, seconds)
+            named.extend(found for key in keys if key.endswith("/named"))
+            return found
+
+        log._paths.add(("a", "b", _call_log._END))
+        log.start()
+        log.add("a")
+        if dist.get_rank() == 0:
+            log.add("b")  # As expected: it does not wait for the other rank.
+            log.finish()
+            log.start()
+        with mock.patch.object(SharedStore, "wait", noted):
+            text = error_of(log.add, "c")
+        assert "different modules in forward (rank 0: b; rank 1: c)" in text, text
+        assert named == [True], named  # Each rank has told its call: none waits for the others' patience.
 
     @ranks(2)
     @soon()

@@ -1,5 +1,6 @@
 """Implementations of the collectives: the same bits as the process group's, chosen by all ranks alike, and clean ends."""
 
+import atexit
 import dataclasses
 import datetime
 import gc
@@ -412,6 +413,28 @@ class AssistedTest(unittest.TestCase):
         _gloo.Assisted([], other.set, needs_works=True)
         self.assertTrue(other.wait(60), "the assistant has ended")
 
+    def test_a_step_whose_collective_has_failed_is_never_run(self):
+        steps = []
+        with mock.patch.object(_gloo, "_assistant", autospec=True):
+            assisted = _gloo.Assisted([FailingWork(RuntimeError("no peer"))], steps.append, "step", needs_works=True)
+        self.assertEqual(error_of(assisted.wait), "RuntimeError: no peer")
+        assisted.advance()
+        self.assertEqual(steps, [])
+
+    def test_a_forked_process_has_a_thread_of_its_own(self):
+        with mock.patch.object(os, "register_at_fork") as register, mock.patch.object(atexit, "register") as at_exit:
+            assistant = _gloo._Assistant()
+        at_exit.assert_called_once_with(assistant._stop)
+        with mock.patch.object(_gloo, "_assistant", assistant):
+            threads = []
+            for _ in range(2):
+                _gloo.Assisted([], lambda: None, needs_works=False).wait()
+                threads.append(assistant._thread)
+                assistant._stop()
+                register.call_args.kwargs["after_in_child"]()  # In the child, which has no copy of the thread.
+        self.assertEqual([(thread.name, thread.daemon) for thread in threads], [("collectives", True)] * 2)
+        self.assertIsNot(*threads)
+
     def test_the_thread_ends_when_the_process_does(self):
         assistant = _gloo._Assistant()
         with mock.patch.object(_gloo, "_assistant", assistant), mock.patch.object(_gloo, "LONGEST_STEP", 5.0):
@@ -540,7 +563,8 @@ class SetCollectivesTest(unittest.TestCase):
         self.assertEqual([chosen for _, chosen, _ in on_second], [chosen for _, chosen, _ in on_first])
         self.assertTrue(all(not lines for _, _, lines in on_second))
         lines = {name: "; ".join(found) for name, _, found in on_first}
-        self.assertRegex(lines["nccl"], "has the backend gloo")
+        told = r"^set_collectives\('nccl'\): process group \S+ has the backend gloo, whose collectives are used$"
+        self.assertRegex(lines["nccl"], told)
         self.assertRegex(lines["symm"], "no symm for process group .*: rank 0: it is for GPUs, parameters are on cpu$")
         self.assertRegex(lines["multimem"], "no multimem for process group .*: rank 0: it is for GPUs, parameters are on cpu$")
         self.assertEqual((lines["copy_engine"], lines["auto"]), ("", ""))

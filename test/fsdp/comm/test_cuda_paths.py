@@ -5,6 +5,7 @@ The stand-ins do on the CPU what torch's do (symmetric memory is one rank's, see
 
 import contextlib
 import datetime
+import os
 import sys
 import types
 import unittest
@@ -244,6 +245,8 @@ class CudaPathsTest(unittest.TestCase):
                 problems = _choice._facts(world, device).problems
                 assert problems == {"multimem": "multimem instructions need compute capability 9.0 (Hopper)"}, problems
             with mock.patch.dict("os.environ", {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "0"}):
+                assert not _choice._facts(world, device).may_overlap
+                del os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
                 assert not _choice._facts(world, device).may_overlap
             with mock.patch.object(_choice, "host_of", side_effect=OSError("no id")):
                 assert _choice._facts(world, device).problems == dict.fromkeys(("copy_engine", "multimem"), "no id")

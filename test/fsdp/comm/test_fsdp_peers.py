@@ -182,6 +182,7 @@ class PeersTest(unittest.TestCase):
             text = error_of(model[dist.get_rank()].unshard)
             assert text.startswith(f"{start}collective "), text
             assert re.search(r"all-gather of weight and 1 more in group \d+, \(64,\) float32 and \(128,\) float32", text), text
+            assert len(set(re.findall(r" in group ([1-9]\d*),", text))) == 2, text  # One of each rank.
         finally:
             del os.environ["TORCH_RAGGED_DEBUG"]
 

@@ -1,13 +1,15 @@
 """Collectives of a process group by themselves, against sums and copies by hand: shards, replicas, dtypes, divisors."""
 
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import ranks
+from common import error_of, ranks
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm import _gloo
+from torch_ragged.fsdp.comm._collectives import Collectives, Levels, ProcessGroupCollectives, ReduceScatterTraits, wait_all
 from torch_ragged.fsdp.comm._reduction import Reduction
 
 SIZE = 5
@@ -52,7 +54,9 @@ class ProcessGroupTest(unittest.TestCase):
         replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
         collectives = ProcessGroupCollectives(shards, replicas)
         tensor = of_rank(rank, torch.float32)
-        collectives.all_reduce(tensor, Reduction()).wait()
+        with mock.patch.object(_gloo, "wait_for_call", wraps=_gloo.wait_for_call) as waits:
+            collectives.all_reduce(tensor, Reduction()).wait()
+        assert waits.call_count == 1  # So that ranks in different calls do not wait for each other for ever.
         assert torch.equal(tensor, (of_rank(rank % 2, torch.float32) + of_rank(rank % 2 + 2, torch.float32)) / 2)
         flags = torch.tensor([rank, 3 - rank, int(rank == 2)], dtype=torch.uint8)
         collectives.all_reduce_max(flags).wait()
@@ -67,6 +71,23 @@ class ProcessGroupTest(unittest.TestCase):
                 assert torch.equal(output, shard)
                 collectives.reduce_scatter(output, shard, Reduction(2.0)).wait()
             assert torch.equal(output, shard / 2) and mode.get_total_counts() == 0
+            assert collectives.reduce_scatter_traits(shard.device) == ReduceScatterTraits(False, holds_second_buffer=False)
+        levels = Levels(dist.group.WORLD, None)
+        assert (levels.nodes, levels.per_node) == (1, 1)
+
+    @ranks(1)
+    def test_the_work_of_a_custom_all_gather_is_what_is_waited_for():
+        collectives, shard, work = ProcessGroupCollectives(dist.group.WORLD), torch.arange(4.0), wait_all([])
+        for returned in (work, None):  # A synchronous one returns None.
+            collectives.custom_all_gather = mock.Mock(return_value=returned)
+            issued = collectives.all_gather(torch.empty(4), shard)
+            assert (issued is work) == (returned is work) and error_of(issued.wait) == ""
+
+    def test_a_carrier_raises_where_it_has_no_collective(self):
+        carrier, tensor = Collectives(), torch.ones(2)
+        calls = ((carrier.all_gather, tensor, tensor), (carrier.all_reduce_max, tensor))
+        for call, *arguments in (*calls, (carrier.reduce_scatter_traits, tensor.device)):
+            self.assertEqual(error_of(call, *arguments), "NotImplementedError: ")
 
 
 if __name__ == "__main__":

@@ -475,14 +475,14 @@ class NamedCollectives(WrappedCollectives):
         self.parameters = f"{self._own_parameters} in {fqn or f'group {self.number}'}"
 
     def take_number(self) -> None:
-        """Take the next number of the process group. Ranks call this when they have agreed on the group, in the same order.
+        """Take the next number of the process group, before :meth:`join`.
 
-        Before the root's first forward, groups have no other name that tells them apart.
+        Ranks call this when they have agreed on the group, in the same order. Before the root's first forward, groups have no
+        other name that tells them apart.
         """
         key = self._shards or self._replicas
         if key is not None:
             self.number = next(_groups.setdefault(key, itertools.count(1)))
-        self.join(self.fqn, self._before_all_gather)
 
     def ranks(self) -> list[int]:
         """The global ranks of the mesh."""
