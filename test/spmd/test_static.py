@@ -1562,6 +1562,33 @@ class OutputTest(unittest.TestCase):
                 self.assertTrue(all(map(torch.equal, *found)), (by_copy, step))
             self.assertIn("again", static.static_modules.report.modules, by_copy)
 
+    def test_a_module_that_takes_a_part_of_a_units_parameter_tells_why_it_is_eager(self):
+        class Penalty(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(()))
+
+            def forward(self, weight):
+                return (weight * self.scale).sin()
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.penalty, self.calls = nn.Linear(8, 8), Penalty(), 0
+
+            def forward(self, x):
+                self.calls += 1  # So it is eager, and modules in it may be static.
+                return self.layer(x).mean() + self.penalty(self.layer.weight * 0.5).sum()
+
+        enter_fake_group(self, 2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        plan = Plan().unit("layer", "dp").shard("<in>", Shard(0), "dp").default(Replicate())
+        model = parallelize(Net(), plan, mesh, mode="static")
+        for _ in range(3):
+            model(torch.ones(4, 8)).backward()
+        told = "the gradient of a tensor under RS(0,1)[64,0] is R: add a rule with grad="
+        self.assertEqual(model.static_modules.report.reasons["penalty"], told)
+
     def test_a_model_that_returns_logits_is_static(self):
         self.assertEqual(self.static(Logits(bias=True)).modules, ("",))
 
