@@ -5,6 +5,7 @@ import gc
 import io
 import itertools
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -21,10 +22,10 @@ from benchmarks.common.tracker import MemoryTracker
 from torch_ragged._register._torch import fake_world
 from torch_ragged.fsdp import MixedPrecisionPolicy, elements, fully_shard, memory_report
 from torch_ragged.offline import Model, ModelPlanner, granularity_policy, main
-from torch_ragged.offline._fit import Setting, fitting, step_memory
+from torch_ragged.offline._fit import Setting, _activations, fitting, step_memory
 from torch_ragged.offline._memory import Precision, zero_memory
 from torch_ragged.offline._models import module_groups
-from torch_ragged.offline._shapes import FAMILIES, Config
+from torch_ragged.offline._shapes import FAMILIES, Config, _wide_norm
 
 RANKS = 8
 TINY = dict(hidden_size=64, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=512)
@@ -160,6 +161,21 @@ class SavedTest(TestCase):
             expected = 32 * model_of(kind, **LLAMA).decoder.saved["model.layers.3"].nbytes(dtype.itemsize)
             self.assertEqual(found, expected, msg=f"{kind} {dtype}")
 
+    def test_a_norm_whose_weight_is_multiplied_in_float32_keeps_its_input_and_the_product(self):
+        class Norm(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(64))
+
+            def forward(self, x):
+                wide = x.float()
+                return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight.float()).to(x.dtype)
+
+        norm = Norm().bfloat16()
+        tokens = [torch.randn(n, 64, dtype=torch.bfloat16, requires_grad=True) * 1 for n in (3, 8)]
+        found = [saved_nbytes(norm, lambda x=x: norm(x)) for x in tokens]
+        self.assertEqual(found[1] - found[0], 5 * _wide_norm("norm", 64).saved.nbytes(2))
+
     def test_blocks_of_transformers_keep_what_their_families_say(self):
         transformers = pytest.importorskip("transformers")
         moe = dict(num_experts_per_tok=4, moe_intermediate_size=32)
@@ -238,6 +254,8 @@ class PeakTest(TestCase):
         llama = model_of("llama", **LLAMA)
         self.assertEqual(peak_of(llama, Setting(1, 8)).moment, "backward of model.layers.1")
         self.assertEqual(peak_of(llama, Setting(64, 64, checkpointing=True)).moment, "the loss")
+        wide = model_of("llama", **{**LLAMA, "vocab_size": 1024, "num_hidden_layers": 1, "hidden_size": 512})
+        self.assertEqual(peak_of(wide, Setting(1, 256)).moment, "backward of the head")
 
     def test_its_state_is_that_of_the_table_of_memory(self):
         llama, setting = model_of("llama", **LLAMA), Setting(1, 8)
@@ -247,11 +265,28 @@ class PeakTest(TestCase):
             self.assertEqual((peak.parameters, peak.optimizer), (resident.parameters, resident.optimizer))
             self.assertEqual(resident.gradients, resident.parameters)
 
+    def test_experts_of_qwen3_are_in_some_blocks_and_their_number_has_two_names(self):
+        fields = dict(LLAMA, moe_intermediate_size=32, decoder_sparse_step=3)
+        one, other = (model_of("qwen3_moe", **fields, **{name: 16}) for name in ("num_experts", "num_local_experts"))
+        self.assertEqual(one.groups, other.groups)
+        sparse = [name for name, group in one.groups.items() if any(".experts." in parameter.name for parameter in group)]
+        self.assertEqual(sparse, ["model.layers.2", "model.layers.5"])
+        with self.assertRaisesRegex(ValueError, "has no field 'num_experts', which its model_type needs"):
+            model_of("qwen3_moe", **fields)
+
     def test_experts_of_a_token_are_those_of_the_family_if_the_config_has_no_number(self):
         fields = dict(LLAMA, num_local_experts=16, num_experts=16, moe_intermediate_size=32)
         for kind, active in {"mixtral": 2, "qwen3_moe": 8, "gpt_oss": 4}.items():
             default, given = (model_of(kind, **fields, **more) for more in ({}, dict(num_experts_per_tok=active)))
             self.assertEqual(default.decoder.saved, given.decoder.saved, msg=kind)
+
+    def test_a_checkpointed_block_keeps_its_input_and_makes_again_what_it_keeps_without(self):
+        llama, precision = model_of("llama", **LLAMA), Precision()
+        without, found = (
+            _activations(llama, precision, Setting(2, 64, checkpointing))["model.layers.1"] for checkpointing in (False, True)
+        )
+        self.assertEqual(found.kept, 128 * TINY["hidden_size"] * 2)
+        self.assertEqual(found.computed_again, without.kept + without.computed_again)
 
     def test_replicas_change_nothing(self):
         llama = model_of("llama", **LLAMA)
@@ -304,6 +339,9 @@ class CommandTest(TestCase):
         self.assertEqual((status, error), (0, ""))
         self.assertIn("Peak of a step per rank, ZeRO-3, 1 x 4,096 tokens\n", out)
         self.assertIn("8 ranks: fits, ", out)
+        (columns,) = [re.split("  +", line) for line in out.splitlines() if "  checkpointing  " in line]
+        parts = ["parameters", "optimizer", ".grad", "gathered", "unreduced grads", "activations"]
+        self.assertEqual(columns, ["FSDP size", "checkpointing", *parts, "total", "of 70.78 GiB", "peak"])
         self.assertIn("Recommended FSDP sizes: 8.", out)
         status, out, _ = run("llama-3-8b", "--ranks", 8, "--memory", "24GiB", "--batch", 2)
         self.assertEqual(status, 1)
@@ -340,7 +378,7 @@ class CommandTest(TestCase):
             (size,) = json.loads(path.read_text())["sizes"]
         step = size["step"]
         self.assertEqual((step["batch"], step["sequence"], step["memory"], step["fits"]), (1, 4096, 10**9, False))
-        self.assertEqual(step["reserve"], 5 * 10**7)
+        self.assertEqual((step["reserve"], step["enough_ranks"]), (5 * 10**7, None))
         for peak in step["peaks"].values():
             self.assertEqual(peak["total"], sum(value for part, value in peak.items() if part not in ("moment", "total")))
         self.assertEqual(step["changes"][0]["total"], step["peaks"]["blocks"]["total"])

@@ -11,7 +11,7 @@ from torch.testing._internal.common_utils import TestCase
 from torch_ragged.fsdp import TensorSpec, elements, plan_layout, rows, tensor
 from torch_ragged.fsdp.layout import _advice
 from torch_ragged.fsdp.layout._advice import _finer, _merged_groups, _smaller_sizes, _split_groups, advise, remedies
-from torch_ragged.offline._drawing import draw_svg, draw_text
+from torch_ragged.offline._drawing import _cells, draw_svg, draw_text
 
 
 def spec(shape, block=1, name="t"):
@@ -106,6 +106,11 @@ c  experts.*.down (16 tensors)  (4,)       4        64  0-3
         lines = draw_text(plan_layout(tensors, 1), height=99).splitlines()
         self.assertEqual(lines[-1].split(), ["*", "others", "(8", "tensors)", "various", f"{sum(range(53, 61)):,}", "0"])
         self.assertEqual(len(lines), 1 + 1 + 1 + 52 + 1)
+
+    def test_a_character_shows_the_tensor_in_its_middle(self):
+        pieces = [(0, 0, 1), (1, 1, 3), (2, 3, 5), (3, 5, 6), (4, 6, 12)]  # The middles of three are 2, 6 and 10.
+        self.assertEqual(_cells(pieces, list("abcde"), 12, 3), "bee")
+        self.assertEqual(_cells([*pieces[:4], (4, 6, 11), (1, 11, 12)], list("abcde"), 12, 4), "bcee")
 
     def test_small_padding_is_seen_where_pieces_are_smaller_than_cells(self):
         tensors = [spec((5000,), 1, f"{name}{i}") for i in range(20) for name in "abcdefgh"]

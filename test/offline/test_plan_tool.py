@@ -27,6 +27,7 @@ from torch_ragged.offline._model_plan import Sizes
 from torch_ragged.offline._models import module_groups
 from torch_ragged.offline._muon import muon_plan
 from torch_ragged.offline._peers import RowBuffer, fsdp2_shard
+from torch_ragged.offline._report import bytes_text
 from torch_ragged.offline._shapes import FAMILIES
 
 LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
@@ -480,6 +481,7 @@ class MemoryTest(TestCase):
         part = math.ceil(0.0157 * 8 * gib)
         self.assertEqual(fits["optimizer"].used, Budget(16 * gib - part + gib // 8, part, 0))
         self.assertEqual(used(15.9, 15.9, 0)[0], {"optimizer": "Offload(0.0282)"})
+        self.assertEqual(used(16.125, 0, 0)[0], {"no offload": "None", "optimizer": "Offload(0)"})
         self.assertEqual(used(8.125, 8, 0)[0], {"optimizer": "Offload(1)"})
         self.assertEqual(used(8.125, 7.9, 0)[0], {})
         self.assertEqual(used(8, 16, 0)[0], {"parameters": "Offload(parameters=True)"})
@@ -706,6 +708,14 @@ weight                              ranks  parameters  gradients  optimizer     
         self.assertEqual(status, 1)
         (row,) = [line for line in out.splitlines() if "does not fit" in line]
         self.assertEqual(row.split(), "2 0.0M 0.0M 0.0M 0.0M 0.0M does not fit".split())
+
+    def test_eight_ranks_of_a_weight_are_all_named(self):
+        _, out, _ = run(f"{__name__}:TinyMoE", "--weights", "2,1,2,2,2,2,2,2,2")
+        self.assertRegex(out, r"\n +2  +0, 2, 3, 4, 5, 6, 7, 8  +\d")
+
+    def test_bytes_have_the_largest_unit_that_is_not_above_them(self):
+        numbers = {2**10 - 1: "1023 B", 2**10: "1.00 KiB", 2**50: "1.00 PiB", 2**60: "1,024.00 PiB"}
+        self.assertEqual({number: bytes_text(number) for number in numbers}, numbers)
 
     def test_weights_show_the_memory_of_each_rank(self):
         """16 bytes per parameter in proportion to the weights: 4 x 141 + 4 x 80 shares."""

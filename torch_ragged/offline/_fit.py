@@ -136,9 +136,10 @@ def step_memory(model: Model, plan: ModelPlan, precision: Precision, setting: Se
 class _Sized(nn.Module):
     """In place of a block: one parameter as large as the block's buffer."""
 
+    blocks: nn.ModuleList  # Of the root.
+
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList()
         if numel:
             self.weight = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
 

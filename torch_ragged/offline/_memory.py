@@ -50,7 +50,7 @@ class Precision:
     @property
     def alignment(self) -> int:
         """The alignment of shards in elements. It makes a shard a multiple of 128 bytes in ``param`` and in ``reduce``."""
-        return max(1, _SHARD_ALIGNMENT_BYTES // min(self.param.itemsize, self.reduce.itemsize))
+        return _SHARD_ALIGNMENT_BYTES // min(self.param.itemsize, self.reduce.itemsize)
 
 
 @dataclass(frozen=True)
