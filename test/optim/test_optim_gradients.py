@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged import RaggedShard
 from torch_ragged.optim import AdamW8bit, Muon, Shampoo
+from torch_ragged.optim._base import names_peers
 
 OPTIMIZERS = {"Muon": Muon, "Shampoo": Shampoo, "AdamW8bit": AdamW8bit}
 CUTS_BLOCKS = RaggedShard((0, 1), (1, 63, 0, 0))  # So that AdamW8bit communicates as well.
@@ -119,6 +120,18 @@ class GradientsTest(unittest.TestCase):
                     self.assertIn("sparse", answers[3])
                     if mesh_of_sparse == "part":
                         self.assertTrue(all("no rank steps" in answers[rank] for rank in (0, 2)), answers)
+
+
+class NamedStepTest(unittest.TestCase):
+    def test_a_step_whose_errors_name_ranks_returns_the_loss(self):
+        class Optimizer:
+            param_groups = ()
+
+            @names_peers
+            def step(self, closure, *, times):
+                return closure() * times
+
+        self.assertEqual((Optimizer().step(lambda: 3.0, times=2), Optimizer.step.__name__), (6.0, "step"))
 
 
 class LearningRateTest(unittest.TestCase):
