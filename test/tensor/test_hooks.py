@@ -6,19 +6,23 @@ import unittest
 import torch
 from common import as_before, error_of, fake_group
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._ops import utils as op_utils
 from torch.distributed.tensor.parallel import loss
 
 from torch_ragged import RaggedShard
+from torch_ragged._register._hook import Hook
 from torch_ragged._register._spmd import compute_as_before, compute_as_one_device
 from torch_ragged._register._torch import (
     GradientUse,
     backward_error_handlers,
     backward_input_checks,
+    dynamo_disabled,
     flatten,
     gradient_use,
+    storage_ids,
 )
 
 
@@ -114,6 +118,28 @@ class HookTest(unittest.TestCase):
             self.assertIs(flatten(one), one)
             error = error_of(flatten, init_device_mesh("cpu", (2, 2)))
             self.assertRegex(error, "^ValueError: .* has no dimension names: pass mesh_dim_names to init_device_mesh$")
+
+    def test_a_hook_is_unknown_if_torch_lacks_its_target(self):
+        known = [
+            Hook("", "", "", check, None).is_known() for check in (lambda: True, lambda: False, lambda: torch.no_such_name)
+        ]
+        self.assertEqual(known, [True, False, False])
+
+    def test_a_function_that_is_hidden_from_dynamo_returns_what_it_returns(self):
+        self.assertEqual(dynamo_disabled(lambda x, *, y: x - y)(3, y=1), 2)
+
+    def test_tensors_share_a_storage_and_sparse_ones_have_none(self):
+        one, other = torch.ones(4), torch.ones(4)
+        with fake_group(2):
+            mesh = init_device_mesh("cpu", (2,))
+            inside = [
+                DTensor.from_local(one, mesh, [Replicate()]),
+                AsyncCollectiveTensor(one),
+            ]
+            for tensor in (one, one[2:], *inside):
+                self.assertEqual(storage_ids(tensor), storage_ids(one))
+        self.assertEqual(len({*storage_ids(one), *storage_ids(other)}), 2)
+        self.assertEqual(storage_ids(one.to_sparse()), [])
 
     def test_only_a_ragged_tensor_hides_the_offset_of_a_view(self):
         """copy.deepcopy takes offsets into different buffers for the addresses of one memory."""
