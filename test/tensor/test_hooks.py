@@ -1,27 +1,39 @@
 """What single hooks change in torch, and what wrappers of torch's private functions answer, in one process."""
 
 import logging
+import sys
 import unittest
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
+import torch.distributed.tensor as dtensor
 from common import as_before, error_of, fake_group
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._ops import utils as op_utils
 from torch.distributed.tensor.parallel import loss
 
 from torch_ragged import RaggedShard
+from torch_ragged._register import _spmd, _torch
 from torch_ragged._register._hook import Hook
+from torch_ragged._register._random import forget_tensors, handle_random_ops
 from torch_ragged._register._spmd import compute_as_before, compute_as_one_device
 from torch_ragged._register._torch import (
     GradientUse,
     backward_error_handlers,
     backward_input_checks,
     dynamo_disabled,
+    dynamo_disabled_in_backward,
     flatten,
     gradient_use,
+    register_composable,
     storage_ids,
 )
 
@@ -76,11 +88,13 @@ class HookTest(unittest.TestCase):
         backward_input_checks.append(check)
         try:
             torch.autograd.grad(output, [x], retain_graph=True)
+            by_name = {"inputs": (x,), "allow_unreachable": True, "accumulate_grad": False}
+            graph._engine_run_backward((output,), (torch.ones(()),), True, False, **by_name)
             output.backward(inputs=[x], retain_graph=True)
             output.backward()
         finally:
             backward_input_checks.remove(check)
-        self.assertEqual([(grad, *map(list, given)) for grad, *given in seen], [(None, [output], [x])] * 2)
+        self.assertEqual([(grad, *map(list, given)) for grad, *given in seen], [(None, [output], [x])] * 3)
 
     def test_an_error_of_a_backward_is_handled(self):
         def failing():
@@ -118,6 +132,63 @@ class HookTest(unittest.TestCase):
             self.assertIs(flatten(one), one)
             error = error_of(flatten, init_device_mesh("cpu", (2, 2)))
             self.assertRegex(error, "^ValueError: .* has no dimension names: pass mesh_dim_names to init_device_mesh$")
+
+    def test_factories_without_placements_or_a_mesh_draw_the_numbers_of_one_device(self):
+        with fake_group(2):
+            mesh = init_device_mesh("cpu", (2,))
+            handle_random_ops(True)
+            try:
+                torch.manual_seed(0)
+                with mesh:
+                    found = [dtensor.rand(3, device_mesh=mesh), dtensor.randn(4), dtensor.rand(4, placements=[Shard(0)])]
+            finally:
+                handle_random_ops(False)
+        torch.manual_seed(0)
+        for made, expected in zip(found, (torch.rand(3), torch.randn(4), torch.rand(4)[:2]), strict=True):
+            self.assertTrue(torch.equal(made.to_local(), expected), made)
+
+    def test_a_fake_tensor_that_is_forgotten_can_be_swapped(self):
+        mode = FakeTensorMode()
+        one, other = (mode.from_tensor(torch.ones(2)) for _ in range(2))
+        self.assertIn("weakref", error_of(torch.utils.swap_tensors, one, other))
+        forget_tensors(mode)
+        self.assertEqual(error_of(torch.utils.swap_tensors, one, other), "")
+
+    def test_strategies_of_tensors_on_several_meshes_are_those_of_torch(self):
+        """Of one mesh, torch gets those rows that fit a mesh dimension."""
+        with fake_group(4):
+            mesh, other = (init_device_mesh("cpu", (2, 2), mesh_dim_names=names) for names in (("a", "b"), ("c", "d")))
+        whole, cut = [[placement] * 3 for placement in (Replicate(), Shard(0))]
+        for meshes, expected in (((mesh, mesh), [[whole], [whole, cut]]), ((mesh, other), [[whole, cut]])):
+            specs = [SimpleNamespace(mesh=each, placements=(Replicate(), Replicate())) for each in meshes]
+            given = [SimpleNamespace(strategies=[SimpleNamespace(output_spec=spec)]) for spec in specs]
+            expand = mock.Mock(return_value=SimpleNamespace(strategies=[]))
+            with mock.patch.object(_spmd, "_original", [None] * 4 + [expand]):
+                _spmd._strategies_that_fit(mesh, SimpleNamespace(args_strategy=given, kwargs_strategy=[]), [whole, cut])
+            self.assertEqual([call.args[2] for call in expand.call_args_list], expected)
+
+    def test_hooks_of_backward_are_hidden_while_something_is_compiled_or_types_are_checked(self):
+        compiling = mock.Mock(return_value=None)
+        with (
+            mock.patch.object(_torch, "dynamo_disabled", lambda function: lambda: "hidden"),
+            mock.patch.object(torch._C._dynamo.eval_frame, "get_eval_frame_callback", compiling),
+            mock.patch.dict(sys.modules),
+        ):
+            sys.modules.pop("spmd_types", None)
+            call, found = dynamo_disabled_in_backward(lambda: "seen"), []
+            for callback, checks in ((None, False), (print, False), (None, True), (print, True)):
+                compiling.return_value = callback
+                sys.modules.pop("spmd_types", None)
+                if checks:
+                    sys.modules["spmd_types"] = sys
+                found.append(call())
+        self.assertEqual(found, ["seen", "hidden", "hidden", "hidden"])
+
+    def test_a_module_that_an_api_has_been_applied_to_is_registered_with_its_state(self):
+        module, state = torch.nn.Linear(2, 2), object()
+        register_composable(fully_shard, module, state)
+        self.assertEqual(list(_get_registry(module)), ["fully_shard"])
+        self.assertIs(fully_shard.state(module), state)
 
     def test_a_hook_is_unknown_if_torch_lacks_its_target(self):
         known = [

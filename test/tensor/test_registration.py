@@ -16,7 +16,7 @@ from torch.distributed.tensor import placement_types
 
 import torch_ragged
 from torch_ragged import RaggedShard, StridedRaggedShard
-from torch_ragged._register import hooks
+from torch_ragged._register import _upstream, hooks
 from torch_ragged._register._torch import fsdp2_keeps_wide_gradients, nodes_outlive_outputs
 from torch_ragged._register._upstream import OLD_NAMES, is_upstream, torch_name
 from torch_ragged.tensor._cut_placement import own_types
@@ -230,6 +230,18 @@ class RegistrationTest(unittest.TestCase):
             self.assertIn(name.rpartition(".")[0].encode(), file.getvalue())
         file.seek(0)
         self.assertEqual(torch.load(file, weights_only=True), placements)
+
+    def test_modules_that_torch_has_take_the_place_of_this_packages(self):
+        def name_of(module):
+            return "json" if module == "torch_ragged.tensor._read" else "torch.no_such_package.module"
+
+        for is_patched in (False, True):
+            with (
+                mock.patch.multiple(_upstream, is_upstream=lambda is_patched=is_patched: is_patched, torch_name=name_of),
+                mock.patch.dict(sys.modules),
+            ):
+                _upstream.use_modules_of_torch()
+                self.assertIs(sys.modules["torch_ragged.tensor._read"] is json, is_patched)
 
     def test_modules_have_names_in_torch(self):
         for name, wanted in {
