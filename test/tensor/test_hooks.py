@@ -33,6 +33,7 @@ from torch_ragged._register._torch import (
     dynamo_disabled_in_backward,
     flatten,
     gradient_use,
+    recomputation_ends,
     register_composable,
     storage_ids,
 )
@@ -189,6 +190,11 @@ class HookTest(unittest.TestCase):
         register_composable(fully_shard, module, state)
         self.assertEqual(list(_get_registry(module)), ["fully_shard"])
         self.assertIs(fully_shard.state(module), state)
+
+    def test_no_recomputation_ends_outside_of_a_checkpoint(self):
+        self.assertIs(recomputation_ends(1), False)
+        with graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # Those of a program.
+            self.assertIs(recomputation_ends(1), False)
 
     def test_a_hook_is_unknown_if_torch_lacks_its_target(self):
         known = [
