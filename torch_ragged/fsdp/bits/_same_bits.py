@@ -404,7 +404,7 @@ class SameBits:
                 for pair in tree.sums.get(is_repeat, unused * len(tree.group.params))
                 for number in pair
             ]
-            loss = self._losses_twice.get(is_repeat, torch.zeros(())).to("cpu", torch.float64).view(torch.int64)
+            loss = self._losses_twice.get(is_repeat, torch.zeros((), device="cpu")).to("cpu", torch.float64).view(torch.int64)
             signed = [(number + 2**63) % 2**64 - 2**63 for number in sums]
             rows[self._rank, int(is_repeat)] = torch.tensor([*signed, int(loss)], device=self._device)
         reduce_exact(rows, self._groups, f"{_CALL}.pieces")

@@ -21,7 +21,7 @@ class CorruptionFound(RuntimeError):
 Sums = tuple[int, int]
 """128 bits: the sum of all words of 8 bytes, and that of the words times odd numbers, which other orders change."""
 
-_WORDS = 2**15  # Of a chunk, which stays in a cache.
+_CHUNK_WORDS = 2**15  # Of a chunk, which stays in a cache.
 
 
 def sums_of(tensor: torch.Tensor) -> Sums:
@@ -34,7 +34,7 @@ def sums_of(tensor: torch.Tensor) -> Sums:
     words = raw[:whole].view(torch.int64)
     plain = int.from_bytes(bytes(raw[whole:].tolist()), "little")  # The rest, as one word.
     weighted = plain
-    for number, chunk in enumerate(words.split(_WORDS) if whole else ()):
+    for number, chunk in enumerate(words.split(_CHUNK_WORDS) if whole else ()):
         plain += int(chunk.sum())
         weighted += (2 * number + 3) * int((chunk * _odd_numbers(chunk.device)[: chunk.numel()]).sum())
     return plain % 2**64, weighted % 2**64
@@ -42,7 +42,7 @@ def sums_of(tensor: torch.Tensor) -> Sums:
 
 @functools.lru_cache(maxsize=8)
 def _odd_numbers(device: torch.device) -> torch.Tensor:
-    return torch.arange(1, 2 * _WORDS, 2, device=device)
+    return torch.arange(1, 2 * _CHUNK_WORDS, 2, device=device)
 
 
 class StillTensors:
@@ -56,7 +56,7 @@ class StillTensors:
 
     def note(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Keep the sums of these tensors, as they are now, in place of those of before."""
-        self._kept = {name: (weakref.ref(each), _state_of(each), sums_of(_local(each))) for name, each in tensors}
+        self._kept = {name: (weakref.ref(each), _written_state(each), sums_of(_local(each))) for name, each in tensors}
 
     def changed(self, now: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """The names of tensors in ``now`` whose bits have changed since :meth:`note`, although nothing has written to them."""
@@ -64,7 +64,7 @@ class StillTensors:
         for name, tensor in now:
             if name in self._kept:
                 kept, state, sums = self._kept[name]
-                if kept() is tensor and _state_of(tensor) == state and sums_of(_local(tensor)) != sums:
+                if kept() is tensor and _written_state(tensor) == state and sums_of(_local(tensor)) != sums:
                     found.append(name)
         return found
 
@@ -73,7 +73,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[int, ...]:
+def _written_state(tensor: torch.Tensor) -> tuple[int, ...]:
     """It is another one after a write or an exchange. An op on a DTensor counts there, one on its local tensor there only."""
     local = _local(tensor)
     return tensor._version, local._version, local.data_ptr()
