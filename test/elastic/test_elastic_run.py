@@ -179,6 +179,18 @@ class ElasticRunTest(unittest.TestCase):
         self.check(4, [(1, 2, "reduction")], mesh_ranks=[0, 1, 2])
 
     @pytest.mark.slow
+    def test_a_rank_dies_after_a_spare_has_joined(self):
+        self.check(4, [(1, 1, "reduction"), (2, 4, "forward")], mesh_ranks=[0, 1, 2])
+
+    def test_a_spare_takes_the_place_of_a_corrupt_rank(self):
+        answers = run_mortal_ranks(4, set(), corrupt_in_step_3, [0, 1, 2], seconds=30)
+        self.assertIn("memory of rank 1 has changed", answers.pop(1))
+        numbers, _ = expected()
+        for rank, (curve, _, left, rewound) in answers.items():
+            self.assertEqual((left, rewound), ([0, 2, 3], [3]), rank)
+            self.assertEqual(curve, {step: numbers[step] for step in range(3 if rank == 3 else 0, STEPS)}, rank)
+
+    @pytest.mark.slow
     def test_a_rank_and_the_rank_with_its_copy_die(self):
         """The checkpoint of step 4 is loaded, which has two ranks; without one, all ranks raise."""
         deaths = [(1, 5, "forward"), (2, 5, "forward")]

@@ -217,7 +217,7 @@ class _Training:
         except Exception as error:
             with contextlib.suppress(dist.DistError):  # The store is lost: this may be why.
                 self._store.set(f"gone {self._rank}", "")
-                if self._group is not None:
+                if self._group is not None and not isinstance(error, CorruptionFound):  # The others go on, with spares.
                     self._store.set("ended", f"{type(error).__name__}: {error}")
             raise
         self._store.set("ended", "")
@@ -327,11 +327,12 @@ class _Training:
         if not self._spares or len(self._members) >= self._wanted:
             return
         alive = [rank for rank, fate in fates_of(self._spares).items() if fate.is_alive]
-        chosen = {"left": self._members, "joining": alive[: self._wanted - len(self._members)]}
+        joining = alive[: self._wanted - len(self._members)]
+        chosen = {"left": self._members, "joining": joining, "failures": self._failures}
         # The first to be done decides for all.
         self._join(json.loads(self._store.first(f"call {self._calls}", json.dumps(chosen))))
 
-    def _join(self, call: dict[str, list[int]]) -> None:
+    def _join(self, call: dict[str, Any]) -> None:
         """The ranks that are left, and those that join, put the model on one mesh."""
         self._calls += 1
         left, self._joining = call["left"], call["joining"]
@@ -357,12 +358,14 @@ class _Training:
                     raise RuntimeError(f"elastic.run has failed on the ranks of the mesh: {text}")
                 return False
             if time.monotonic() - looked > _SPARE_PROBE:
-                if not any(fate.is_alive for fate in fates_of(self._members).values()):
+                fates = fates_of(self._members)
+                if not any(fate.is_alive and not self._store.has(f"gone {rank}") for rank, fate in fates.items()):
                     raise RuntimeError(f"all ranks of the mesh, {list(self._members)}, have ended: nothing is left to join")
                 looked = time.monotonic()
             time.sleep(_LOOK)
         call = json.loads(self._store.get(key))
-        self._members = tuple(call["left"])
+        # The next failure has one name on all ranks.
+        self._members, self._failures = tuple(call["left"]), call["failures"]
         if self._rank in call["joining"]:
             self._join(call)
             if self._rewound is not None:
