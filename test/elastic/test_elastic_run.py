@@ -220,11 +220,23 @@ class ElasticRunTest(unittest.TestCase):
             self.assertEqual((left, rewound, curve), ([0, 2], [3], dict(enumerate(numbers))))
             self.assertTrue(all(found[name].equal(param) for name, param in params.items()))
 
+    def test_a_rank_dies_at_the_end_of_the_last_step(self):
+        """No collective of the steps follows. The copy of the last step, beyond copy_every, misses the rank."""
+        for *_, rewound in self.check(3, [(1, STEPS, "copy")], copy_every=4).values():
+            self.assertEqual(rewound, [4])
+
     def test_an_error_of_one_rank_ends_the_run_on_all(self):
         for rank, (text, done) in run_mortal_ranks(3, set(), fails_on_one_rank, ValueError("no data"), seconds=30).items():
             expected = ("Error", "ValueError: no data", "elastic.run has failed on the ranks of the mesh")[rank]
             self.assertIn(expected, text)
             self.assertEqual(done, [] if rank == 2 else [0, 1])
+
+    @ranks(2)
+    def test_a_step_that_counts_is_refused():
+        model = sharded(Dense())
+        counted = checkpoint.TrainState(model, adamw(model.parameters()))
+        text = error_of(elastic.run, lambda number: setattr(counted, "step", number + 1), counted, 3)
+        assert "step 0 has set TrainState.step to 1" in text, text
 
     @ranks(2)
     def test_what_cannot_be_survived_is_refused():

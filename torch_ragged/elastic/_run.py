@@ -237,9 +237,15 @@ class _Training:
     def _train(self) -> None:
         self._copy_anew()
         while self._state.step < self._steps:
-            self._step(self._state.step)
+            number = self._state.step
+            self._step(number)
+            if self._state.step != number:
+                raise RuntimeError(
+                    f"step {number} has set TrainState.step to {self._state.step}, which elastic.run counts: leave it as it is"
+                )
             self._state.step += 1
-            copies = self._copies and self._state.step % self._copy_every == 0
+            # The last one, too: a rank that dies in a step without communication would not be missed.
+            copies = self._copies and (self._state.step % self._copy_every == 0 or self._state.step >= self._steps)
             saves = self._save_every is not None and self._state.step % self._save_every == 0
             for each in self._stateful if copies or saves else ():
                 if isinstance(each, SameBits):
