@@ -326,6 +326,8 @@ class SameBits:
         if self._loop is not None:
             raise RuntimeError("SameBits: the loop over pieces() has not ended, so gradients are not complete: let it end")
         self._look_at_gradients()
+        if self._verify_every is not None:  # After the step, sums are made anew: states have lain still for the whole backward.
+            self._changed += self._still.changed(self._still_tensors())
 
     # -- corruption --------------------------------------------------------------------------------------------------
 
