@@ -139,6 +139,30 @@ def corrupt_in_step_3(mesh_ranks):
             return str(error)
 
 
+def values_of_a_step():
+    """The step changes plain values of extra in place, and replaces others; rank 1 dies in step 3."""
+    model = sharded(Dense())
+    optimizer = adamw(model.parameters())
+    seen, counts = [], {"steps": 0}
+    state = checkpoint.TrainState(model, optimizer, extra={"seen": seen, "counts": counts, "history": torch.zeros(0)})
+
+    def step(number):
+        seen.append(number)
+        counts["steps"] += 1
+        assert ("late" in state.extra) == (number > 1)
+        state.extra["history"] = torch.cat([state.extra["history"], torch.tensor([float(number)])])
+        if number == 1:
+            state.extra["late"] = number
+        if (number, dist.get_rank()) == (1, 1):
+            die()
+        loss_of(model, tokens_of(number, 3)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    elastic.run(step, state, 4)
+    return seen, counts, state.extra["history"].tolist(), state.extra["seen"] is seen
+
+
 def random_deaths(seed):
     """The ranks of a run, those of its mesh, and one to three deaths, of which two may be at once."""
     choice = random.Random(seed)
@@ -224,6 +248,10 @@ class ElasticRunTest(unittest.TestCase):
         """No collective of the steps follows. The copy of the last step, beyond copy_every, misses the rank."""
         for *_, rewound in self.check(3, [(1, STEPS, "copy")], copy_every=4).values():
             self.assertEqual(rewound, [4])
+
+    def test_values_go_back_in_the_objects_that_the_step_holds(self):
+        for answer in run_mortal_ranks(3, {1}, values_of_a_step, seconds=30).values():
+            self.assertEqual(answer, ([0, 1, 2, 3], {"steps": 4}, [0.0, 1.0, 2.0, 3.0], True))
 
     def test_an_error_of_one_rank_ends_the_run_on_all(self):
         for rank, (text, done) in run_mortal_ranks(3, set(), fails_on_one_rank, ValueError("no data"), seconds=30).items():

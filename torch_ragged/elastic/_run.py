@@ -6,6 +6,7 @@ The model and its optimizers move by ``NeighbourCopies`` and ``reshard_to``. Thi
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import logging
@@ -135,13 +136,30 @@ class _Position:
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         for name in ("step", "consumed_tokens", "data_position"):
             setattr(self._state, name, kept[name])
+        for name in self._values().keys() - kept["extra"].keys():  # The step has added it since.
+            del self._state.extra[name]
         for name, value in kept["extra"].items():
-            if isinstance(value, torch.Tensor):
-                self._state.extra[name].copy_(value)
-            else:
-                self._state.extra[name] = value
+            self._state.extra[name] = _as_before(self._state.extra.get(name), copy.deepcopy(value))
         if kept["rank"] == dist.get_rank():  # A rank that joins keeps its own.
             set_own_rng(self._state.rng, kept["rng"])
+
+
+def _as_before(own: Any, value: Any) -> Any:
+    """``value``, in the object that the program may hold, if it can be written in place."""
+    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
+        with torch.no_grad():
+            return own.copy_(value)
+    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(own.device)
+    if isinstance(own, list) and isinstance(value, list):
+        own[:] = value
+        return own
+    if isinstance(own, dict) and isinstance(value, dict):
+        for key in own.keys() - value.keys():
+            del own[key]
+        own.update({key: _as_before(own.get(key), each) for key, each in value.items()})
+        return own
+    return value
 
 
 class _Training:
