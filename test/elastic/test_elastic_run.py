@@ -140,6 +140,30 @@ def corrupt_in_step_3(mesh_ranks):
             return str(error)
 
 
+def values_of_a_step():
+    """The step changes plain values of extra in place, and replaces others; rank 1 dies in step 3."""
+    model = sharded(Dense())
+    optimizer = adamw(model.parameters())
+    seen, counts = [], {"steps": 0}
+    state = checkpoint.TrainState(model, optimizer, extra={"seen": seen, "counts": counts, "history": torch.zeros(0)})
+
+    def step(number):
+        seen.append(number)
+        counts["steps"] += 1
+        assert ("late" in state.extra) == (number > 1)
+        state.extra["history"] = torch.cat([state.extra["history"], torch.tensor([float(number)])])
+        if number == 1:
+            state.extra["late"] = number
+        if (number, dist.get_rank()) == (1, 1):
+            die()
+        loss_of(model, tokens_of(number, 3)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    elastic.run(step, state, 4)
+    return seen, counts, state.extra["history"].tolist(), state.extra["seen"] is seen
+
+
 def random_deaths(seed):
     """The ranks of a run, those of its mesh, and one to three deaths, of which two may be at once."""
     choice = random.Random(seed)
@@ -180,6 +204,18 @@ class ElasticRunTest(unittest.TestCase):
         self.check(4, [(1, 2, "reduction")], mesh_ranks=[0, 1, 2])
 
     @pytest.mark.slow
+    def test_a_rank_dies_after_a_spare_has_joined(self):
+        self.check(4, [(1, 1, "reduction"), (2, 4, "forward")], mesh_ranks=[0, 1, 2])
+
+    def test_a_spare_takes_the_place_of_a_corrupt_rank(self):
+        answers = run_mortal_ranks(4, set(), corrupt_in_step_3, [0, 1, 2], seconds=30)
+        self.assertIn("memory of rank 1 has changed", answers.pop(1))
+        numbers, _ = expected()
+        for rank, (curve, _, left, rewound) in answers.items():
+            self.assertEqual((left, rewound), ([0, 2, 3], [3]), rank)
+            self.assertEqual(curve, {step: numbers[step] for step in range(3 if rank == 3 else 0, STEPS)}, rank)
+
+    @pytest.mark.slow
     def test_a_rank_and_the_rank_with_its_copy_die(self):
         """The checkpoint of step 4 is loaded, which has two ranks; without one, all ranks raise."""
         deaths = [(1, 5, "forward"), (2, 5, "forward")]
@@ -209,11 +245,27 @@ class ElasticRunTest(unittest.TestCase):
             self.assertEqual((left, rewound, curve), ([0, 2], [3], dict(enumerate(numbers))))
             self.assertTrue(all(found[name].equal(param) for name, param in params.items()))
 
+    def test_a_rank_dies_at_the_end_of_the_last_step(self):
+        """No collective of the steps follows. The copy of the last step, beyond copy_every, misses the rank."""
+        for *_, rewound in self.check(3, [(1, STEPS, "copy")], copy_every=4).values():
+            self.assertEqual(rewound, [4])
+
+    def test_values_go_back_in_the_objects_that_the_step_holds(self):
+        for answer in run_mortal_ranks(3, {1}, values_of_a_step, seconds=30).values():
+            self.assertEqual(answer, ([0, 1, 2, 3], {"steps": 4}, [0.0, 1.0, 2.0, 3.0], True))
+
     def test_an_error_of_one_rank_ends_the_run_on_all(self):
         for rank, (text, done) in run_mortal_ranks(3, set(), fails_on_one_rank, ValueError("no data"), seconds=30).items():
             expected = ("Error", "ValueError: no data", "elastic.run has failed on the ranks of the mesh")[rank]
             self.assertIn(expected, text)
             self.assertEqual(done, [] if rank == 2 else [0, 1])
+
+    @ranks(2)
+    def test_a_step_that_counts_is_refused():
+        model = sharded(Dense())
+        counted = checkpoint.TrainState(model, adamw(model.parameters()))
+        text = error_of(elastic.run, lambda number: setattr(counted, "step", number + 1), counted, 3)
+        assert "step 0 has set TrainState.step to 1" in text, text
 
     @ranks(2)
     def test_what_cannot_be_survived_is_refused():

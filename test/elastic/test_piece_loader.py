@@ -114,6 +114,26 @@ class PieceLoaderTest(unittest.TestCase):
             self.assertEqual(len(found), 3 * 3 + 3 * 2 + 1)
             self.assertTrue(before[0].equal(torch.get_rng_state()) and before[1] == random.getstate())
 
+    def test_a_batch_that_could_not_be_loaded_is_loaded_again(self):
+        for read in range(2 * PIECES * SIZE, 2 * PIECES * SIZE + 4):  # In the third step.
+            reads = iter(range(100))
+
+            class Flaky(torch.utils.data.Dataset):
+                def __len__(self):
+                    return 100
+
+                def __getitem__(self, number):
+                    if next(reads) == read:  # noqa: B023
+                        raise OSError("a file cannot be read now")
+                    return number
+
+            rank = Rank(0, 1)
+            loader = PieceLoader(Flaky(), rank, SIZE, shuffle=False)
+            list(steps_of(rank, loader, 2))
+            self.assertIn("cannot be read now", error_of(list, loader))
+            (again,) = steps_of(rank, loader, 1)
+            self.assertEqual(torch.cat(list(again.values())).tolist(), [*range(2 * PIECES * SIZE, 3 * PIECES * SIZE)])
+
     def test_what_it_cannot_number_is_refused(self):
         rank = Rank(0, 1)
         self.assertIn("samples of a stream have no numbers", error_of(PieceLoader, Stream(), rank, 2))

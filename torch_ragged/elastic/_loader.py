@@ -71,6 +71,7 @@ class PieceLoader:
                 if self._next != (same.step, pieces, number):
                     self._ahead = iter(())  # Its workers end first.
                     self._ahead = iter(DataLoader(self._dataset, batch_sampler=self._upcoming(number), **self._options))
+                self._next = None  # If it raises, as for a file that cannot be read now, the DataLoader has passed this batch.
                 batch = next(self._ahead)
             self._next = (same.step + 1, same.assigned(same.step + 1), 0) if last else (same.step, pieces, number + 1)
             yield piece, batch

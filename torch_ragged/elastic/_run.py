@@ -6,6 +6,7 @@ The model and its optimizers move by ``NeighbourCopies`` and ``reshard_to``. Thi
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import logging
@@ -136,13 +137,30 @@ class _Position:
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         for name in ("step", "consumed_tokens", "data_position"):
             setattr(self._state, name, kept[name])
+        for name in self._values().keys() - kept["extra"].keys():  # The step has added it since.
+            del self._state.extra[name]
         for name, value in kept["extra"].items():
-            if isinstance(value, torch.Tensor):
-                self._state.extra[name].copy_(value)
-            else:
-                self._state.extra[name] = value
+            self._state.extra[name] = _as_before(self._state.extra.get(name), copy.deepcopy(value))
         if kept["rank"] == dist.get_rank():  # A rank that joins keeps its own.
             set_own_rng(self._state.rng, kept["rng"])
+
+
+def _as_before(own: Any, value: Any) -> Any:
+    """``value``, in the object that the program may hold, if it can be written in place."""
+    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
+        with torch.no_grad():
+            return own.copy_(value)
+    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(own.device)
+    if isinstance(own, list) and isinstance(value, list):
+        own[:] = value
+        return own
+    if isinstance(own, dict) and isinstance(value, dict):
+        for key in own.keys() - value.keys():
+            del own[key]
+        own.update({key: _as_before(own.get(key), each) for key, each in value.items()})
+        return own
+    return value
 
 
 class _Training:
@@ -221,7 +239,7 @@ class _Training:
         except Exception as error:
             with contextlib.suppress(dist.DistError):  # The store is lost: this may be why.
                 self._store.set(f"gone {self._rank}", "")
-                if self._group is not None:
+                if self._group is not None and not isinstance(error, CorruptionFound):  # The others go on, with spares.
                     self._store.set("ended", f"{type(error).__name__}: {error}")
             raise
         self._store.set("ended", "")
@@ -241,9 +259,15 @@ class _Training:
     def _train(self) -> None:
         self._copy_anew()
         while self._state.step < self._steps:
-            self._step(self._state.step)
+            number = self._state.step
+            self._step(number)
+            if self._state.step != number:
+                raise RuntimeError(
+                    f"step {number} has set TrainState.step to {self._state.step}, which elastic.run counts: leave it as it is"
+                )
             self._state.step += 1
-            copies = self._copies and self._state.step % self._copy_every == 0
+            # The last one, too: a rank that dies in a step without communication would not be missed.
+            copies = self._copies and (self._state.step % self._copy_every == 0 or self._state.step >= self._steps)
             saves = self._save_every is not None and self._state.step % self._save_every == 0
             for each in self._stateful if copies or saves else ():
                 if isinstance(each, SameBits):
@@ -331,11 +355,12 @@ class _Training:
         if not self._spares or len(self._members) >= self._wanted:
             return
         alive = [rank for rank, fate in fates_of(self._spares).items() if fate.is_alive]
-        chosen = {"left": self._members, "joining": alive[: self._wanted - len(self._members)]}
+        joining = alive[: self._wanted - len(self._members)]
+        chosen = {"left": self._members, "joining": joining, "failures": self._failures}
         # The first to be done decides for all.
         self._join(json.loads(self._store.first(f"call {self._calls}", json.dumps(chosen))))
 
-    def _join(self, call: dict[str, list[int]]) -> None:
+    def _join(self, call: dict[str, Any]) -> None:
         """The ranks that are left, and those that join, put the model on one mesh."""
         self._calls += 1
         left, self._joining = call["left"], call["joining"]
@@ -361,12 +386,14 @@ class _Training:
                     raise RuntimeError(f"elastic.run has failed on the ranks of the mesh: {text}")
                 return False
             if time.monotonic() - looked > _SPARE_PROBE:
-                if not any(fate.is_alive for fate in fates_of(self._members).values()):
+                fates = fates_of(self._members)
+                if not any(fate.is_alive and not self._store.has(f"gone {rank}") for rank, fate in fates.items()):
                     raise RuntimeError(f"all ranks of the mesh, {list(self._members)}, have ended: nothing is left to join")
                 looked = time.monotonic()
             time.sleep(_LOOK)
         call = json.loads(self._store.get(key))
-        self._members = tuple(call["left"])
+        # The next failure has one name on all ranks.
+        self._members, self._failures = tuple(call["left"]), call["failures"]
         if self._rank in call["joining"]:
             self._join(call)
             if self._rewound is not None:

@@ -56,6 +56,11 @@ class CorruptionTest(unittest.TestCase):
                     )
                     raw[place] ^= 1 << bit
             self.assertEqual(sums_of(tensor), before)
+        words = torch.arange(9)
+        for bit in range(64):  # As a broken line of a memory changes it.
+            changed = words.clone()
+            changed[[2, 5]] ^= 1 << bit if bit < 63 else -(2**63)
+            self.assertNotEqual(sums_of(changed), sums_of(words), bit)
         values = torch.tensor([1, 2, 3])
         self.assertNotEqual(sums_of(values), sums_of(values.flip(0)))
         self.assertEqual(sums_of(torch.empty(0)), (0, 0))
@@ -94,6 +99,22 @@ class CorruptionTest(unittest.TestCase):
             weight.mul_(2.0)  # A program may write.
             model.scale.add_(1.0)
         same.verify()
+
+    @ranks(2)
+    def test_a_bit_that_changes_in_a_backward_is_found_before_the_step_writes_it():
+        cases = {
+            "exp_avg_sq of embed.weight": lambda model, optimizer: optimizer.state[model.embed.weight]["exp_avg_sq"],
+            "the buffer scale": lambda model, optimizer: model.scale,
+        }
+        for name, find in cases.items():
+            model, optimizer, same = made(verify_every=5)
+            for _ in same.pieces():
+                model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+            if dist.get_rank() == 0:
+                flip(find(model, optimizer))
+            optimizer.step()
+            text = error_of(same.verify)
+            assert f"memory of rank 0 has changed, and nothing has written to it: {name}" in text, text
 
     @ranks(3)
     def test_a_rank_that_computes_wrong_is_found_in_the_next_verified_step():

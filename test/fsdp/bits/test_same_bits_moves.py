@@ -5,7 +5,9 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
+import one_process
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,19 @@ class SameBitsMovesTest(unittest.TestCase):
         assert found == [(step, numbers[step]) for step, _ in found]
         assert len(found) == (3, 4, 3, 3)[dist.get_rank()]
         assert_equal(model, wanted)
+
+    @ranks(2)
+    def test_a_loop_that_was_left_does_not_set_generators_later():
+        numbers, _ = expected(2)
+        model, optimizer, same = made(init_device_mesh("cpu", (2,)))
+        kept = same.state_dict()
+        left = same.pieces()  # As a traceback holds it.
+        next(left)
+        same.load_state_dict(kept)
+
+        with mock.patch.object(one_process, "loss_of", new=one_process.loss_of) as plain:
+            one_process.loss_of = lambda *args: (left.close(), plain(*args))[1]
+            assert train(same, model, optimizer, PIECES, range(2)) == numbers
 
     @ranks(3)
     def test_copies_bring_it_back():

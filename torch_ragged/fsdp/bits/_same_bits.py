@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -246,7 +246,9 @@ class SameBits:
         self._follow()
         self._begin()
         loop = self._loop = object()
-        with generators_kept():
+        # A loop that was left, and is freed in a later one, must not set the generators.
+        has_ended = False
+        with generators_kept(lambda: has_ended or self._loop is loop):
             pieces = self.assigned(self.step)
             rounds = self._rounds
             for number, piece in enumerate(pieces):
@@ -270,6 +272,7 @@ class SameBits:
             if len(pieces) > rounds:
                 self._compare_repeats()
             self._finish(rounds)
+            has_ended = True
 
     def _begin(self) -> None:
         """On all ranks alike, or all raise."""
@@ -338,6 +341,8 @@ class SameBits:
         if self._loop is not None:
             raise RuntimeError("SameBits: the loop over pieces() has not ended, so gradients are not complete: let it end")
         self._look_at_gradients()
+        if self._verify_every is not None:  # After the step, sums are made anew: states have lain still for the whole backward.
+            self._changed += self._still.changed(self._still_tensors())
 
     # -- corruption --------------------------------------------------------------------------------------------------
 
@@ -555,7 +560,7 @@ class SameBits:
                 raise ValueError(
                     f"SameBits: the run had {name} {state.get(name)}, and this one has {mine[name]}: bits would differ"
                 )
-        self.step = state["step"]
+        self.step, self._loop = state["step"], None  # A loop that a death has ended is over, also if something holds it.
 
 
 def facts(device: torch.device) -> list[str]:
@@ -688,17 +693,18 @@ def seed_generators(*numbers: int | str) -> None:
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """A block after which the global generators of torch, Python and NumPy are as before."""
+def generators_kept(restores: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """A block after which the global generators of torch, Python and NumPy are as before, if it ``restores`` them."""
     own, python = torch.get_rng_state(), random.getstate()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
         yield
     finally:
-        torch.set_rng_state(own)
-        random.setstate(python)
-        if devices is not None:
-            torch.cuda.set_rng_state_all(devices)
-        if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
+        if restores():
+            torch.set_rng_state(own)
+            random.setstate(python)
+            if devices is not None:
+                torch.cuda.set_rng_state_all(devices)
+            if numpy is not None:
+                sys.modules["numpy"].random.set_state(numpy)
