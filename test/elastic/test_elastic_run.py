@@ -289,6 +289,11 @@ class ElasticRunTest(unittest.TestCase):
             assert "does not copy TrainState.extra['ema'], which has DTensors" in text, text
         with mock.patch.dict(os.environ, {"TORCH_RAGGED_WATCH": "0"}):
             assert "unset TORCH_RAGGED_WATCH" in refusal()
+        text = refusal(checkpoint.TrainState(model, optimizer, extra={"shards": torch.full((2,), float(rank))}))
+        assert "extra['shards']" in text, text
+        kept = SameBits(model, optimizer, pieces=2)
+        assert 'give TrainState extra={"same": same}' in refusal()
+        kept.close()
         replicas = sharded(Dense(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
         assert "takes a model on a 1-D mesh" in refusal(checkpoint.TrainState(replicas, adamw(replicas.parameters())))
         with mock.patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "1"}), warnings.catch_warnings(record=True) as caught:

@@ -13,10 +13,14 @@ from torch_ragged._ranks.peers import fates_of
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import process_groups
 
-__all__ = ["agree_on_survivors"]
+__all__ = ["LeftBehind", "agree_on_survivors"]
 
 _HOST_DEVICE = torch.device("cpu")
 _REPORT_SLICE = 0.5  # Seconds. After so long a wait for reports, a rank looks which processes have ended.
+
+
+class LeftBehind(RuntimeError):
+    """This rank reported too late: the others have gone on without it."""
 
 
 def agree_on_survivors(
@@ -34,7 +38,7 @@ def agree_on_survivors(
     rank: so ranks that wait there get an error, and call this too. ``gone`` tells of a rank that lives, and will not report.
 
     Raises:
-        RuntimeError: this rank reported too late, and the others have gone on without it.
+        LeftBehind: this rank reported too late, and the others have gone on without it.
     """
     own = dist.get_rank()
     for group in groups:
@@ -59,5 +63,5 @@ def agree_on_survivors(
     found = " ".join(str(rank) for rank in ranks if rank not in missing)
     left = tuple(int(rank) for rank in store.first("left", found).split())
     if own not in left:
-        raise RuntimeError(f"rank {own} has reported too late: ranks {list(left)} have gone on without it")
+        raise LeftBehind(f"rank {own} has reported too late: ranks {list(left)} have gone on without it")
     return left

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged.checkpoint._errors import CheckpointError, gather
 
-__all__ = ["bytes_of", "refuse_different"]
+__all__ = ["bytes_of", "refuse_different", "value_digest"]
 
 _COPIED_BYTES = 1 << 25  # Bytes of a tensor that are copied to the CPU at a time.
 _PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes)  # Equal reprs mean equal values.
@@ -45,7 +45,7 @@ def refuse_different(values: Mapping[str, Any], what: str, group: dist.ProcessGr
     names = sorted(name for name in set().union(*digests) if len({rank[name] for rank in digests if name in rank}) > 1)
     if not names:
         return
-    gathered = gather(lambda: {n: (_value_digest(values[n]), _brief(values[n])) for n in names if n in values}, what, group)
+    gathered = gather(lambda: {n: (value_digest(values[n]), _brief(values[n])) for n in names if n in values}, what, group)
     problems = {}
     for name in names:
         first_of: dict[str, tuple[str, int]] = {}
@@ -69,14 +69,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _pickle_digest(value: Any) -> str:
-    return _value_digest(value) if isinstance(value, torch.Tensor) else hashlib.sha256(pickle.dumps(value)).hexdigest()
+    return value_digest(value) if isinstance(value, torch.Tensor) else hashlib.sha256(pickle.dumps(value)).hexdigest()
 
 
 def _brief(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _shown.repr(value)
 
 
-def _value_digest(value: Any, above: tuple[int, ...] = ()) -> str:
+def value_digest(value: Any, above: tuple[int, ...] = ()) -> str:
     """A digest of a value and its contents. It does not depend on the order of dicts and sets, nor on object identities."""
     digest = hashlib.sha256()
     _feed(value, digest.update, above)
@@ -101,7 +101,7 @@ def _feed(value: Any, add: Callable[[bytes], None], above: tuple[int, ...]) -> N
         add(repr(value).encode())
     elif kind in (dict, set, frozenset):
         pairs = value.items() if kind is dict else ((item, None) for item in value)
-        for pair in sorted(_value_digest(key) + _value_digest(item, above) for key, item in pairs):
+        for pair in sorted(value_digest(key) + value_digest(item, above) for key, item in pairs):
             add(pair.encode())
     elif kind in (list, tuple):
         for item in value:

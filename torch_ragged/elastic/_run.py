@@ -29,11 +29,13 @@ from torch_ragged._ranks.groups import device_of_messages, group_of, timeout_of
 from torch_ragged._ranks.peers import fates_of, is_watched
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
-from torch_ragged._ranks.survivors import agree_on_survivors
+from torch_ragged._ranks.survivors import LeftBehind, agree_on_survivors
 from torch_ragged.checkpoint._rng import rng_states, set_own_rng
+from torch_ragged.checkpoint._same import value_digest
 from torch_ragged.fsdp.bits._same_bits import SameBits
 from torch_ragged.fsdp.bits._sums import CorruptionFound
-from torch_ragged.fsdp.elastic._neighbour_copies import CopiesLost, NeighbourCopies
+from torch_ragged.fsdp.bits._tree import PieceCollectives
+from torch_ragged.fsdp.elastic._neighbour_copies import CopiesLost, NeighbourCopies, move_empty
 from torch_ragged.fsdp.elastic._reshard_to import checked_states, mesh_of_states, move_to
 
 __all__ = ["run"]
@@ -191,6 +193,11 @@ class _Training:
         for name, value in values.items():  # Shards of a dead rank would be lost.
             parts = tree_leaves(value.state_dict() if isinstance(value, Stateful) else value)
             held += [f"{name}, which has DTensors"] if any(isinstance(part, DTensor) for part in parts) else []
+        groups = [group for each in checked_states(state.model, _CALL) for group in each.groups]
+        if any(isinstance(group.collectives, PieceCollectives) for group in groups) and not any(
+            isinstance(value, SameBits) for value in state.extra.values()
+        ):
+            raise ValueError('the model trains with SameBits, which must go back with it: give TrainState extra={"same": same}')
         if held:
             raise ValueError(f"elastic.run does not copy TrainState.{', '.join(held)}: leave them out, or save checkpoints")
         self._step, self._state, self._steps = step, state, steps
@@ -215,7 +222,8 @@ class _Training:
         self._device = device_of_messages(world)
         self._patience = timeout_of(world, self._device).total_seconds() + _LATEST_REPORT if patience is None else patience
         self._copies: list[NeighbourCopies] = []  # The last ones, and before them those that count until the last are complete.
-        self._failures = self._calls = 0  # On all ranks alike: they name what ranks agree on.
+        self._failures = 0  # On all ranks alike: they name what ranks agree on.
+        self._call = ""  # The last one that this rank, a spare, has heard.
         self._joining: list[int] = []
         self._store = SharedStore(f"elastic/{self._number}")
         announce()  # So that other ranks can ask whether this process lives.
@@ -226,6 +234,9 @@ class _Training:
                 with agreement([self._group], self._device, _CALL) as claim:
                     names = ("steps", "copy_every", "distance", "checkpoints", "save_every")
                     claim += [f"{name}={getattr(self, f'_{name}')}" for name in names]
+                    # Values of one rank, such as local shards, would come back on others, or be lost.
+                    values = {name: value for name, value in self._state.extra.items() if not isinstance(value, Stateful)}
+                    claim += [f"extra[{name!r}]: {value_digest(value)}" for name, value in values.items()]
                 self._load_newest()
             while self._state.step < self._steps:
                 if self._group is None:
@@ -236,10 +247,11 @@ class _Training:
                     self._train()
                 except Exception as error:
                     self._survive(error)
-        except Exception as error:
+        except BaseException as error:
             with contextlib.suppress(dist.DistError):  # The store is lost: this may be why.
                 self._store.set(f"gone {self._rank}", "")
-                if self._group is not None and not isinstance(error, CorruptionFound):  # The others go on, with spares.
+                goes_alone = isinstance(error, (CorruptionFound, LeftBehind)) or not isinstance(error, Exception)
+                if self._group is not None and not goes_alone:
                     self._store.set("ended", f"{type(error).__name__}: {error}")
             raise
         self._store.set("ended", "")
@@ -331,22 +343,28 @@ class _Training:
         """The state of the last copy, on a mesh of the ranks that are left, and of spares."""
         self._members, self._joining = tuple(left), []
         self._group = group_of(self._members, f"elastic {self._number}, failure {self._failures}")
-        mesh = DeviceMesh.from_group(self._group, self._device_type)
-        # The newest copies that all ranks have. A rank has dropped older ones only if the newer are complete on all ranks.
-        complete: list[Any] = [None] * len(left)
-        dist.all_gather_object(complete, [copies.has_copy for copies in self._copies], group=self._group)
-        if not all(map(any, complete)):
-            raise CopiesLost("a rank has died before the first copy was complete: start again")
-        copies = self._copies[-1 if all(has[-1] for has in complete) else 0]
-        try:
-            copies.recover(mesh)
-        except CopiesLost as lost:
-            if self._checkpoints is None:
-                raise
-            copies.empty(mesh)
-            if not self._load_newest():
-                raise CopiesLost(f"{lost}; {self._checkpoints} has none") from None
-        del self._copies[self._copies.index(copies) + 1 :]
+        model, optimizer = self._state.model, self._state.optimizer
+        present = mesh_of_states(checked_states(model, _CALL, runs=True), _CALL).mesh.mesh.tolist()
+        if present != list(left) or self._copies:  # Or this rank was alone, and a spare has died that would have joined.
+            mesh = DeviceMesh.from_group(self._group, self._device_type)
+            # The newest copies that all ranks have. A rank has dropped older ones only if the newer are complete on all ranks.
+            complete: list[Any] = [None] * len(left)
+            dist.all_gather_object(complete, [copies.has_copy for copies in self._copies], group=self._group)
+            try:
+                if not all(map(any, complete)):
+                    raise CopiesLost("a rank has died before the first copy was complete: start again")
+                copies = self._copies[-1 if all(has[-1] for has in complete) else 0]
+                copies.recover(mesh)
+                del self._copies[self._copies.index(copies) + 1 :]
+            except CopiesLost as lost:
+                if self._checkpoints is None:
+                    raise
+                move_empty(model, optimizer, mesh)
+                if not self._load_newest():
+                    raise CopiesLost(f"{lost}; {self._checkpoints} has no checkpoint") from None
+        for each in self._stateful:
+            if isinstance(each, torch.amp.GradScaler):
+                each._per_optimizer_states.clear()  # The step that did not end may have unscaled gradients.
         self._copy_anew()
         self._invite()
 
@@ -354,21 +372,24 @@ class _Training:
         """Let spares take the place of ranks that died."""
         if not self._spares or len(self._members) >= self._wanted:
             return
-        alive = [rank for rank, fate in fates_of(self._spares).items() if fate.is_alive]
+        fates = fates_of(self._spares)
+        alive = [rank for rank, fate in fates.items() if fate.is_alive and not self._store.has(f"gone {rank}")]
         joining = alive[: self._wanted - len(self._members)]
         chosen = {"left": self._members, "joining": joining, "failures": self._failures}
         # The first to be done decides for all.
-        self._join(json.loads(self._store.first(f"call {self._calls}", json.dumps(chosen))))
+        key = f"call {self._failures}"
+        call = json.loads(self._store.first(key, json.dumps(chosen)))
+        self._store.set("call", key)
+        self._join(call)
 
     def _join(self, call: dict[str, Any]) -> None:
         """The ranks that are left, and those that join, put the model on one mesh."""
-        self._calls += 1
         left, self._joining = call["left"], call["joining"]
         self._spares = [rank for rank in self._spares if rank not in self._joining]
         if not self._joining:
             return
         members = sorted(left + self._joining)
-        group = group_of(members, f"elastic {self._number}, call {self._calls}")
+        group = group_of(members, f"elastic {self._number}, call {call['failures']}")
         mesh = DeviceMesh.from_group(group, self._device_type)
         move_to(self._state.model, self._state.optimizer, mesh, group, stateful=self._stateful, left=left)
         self._members, self._group = tuple(members), group
@@ -379,8 +400,8 @@ class _Training:
 
     def _wait_for_call(self) -> bool:
         """Whether this rank is in the mesh now; False if the run has ended."""
-        key, looked = f"call {self._calls}", time.monotonic()
-        while not self._store.has(key):
+        looked = time.monotonic()
+        while not self._store.has("call") or self._store.get("call") == self._call:
             if self._store.has("ended"):
                 if text := self._store.get("ended"):
                     raise RuntimeError(f"elastic.run has failed on the ranks of the mesh: {text}")
@@ -391,15 +412,22 @@ class _Training:
                     raise RuntimeError(f"all ranks of the mesh, {list(self._members)}, have ended: nothing is left to join")
                 looked = time.monotonic()
             time.sleep(_LOOK)
-        call = json.loads(self._store.get(key))
+        self._call = self._store.get("call")
+        call = json.loads(self._store.get(self._call))
         # The next failure has one name on all ranks.
         self._members, self._failures = tuple(call["left"]), call["failures"]
-        if self._rank in call["joining"]:
-            self._join(call)
-            if self._rewound is not None:
-                self._rewound(self._state.step)
+        if self._rank not in call["joining"]:
+            self._spares = [rank for rank in self._spares if rank not in call["joining"]]
+            self._members = tuple(sorted(call["left"] + call["joining"]))
             return True
-        self._calls += 1
-        self._spares = [rank for rank in self._spares if rank not in call["joining"]]
-        self._members = tuple(sorted(call["left"] + call["joining"]))
+        try:
+            self._join(call)
+        except Exception as error:
+            if self._group is not None:
+                raise
+            # A rank of the mesh has died meanwhile. This one has no shards yet: the others may call it again.
+            _logger.warning("rank %d could not join ranks %s, and waits for another call: %s", self._rank, call["left"], error)
+            return True
+        if self._rewound is not None:
+            self._rewound(self._state.step)
         return True

@@ -71,7 +71,8 @@ class SameBits:
     The model may move to other ranks between steps, by ``reshard_to`` or ``NeighbourCopies.recover``: this object follows it.
 
     With n ranks there are ``ceil(pieces / n)`` rounds. In the last one, a rank without a piece of its own repeats one that
-    another rank has, and its gradient does not count: all ranks issue the same collectives.
+    another rank has, and its gradient does not count: all ranks issue the same collectives. So a program's own counts of pieces
+    may have some twice.
 
     Args:
         model: a root that ``fully_shard`` was called on, on a 1-D mesh, or a 2-D one of replicas and shards (HSDP).
@@ -278,9 +279,9 @@ class SameBits:
         """On all ranks alike, or all raise."""
         with agreement(self._groups, self._device, f"{_CALL}.pieces") as claim:
             self._check_model()
-            self._check_memory()
             trained = [param.sharded.requires_grad for tree in self._trees for param in tree.group.params]
             claim += [f"step: {self.step}", f"threads: {torch.get_num_threads()}", f"trained parameters: {trained}"]
+        self._check_memory()
         for tree in self._trees:
             tree.start()
         self._losses, self._losses_twice = {}, {}
@@ -356,8 +357,18 @@ class SameBits:
         """
         self._follow()
         with agreement(self._groups, self._device, f"{_CALL}.verify") as claim:
-            self._check_memory()
             claim.append("verify")
+        self._check_memory()
+
+    def note(self) -> None:
+        """The program has written to parameters, states or gradients in a way that torch does not count, as ``.data`` does.
+
+        Writes of all ranks to one tensor need no such call. No collective.
+        """
+        if self._verify_every is not None:
+            self._changed = []
+            self._still.note(self._still_tensors())
+            self._note_gradients()
 
     def _still_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What only a step, or a load, writes on this rank."""
@@ -390,12 +401,37 @@ class SameBits:
             self._still.note(self._still_tensors())
 
     def _check_memory(self) -> None:
-        """Raise, within an agreement, if memory of this rank has changed."""
-        if self._verify_every is not None and (changed := [*self._changed, *self._still.changed(self._still_tensors())]):
-            self._changed = []
-            self._report(
-                f"memory of rank {dist.get_rank()} has changed, and nothing has written to it: {', '.join(changed[:8])}"
+        """Raise on all ranks if the memory of one has changed. Of writes that torch does not count, all ranks have some."""
+        if self._verify_every is None:
+            return
+        changed = {*self._changed, *self._still.changed(self._still_tensors())}
+        self._changed = []
+        # What a name begins with is its kind: a state, a gradient, a buffer, or a parameter.
+        holds = {name: local_of(each).numel() > 0 for name, each in self._still_tensors()}
+        holds |= {f"the gradient of {name}": local_of(param).numel() > 0 for param, name in self._names.items()}
+        with agreement(self._groups, self._device, f"{_CALL}.verify") as claim:
+            claim.append(hashlib.sha256(repr(list(holds)).encode()).hexdigest())
+        counts = [[name in changed, (self._rank + 1) * (name in changed), held] for name, held in holds.items()]
+        numbers = torch.tensor(counts, dtype=torch.int64, device=self._device)
+        reduce_exact(numbers, self._groups, f"{_CALL}.verify")
+        by_kind: dict[str, list[int]] = {}
+        for name, (count, _, holders) in zip(holds, numbers.tolist()):
+            total = by_kind.setdefault(name.rpartition(" ")[0], [0, 0])
+            total[0], total[1] = total[0] + count, total[1] + holders
+        found: dict[int, list[str]] = {}
+        for name, (count, place, _) in zip(holds, numbers.tolist()):
+            several, all_held = by_kind[name.rpartition(" ")[0]]
+            if count == 1 and (several == 1 or 2 * several < all_held):  # A program writes to many, or on many ranks.
+                found.setdefault(place - 1, []).append(name)
+        if not found and changed:
+            self._still.note(self._still_tensors())
+        if found:
+            self._changed = [name for name in changed if name.startswith("the gradient")]  # Found until it is mended.
+            text = "; ".join(
+                f"memory of rank {self._members[place]} has changed, and nothing has written to it: {', '.join(names[:8])}"
+                for place, names in found.items()
             )
+            self._report(f"{text} (after a write through .data or a collective, call note())", self._rank in found)
 
     def _compare_repeats(self) -> None:
         """Each rank has repeated the noted piece of the next one: both must have the same bits."""
@@ -561,6 +597,8 @@ class SameBits:
                     f"SameBits: the run had {name} {state.get(name)}, and this one has {mine[name]}: bits would differ"
                 )
         self.step, self._loop = state["step"], None  # A loop that a death has ended is over, also if something holds it.
+        # What is loaded beside this was perhaps written without a count.
+        self._still, self._still_gradients, self._changed = StillTensors(), StillTensors(), []
 
 
 def facts(device: torch.device) -> list[str]:

@@ -59,15 +59,25 @@ class StillTensors:
 
     def note(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Keep the sums of these tensors, as they are now, in place of those of before."""
-        self._kept = {name: (weakref.ref(each), _written_state(each), sums_of(_local(each))) for name, each in tensors}
+        self._kept = {}
+        for name, tensor in tensors:
+            self._keep(name, tensor)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        self._kept[name] = weakref.ref(tensor), _written_state(tensor), sums_of(_local(tensor))
 
     def changed(self, now: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """The names of tensors in ``now`` whose bits have changed since :meth:`note`, although nothing has written to them."""
+        """The names of tensors in ``now`` whose bits have changed since :meth:`note`, although nothing has written to them.
+
+        Of those that were written to since, the sums are kept as they are now.
+        """
         found = []
         for name, tensor in now:
             if name in self._kept:
                 kept, state, sums = self._kept[name]
-                if kept() is tensor and _written_state(tensor) == state and sums_of(_local(tensor)) != sums:
+                if kept() is not tensor or _written_state(tensor) != state:
+                    self._keep(name, tensor)
+                elif sums_of(_local(tensor)) != sums:
                     found.append(name)
         return found
 

@@ -30,7 +30,7 @@ from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
 from torch_ragged.transfer._watch import Watch
 
-__all__ = ["CopiesLost", "NeighbourCopies"]
+__all__ = ["CopiesLost", "NeighbourCopies", "move_empty"]
 
 _CALL = "NeighbourCopies"
 _ALIGNMENT = 16  # Bytes, so that a part of a buffer can be viewed as any dtype.
@@ -327,20 +327,6 @@ class NeighbourCopies:
         move.finish(generation.told, target, group, takes_told=True)
         return step
 
-    def empty(self, mesh: DeviceMesh) -> None:
-        """Put the model on ``mesh`` without the values of a copy: a checkpoint is loaded next. Its ranks call it together."""
-        self._model.reset_iter_state()  # type: ignore[operator]
-        for param in self._model.parameters():
-            param.grad = None
-        move = self._move(mesh)
-        told = replace(move.description(), gradients={})
-        move.make_groups(told)
-        with torch.no_grad():
-            target = move.target(told)
-            for tensor in target.values():
-                local_tensor(tensor).zero_()
-        move.finish(told, target, mesh.get_group(), takes_told=True)
-
     def _move(self, mesh: DeviceMesh | None) -> ModelMove:
         states = checked_states(self._model, _CALL)
         old = mesh_of_states(states, _CALL)
@@ -416,6 +402,23 @@ class NeighbourCopies:
         if kept.numel():
             messages.append(dist.P2POp(dist.irecv, kept, self._kept, self._group))
         watch.wait(dist.batch_isend_irecv(messages) if messages else [])
+
+
+def move_empty(model: nn.Module, optimizer: Any, mesh: DeviceMesh) -> None:
+    """Put ``model`` on ``mesh``, full of zeros: a checkpoint is loaded next. The ranks of ``mesh`` call it together."""
+    states = checked_states(model, _CALL, runs=True)
+    model.reset_iter_state()  # type: ignore[operator]
+    for param in model.parameters():
+        param.grad = None
+    old, new = mesh_of_states(states, _CALL), DataParallelMesh.of(mesh)
+    move = ModelMove(model, states, optimizer, old, new, _CALL)
+    told = move.description()
+    move.make_groups(told)
+    with torch.no_grad():
+        target = move.target(told)
+        for tensor in target.values():
+            local_tensor(tensor).zero_()
+    move.finish(told, target, mesh.get_group(), takes_told=True)
 
 
 def _holders(left: Mapping[int, int], ranks: Sequence[int], distance: int) -> dict[int, int]:
