@@ -72,6 +72,11 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["torch_ragged/fsdp/elastic/*.py"],
         ["elastic/test_*.py", "test_fsdp_distribution.py::RegroupTest", "test_fsdp_weights.py"],
     ),
+    # Not elastic/_run.py: the ranks of its tests die, and are no forks.
+    "bits": (
+        ["torch_ragged/fsdp/bits/*.py", "torch_ragged/elastic/_loader.py"],
+        ["bits/test_*.py", "elastic/test_piece_loader.py"],
+    ),
     "offload": (["torch_ragged/fsdp/offload/*.py", "torch_ragged/fsdp/files/*.py"], ["offload/test_*.py", "files/test_*.py"]),
     "comm": (
         ["torch_ragged/fsdp/comm/*.py"],

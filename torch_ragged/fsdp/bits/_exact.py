@@ -47,16 +47,19 @@ class ExactSum:
         self._total = self._error = 0  # Integers, times 2**_LOWEST.
         self._others = [0, 0, 0]  # The number of NaN, inf and -inf.
 
-    def add(
-        self, values: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor] | None = None, cuts: int = _ALL
-    ) -> None:
-        """Add ``values``, or a ``function`` of their float64 copies, never negative. Squares of float32 are exact there.
+    def add(self, values: torch.Tensor, function: Callable[..., torch.Tensor] | None = None, cuts: int = _ALL) -> None:
+        """Add ``values``, or a ``function`` of their float64 copies, which is never negative and takes ``out``.
+
+        Squares of float32 are exact there.
 
         ``cuts``: leave out what is below so many cuts of the largest number; :func:`sum_of` finds whether this matters.
         """
+        scratch = torch.empty(2, min(_CHUNK, values.numel()), dtype=torch.float64, device=values.device)
         for chunk in values.detach().reshape(-1).split(_CHUNK) if values.numel() else ():
-            rest = chunk.to(torch.float64, copy=True)
-            rest = rest if function is None else function(rest)
+            rest, rounded = scratch[:, : chunk.numel()].unbind()  # Not a new one each time: pages would be faulted in again.
+            rest.copy_(chunk)
+            if function is not None:
+                function(rest, out=rest)
             largest = float(rest.amax() if function is not None else rest.abs().amax())
             if not largest < _HUGE:
                 largest = self._add_huge(rest)
@@ -65,7 +68,7 @@ class ExactSum:
                 power = max(power, _LOWEST)
                 # The bits of rest + shift are those of shift, plus the nearest integer to rest / 2**power.
                 shift = math.ldexp(1.5, 52 + power)
-                rounded = rest + shift
+                torch.add(rest, shift, out=rounded)
                 total = int(rounded.view(torch.int64).sum()) - chunk.numel() * _float_bits(shift)
                 total = (total + 2**63) % 2**64 - 2**63  # torch's sum wraps.
                 self._total += total << power - _LOWEST
