@@ -47,6 +47,7 @@ def expected(steps=STEPS):
 def train(mesh_ranks, deaths, folder=None, verify_every=None, **options):
     """Ranks die as ``deaths`` say, (rank, step, moment). Returns losses and norms, parameters, the last ranks, rewinds."""
     rank = dist.get_rank()
+    peers._PATIENCE = 1.0  # Seconds, for the report of a rank that lives and does not answer.
     mesh = DeviceMesh("cpu", mesh_ranks)
     own = {(step, moment) for victim, step, moment in deaths if victim == rank}
     torch.manual_seed(0)
@@ -142,6 +143,7 @@ def corrupt_in_step_3(mesh_ranks):
 
 def values_of_a_step():
     """The step changes plain values of extra in place, and replaces others; rank 1 dies in step 3."""
+    peers._PATIENCE = 1.0
     model = sharded(Dense())
     optimizer = adamw(model.parameters())
     seen, counts = [], {"steps": 0}

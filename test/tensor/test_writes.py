@@ -44,9 +44,9 @@ def whole(tensor):
 
 class WritesTest(unittest.TestCase):
     def test_a_sample_of_all_writes_reaches_the_tensor_or_raises(self):
-        answers = run_ranks(2, walk, 0.004, False, timeout=600)
+        answers = run_ranks(2, walk, 0.002, False, timeout=600)
         self.assertEqual(report(answers), [])
-        self.assertGreater(sum(text == "equal" for _, text in answers[0]), 100)
+        self.assertGreater(sum(text == "equal" for _, text in answers[0]), 50)
 
     @pytest.mark.slow
     def test_all_writes_reach_the_tensor_or_raise(self):

@@ -6,8 +6,10 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch._C._dynamo import eval_frame
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, _nonlinear_redux
 from torch.distributed.tensor import _api as dtensor_api
 from torch.distributed.tensor import _dispatch as dtensor_dispatch
 from torch.distributed.tensor import _random as dtensor_random
@@ -369,3 +371,31 @@ hooks += [
         install=None,  # ``_random`` reads and makes the tracker.
     ),
 ]
+
+
+@hook(
+    "_nonlinear_redux._gather_tensors",
+    "one all-gather of argmax, argmin, max and min after the other: two functional ones in flight over gloo overwrite memory",
+    OPERATORS,
+    lambda: has(
+        _nonlinear_redux._gather_tensors, "gather_dim", "gathered_idxs", "local_redux", "device_mesh", "shard_mesh_dims"
+    ),
+)
+def _install_gathers_one_by_one() -> None:
+    # torch 2.13, alone: "malloc(): unaligned tcache chunk detected" after some thousand calls on 4 ranks, or a wait that never
+    # ends. It does not come if each result is waited for.
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+
+    @functools.wraps(_nonlinear_redux._gather_tensors)
+    def gather_tensors(
+        gather_dim: int, gathered_idxs: Any, local_redux: Any, device_mesh: DeviceMesh, shard_mesh_dims: list[int]
+    ) -> tuple[Any, Any]:
+        found = []
+        for part in (local_redux, gathered_idxs):
+            for mesh_dim in shard_mesh_dims:
+                part = gather(part, gather_dim=gather_dim, group=(device_mesh, mesh_dim))
+                part = part.wait() if isinstance(part, funcol.AsyncCollectiveTensor) else part
+            found.append(part)
+        return found[0], found[1]
+
+    _nonlinear_redux._gather_tensors = gather_tensors

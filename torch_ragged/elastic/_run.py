@@ -269,7 +269,8 @@ class _Training:
         return found[0]
 
     def _train(self) -> None:
-        self._copy_anew()
+        if not self._copies:
+            self._copy_anew()
         while self._state.step < self._steps:
             number = self._state.step
             self._step(number)

@@ -17,7 +17,7 @@ from soon import soon
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_ragged._ranks import peers, standstill
+from torch_ragged._ranks import peers, standstill, survivors
 from torch_ragged._ranks.store import SharedStore
 from torch_ragged.fsdp import NeighbourCopies, Offload, fully_shard, reshard_to, rows
 from torch_ragged.fsdp.elastic import _neighbour_copies
@@ -233,7 +233,7 @@ class NeighbourCopiesTest(unittest.TestCase):
     @pytest.mark.slow
     def test_a_rank_that_dies_with_its_copy_is_an_error(self):
         for _, lost, _ in run_mortal_ranks(4, {1, 2}, train_and_die, {1, 2}, "adamw").values():
-            self.assertEqual(lost, "RuntimeError: recover(): rank 1 with its copy on rank 2 are gone: load a checkpoint")
+            self.assertEqual(lost, "CopiesLost: recover(): rank 1 with its copy on rank 2 are gone: load a checkpoint")
 
     @ranks(4)
     def test_copies_take_the_memory_that_is_said_and_incomplete_ones_are_not_used():
@@ -488,11 +488,11 @@ class NeighbourCopiesTest(unittest.TestCase):
         model[2].register_forward_hook(lose_rank_2)
         fates = lambda asked: {each: SimpleNamespace(is_alive=each != 2) for each in asked}  # noqa: E731
         # No rank finds the standstill first.
-        with mock.patch.object(_neighbour_copies, "fates_of", fates), mock.patch.object(peers, "HELD", 1000.0):
+        with mock.patch.object(survivors, "fates_of", fates), mock.patch.object(peers, "HELD", 1000.0):
             assert error_of(model, torch.ones(2, 6)) == "KeyError: 'the end of this forward'"
         if rank == 2:
             text = error_of(copies.ranks_left)
-            assert text == "RuntimeError: rank 2 has reported too late: ranks [0, 1] have gone on without it", text
+            assert text == "LeftBehind: rank 2 has reported too late: ranks [0, 1] have gone on without it", text
 
     @pytest.mark.slow
     def test_a_stopped_rank_is_waited_for_as_long_as_patience_lasts(self):
