@@ -119,7 +119,11 @@ class Watch:
             self._store.set(f"rank {self._rank}", own)
             self._store.set("failed", "")
             # A rank that waits looks once in a second, so it has reported by then.
-            self._store.wait([f"rank {rank}" for rank in self._ranks], _TRANSFER_PATIENCE)
+            missing, deadline = list(self._ranks), time.monotonic() + _TRANSFER_PATIENCE
+            while missing and (left := deadline - time.monotonic()) > 0:
+                self._store.wait([f"rank {rank}" for rank in missing], min(left, _TRANSFER_SLICE))
+                missing = [rank for rank in missing if not self._store.has(f"rank {rank}")]
+                missing = [rank for rank, fate in fates_of(missing).items() if fate.is_alive]  # Others report no more.
             reports = {rank: self._store.get(f"rank {rank}") for rank in self._ranks if self._store.has(f"rank {rank}")}
             silent = fates_of([rank for rank in self._ranks if rank not in reports])
         except RuntimeError as lost:  # The process that has the store has died.
