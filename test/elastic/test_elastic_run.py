@@ -174,7 +174,9 @@ def random_deaths(seed):
     step = choice.randrange(STEPS)
     deaths = []
     for victim in victims:
-        deaths.append((victim, step, choice.choice(MOMENTS[:6])))
+        moment = choice.choice(MOMENTS[:6])
+        # Before the first copy is complete, a death ends the run.
+        deaths.append((victim, step, "forward" if (step, moment) == (0, "copy") else moment))
         step = choice.choice([step, choice.randrange(step, STEPS)])
     if len(victims) == 2 and choice.random() < 0.3:
         deaths[1] = (victims[1], deaths[0][1], "recovery")
