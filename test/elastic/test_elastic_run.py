@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_ragged import checkpoint, elastic
 from torch_ragged._ranks import peers
+from torch_ragged.elastic import _run
 from torch_ragged.fsdp import SameBits
 from torch_ragged.fsdp.bits._sums import CorruptionFound
 from torch_ragged.fsdp.elastic import _neighbour_copies
@@ -44,7 +45,7 @@ def expected(steps=STEPS):
     return numbers, {name: bits(param) for name, param in model.named_parameters()}
 
 
-def train(mesh_ranks, deaths, folder=None, verify_every=None, **options):
+def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **options):
     """Ranks die as ``deaths`` say, (rank, step, moment). Returns losses and norms, parameters, the last ranks, rewinds."""
     rank = dist.get_rank()
     peers._PATIENCE = 1.0  # Seconds, for the report of a rank that lives and does not answer.
@@ -64,6 +65,8 @@ def train(mesh_ranks, deaths, folder=None, verify_every=None, **options):
 
     def step(number):
         assert number == state.extra["seen"] and number not in curve
+        if (number, "exit") in own:
+            raise SystemExit
         tokens = tokens_of(number, PIECES)
         for piece in same.pieces():
             at("forward")
@@ -97,9 +100,41 @@ def train(mesh_ranks, deaths, folder=None, verify_every=None, **options):
             patch(_neighbour_copies.NeighbourCopies, "_fill", "copy", copy)
             patch(checkpoint, "save", "save", save)
             patch(_neighbour_copies.NeighbourCopies, "recover", "recovery", recover)
-        elastic.run(step, state, STEPS, checkpoints=folder, rewound=back, **options)
+            patch(_run, "reshard_to", "join", _run.reshard_to)
+        elastic.run(step, state, steps, checkpoints=folder, rewound=back, **options)
     left = next(model.parameters()).device_mesh.mesh.tolist()
     return curve, {name: bits(param) for name, param in model.named_parameters()} if rank in left else None, left, rewound
+
+
+def leaves_and_lives(mesh_ranks, deaths):
+    """A rank ends run() by SystemExit, and its process goes on. Nobody waits for it: the patience is longer than the test."""
+    try:
+        return train(mesh_ranks, deaths, patience=1000)
+    except SystemExit:
+        return "left"
+
+
+def scaled(mesh_ranks):
+    """Rank 1 dies when all ranks have unscaled the gradients of step 2, and before they update the scale."""
+    torch.manual_seed(0)
+    model = sharded(Dense(), mesh=DeviceMesh("cpu", mesh_ranks))
+    optimizer = adamw(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    done = []
+
+    def step(number):
+        scaler.scale(loss_of(model, tokens_of(number, 3)[dist.get_rank()])).backward()
+        scaler.unscale_(optimizer)
+        if number == 2 and dist.get_rank() == 1:
+            die()
+        model(torch.zeros(1, 2, dtype=torch.long))  # Which others cannot end.
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        done.append(number)
+
+    elastic.run(step, checkpoint.TrainState(model, optimizer, extra={"scaler": scaler}), 4)
+    return done
 
 
 def lost_copies(deaths):
@@ -260,6 +295,38 @@ class ElasticRunTest(unittest.TestCase):
         for answer in run_mortal_ranks(3, {1}, values_of_a_step, seconds=30).values():
             self.assertEqual(answer, ([0, 1, 2, 3], {"steps": 4}, [0.0, 1.0, 2.0, 3.0], True))
 
+    def test_a_rank_that_leaves_by_system_exit_is_not_waited_for(self):
+        numbers, _ = expected()
+        answers = run_mortal_ranks(3, set(), leaves_and_lives, [0, 1, 2], [(1, 3, "exit")], seconds=1000)
+        self.assertEqual(answers.pop(1), "left")
+        for curve, _, left, rewound in answers.values():
+            self.assertEqual((curve, left, rewound), (dict(enumerate(numbers)), [0, 2], [3]))
+
+    def test_a_scaler_forgets_the_step_that_a_death_has_ended(self):
+        for done in run_mortal_ranks(3, {1}, scaled, [0, 1, 2], seconds=30).values():
+            self.assertEqual(done, [0, 1, 2, 3])
+
+    @pytest.mark.slow
+    def test_a_death_before_the_first_copy_is_complete_takes_the_checkpoint(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run_mortal_ranks(3, set(), functools.partial(train, folder=folder, save_every=2, steps=2), [0, 1, 2], [])
+            numbers, params = expected()
+            deaths = [(1, 2, "copy")]
+            function = functools.partial(train, folder=folder)
+            for curve, found, left, _ in run_mortal_ranks(3, {1}, function, [0, 1, 2], deaths, seconds=30).values():
+                self.assertEqual((left, curve), ([0, 2], {step: numbers[step] for step in range(2, STEPS)}))
+                self.assertTrue(all(found[name].equal(param) for name, param in params.items()))
+
+    @pytest.mark.slow
+    def test_a_spare_that_dies_as_it_joins(self):
+        """Rank 0 goes on alone: it has the whole model."""
+        self.check(3, [(1, 2, "reduction"), (2, 0, "join")], mesh_ranks=[0, 1])
+
+    @pytest.mark.slow
+    def test_a_rank_that_dies_while_a_spare_joins(self):
+        """The spare waits for the next call."""
+        self.check(4, [(1, 2, "reduction"), (2, 2, "join")], mesh_ranks=[0, 1, 2])
+
     def test_an_error_of_one_rank_ends_the_run_on_all(self):
         for rank, (text, done) in run_mortal_ranks(3, set(), fails_on_one_rank, ValueError("no data"), seconds=30).items():
             expected = ("Error", "ValueError: no data", "elastic.run has failed on the ranks of the mesh")[rank]
@@ -284,6 +351,10 @@ class ElasticRunTest(unittest.TestCase):
 
         assert "a number of steps as steps, got -1" in refusal(steps=-1)
         assert "a number of steps as copy_every, got 0" in refusal(copy_every=0)
+        assert "a number of steps as steps, got None" in refusal(steps=None)
+        for distance in (0, 2, "1"):
+            assert f"a distance of copies from 1 to 1, got {distance!r}" in refusal(distance=distance)
+        assert "a number of seconds as patience, got 0" in refusal(patience=0)
         rank = dist.get_rank()
         assert "elastic.run" in refusal(steps=2 + rank) and "steps=3" in refusal(steps=2 + rank)
         assert "takes a torch_ragged.checkpoint.TrainState" in refusal(model)

@@ -14,6 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from torch_ragged import checkpoint
 from torch_ragged._ranks.agreement import agreement, before_groups
-from torch_ragged._ranks.groups import device_of_messages, group_of, timeout_of
+from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, timeout_of
 from torch_ragged._ranks.peers import fates_of, is_watched
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
@@ -35,8 +35,9 @@ from torch_ragged.checkpoint._same import value_digest
 from torch_ragged.fsdp.bits._same_bits import SameBits
 from torch_ragged.fsdp.bits._sums import CorruptionFound
 from torch_ragged.fsdp.bits._tree import PieceCollectives
+from torch_ragged.fsdp.core._hooks import tensors_in
 from torch_ragged.fsdp.elastic._neighbour_copies import CopiesLost, NeighbourCopies, move_empty
-from torch_ragged.fsdp.elastic._reshard_to import checked_states, mesh_of_states, move_to
+from torch_ragged.fsdp.elastic._reshard_to import checked_states, mesh_of_states, reshard_to
 
 __all__ = ["run"]
 
@@ -105,7 +106,12 @@ def run(
     Memory: four times a rank's shards of parameters and optimizer states. One line of the log ``torch_ragged.elastic`` has
     the bytes, and one line each death, with the seconds.
 
+    Collectives: before the first step, an all-reduce of 24 bytes, and a broadcast if there is a folder of checkpoints; with
+    each copy those of ``NeighbourCopies.update`` and of ``SameBits.verify``; after a death, those of ``recover``.
+
     Raises:
+        RuntimeError: there is no process group; or the ranks of the mesh have failed, on a spare.
+        TypeError: ``state`` is no TrainState.
         ValueError: the state has what is not covered, or ranks are not watched (``TORCH_RAGGED_WATCH=0``).
         CopiesLost: no rank has a copy of some shards, and there is no checkpoint.
         Exception: what ``step`` raised, if no rank has died.
@@ -165,25 +171,31 @@ def _as_before(own: Any, value: Any) -> Any:
     return value
 
 
+@dataclass
 class _Training:
-    def __init__(
-        self,
-        step: Callable[[int], Any],
-        state: checkpoint.TrainState,
-        steps: int,
-        copy_every: int,
-        distance: int | None,
-        checkpoints: str | os.PathLike[str] | None,
-        save_every: int | None,
-        patience: float | None,
-        rewound: Callable[[int], Any] | None,
-    ) -> None:
+    """One call of :func:`run` on this rank: its arguments, and what ranks have agreed on."""
+
+    step: Callable[[int], Any]
+    state: checkpoint.TrainState
+    steps: int
+    copy_every: int
+    distance: int | None
+    checkpoints: str | os.PathLike[str] | None
+    save_every: int | None
+    patience: float | None
+    rewound: Callable[[int], Any] | None
+
+    def __post_init__(self) -> None:
+        # First: ranks whose arguments are refused count too, or later calls would have other names on them.
+        self._number = next(_run_numbers)
+        state = self.state
         if not is_watched():
             raise ValueError("elastic.run needs to ask which ranks live: unset TORCH_RAGGED_WATCH=0")
-        for name, value in (("steps", steps), ("copy_every", copy_every), ("save_every", save_every)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < (name != "steps")):
+        for name in ("steps", "copy_every", "save_every"):
+            value, is_left_out = getattr(self, name), name == "save_every" and self.save_every is None
+            if not is_left_out and (not isinstance(value, int) or isinstance(value, bool) or value < (name != "steps")):
                 raise ValueError(f"elastic.run takes a number of steps as {name}, got {value!r}")
-        if save_every is not None and checkpoints is None:
+        if self.save_every is not None and self.checkpoints is None:
             raise ValueError("elastic.run(save_every=) needs checkpoints=, the folder to save to")
         if not isinstance(state, checkpoint.TrainState):
             raise TypeError(f"elastic.run takes a torch_ragged.checkpoint.TrainState, got {type(state).__name__}")
@@ -191,8 +203,8 @@ class _Training:
         held = [name for name in ("per_rank", "layouts", "base") if getattr(state, name)]
         values = {f"extra[{name!r}]": value for name, value in state.extra.items()} | {"scheduler": state.scheduler}
         for name, value in values.items():  # Shards of a dead rank would be lost.
-            parts = tree_leaves(value.state_dict() if isinstance(value, Stateful) else value)
-            held += [f"{name}, which has DTensors"] if any(isinstance(part, DTensor) for part in parts) else []
+            tensors, _ = tensors_in(value.state_dict() if isinstance(value, Stateful) else value)
+            held += [f"{name}, which has DTensors"] if any(isinstance(each, DTensor) for each in tensors) else []
         groups = [group for each in checked_states(state.model, _CALL) for group in each.groups]
         if any(isinstance(group.collectives, PieceCollectives) for group in groups) and not any(
             isinstance(value, SameBits) for value in state.extra.values()
@@ -200,13 +212,10 @@ class _Training:
             raise ValueError('the model trains with SameBits, which must go back with it: give TrainState extra={"same": same}')
         if held:
             raise ValueError(f"elastic.run does not copy TrainState.{', '.join(held)}: leave them out, or save checkpoints")
-        self._step, self._state, self._steps = step, state, steps
-        self._copy_every, self._distance = copy_every, distance
-        self._checkpoints, self._save_every, self._rewound = checkpoints, save_every, rewound
         scheduler = [] if state.scheduler is None else [state.scheduler]
         objects = [value for value in state.extra.values() if isinstance(value, Stateful)]
         self._stateful = [_Position(state), *scheduler, *objects]
-        self._rank, self._number = dist.get_rank(), next(_run_numbers)
+        self._rank = dist.get_rank()
         mesh = mesh_of_states(checked_states(state.model, _CALL), _CALL).mesh
         if mesh.ndim != 1:
             raise ValueError(
@@ -214,13 +223,18 @@ class _Training:
             )
         self._members: tuple[int, ...] = tuple(mesh.mesh.tolist())
         self._wanted = len(self._members)
+        if self.distance is not None and self.distance not in range(1, self._wanted):
+            raise ValueError(f"elastic.run takes a distance of copies from 1 to {self._wanted - 1}, got {self.distance!r}")
+        if self.patience is not None and not self.patience > 0:
+            raise ValueError(f"elastic.run takes a number of seconds as patience, got {self.patience!r}")
         self._spares = [rank for rank in range(dist.get_world_size()) if rank not in self._members]
         self._device_type = mesh.device_type
         self._group = mesh.get_group() if self._rank in self._members else None
         world = dist.group.WORLD
         assert world is not None
         self._device = device_of_messages(world)
-        self._patience = timeout_of(world, self._device).total_seconds() + _LATEST_REPORT if patience is None else patience
+        longest = timeout_of(world, self._device).total_seconds() + _LATEST_REPORT
+        self._patience = longest if self.patience is None else self.patience
         self._copies: list[NeighbourCopies] = []  # The last ones, and before them those that count until the last are complete.
         self._failures = 0  # On all ranks alike: they name what ranks agree on.
         self._call = ""  # The last one that this rank, a spare, has heard.
@@ -232,13 +246,13 @@ class _Training:
         try:
             if self._group is not None:
                 with agreement([self._group], self._device, _CALL) as claim:
-                    names = ("steps", "copy_every", "distance", "checkpoints", "save_every")
-                    claim += [f"{name}={getattr(self, f'_{name}')}" for name in names]
+                    names = ("steps", "copy_every", "distance", "checkpoints", "save_every", "patience")
+                    claim += [f"{name}={getattr(self, name)}" for name in names]
                     # Values of one rank, such as local shards, would come back on others, or be lost.
-                    values = {name: value for name, value in self._state.extra.items() if not isinstance(value, Stateful)}
+                    values = {name: value for name, value in self.state.extra.items() if not isinstance(value, Stateful)}
                     claim += [f"extra[{name!r}]: {value_digest(value)}" for name, value in values.items()]
                 self._load_newest()
-            while self._state.step < self._steps:
+            while self.state.step < self.steps:
                 if self._group is None:
                     if not self._wait_for_call():
                         return
@@ -253,6 +267,9 @@ class _Training:
                 goes_alone = isinstance(error, (CorruptionFound, LeftBehind)) or not isinstance(error, Exception)
                 if self._group is not None and not goes_alone:
                     self._store.set("ended", f"{type(error).__name__}: {error}")
+            # SystemExit and the like come on one rank alone: others that wait for it get an error, and find that it is gone.
+            for group in self._groups() if not isinstance(error, Exception) else ():
+                end_messages(group, self._device)
             raise
         self._store.set("ended", "")
 
@@ -260,37 +277,42 @@ class _Training:
 
     def _load_newest(self) -> bool:
         """Load the newest checkpoint, if the lowest rank finds one."""
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             return False
-        found = [checkpoint.latest(self._checkpoints) is not None]
+        found = [checkpoint.latest(self.checkpoints) is not None]
         dist.broadcast_object_list(found, src=self._members[0], group=self._group, device=self._device)
         if found[0]:
-            checkpoint.load(self._checkpoints, self._state, process_group=self._group)
+            checkpoint.load(self.checkpoints, self.state, process_group=self._group)
         return found[0]
 
     def _train(self) -> None:
         if not self._copies:
             self._copy_anew()
-        while self._state.step < self._steps:
-            number = self._state.step
-            self._step(number)
-            if self._state.step != number:
+        while self.state.step < self.steps:
+            number = self.state.step
+            self.step(number)
+            if self.state.step != number:
                 raise RuntimeError(
-                    f"step {number} has set TrainState.step to {self._state.step}, which elastic.run counts: leave it as it is"
+                    f"step {number} has set TrainState.step to {self.state.step}, which elastic.run counts: leave it as it is"
                 )
-            self._state.step += 1
+            self.state.step += 1
             # The last one, too: a rank that dies in a step without communication would not be missed.
-            copies = self._copies and (self._state.step % self._copy_every == 0 or self._state.step >= self._steps)
-            saves = self._save_every is not None and self._state.step % self._save_every == 0
+            copies = self._copies and (self.state.step % self.copy_every == 0 or self.state.step >= self.steps)
+            saves = self.save_every is not None and self.state.step % self.save_every == 0
             for each in self._stateful if copies or saves else ():
                 if isinstance(each, SameBits):
                     each.verify()  # A copy of changed memory would bring it back.
             if copies:
                 self._copies[-1].update()
-            if saves and self._checkpoints is not None:
-                checkpoint.save(self._checkpoints, self._state, process_group=self._group)
+            if saves and self.checkpoints is not None:
+                checkpoint.save(self.checkpoints, self.state, process_group=self._group)
         if self._copies:
             self._copies[-1].wait()  # A rank that dies now is an error before the program goes on.
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """The process groups in which other ranks may wait for this one."""
+        found = {group for copies in self._copies for group in copies.groups} | {self._group}
+        return [group for group in found if group is not None]
 
     def _copy_anew(self) -> None:
         """Make copies of the model on its present mesh. The last ones count until these are complete on all ranks."""
@@ -299,31 +321,33 @@ class _Training:
             _logger.warning("rank %d is alone: it has no copy, and its death ends the run", self._rank)
             return
         begun = time.monotonic()
-        distance = self._distance if self._distance is not None and self._distance < len(self._members) else None
-        made = NeighbourCopies(self._state.model, self._state.optimizer, distance=distance, stateful=self._stateful)
+        # On fewer ranks, the distance may be too large: then the default one.
+        distance = self.distance if self.distance in range(1, len(self._members)) else None
+        made = NeighbourCopies(self.state.model, self.state.optimizer, distance=distance, stateful=self._stateful)
         self._copies.append(made)
         made.update()
         made.wait()
         del self._copies[:-1]
         text = "copies of %d ranks' shards: %.1f MB on this rank, made in %.2f s, after every %d steps"
-        _logger.info(text, len(self._members), made.nbytes / 1e6, time.monotonic() - begun, self._copy_every)
+        _logger.info(text, len(self._members), made.nbytes / 1e6, time.monotonic() - begun, self.copy_every)
 
     def _survive(self, error: Exception) -> None:
         """Go on after ``error``, on the ranks that are left. Raise it if no rank has died, or if this rank is corrupt."""
-        if isinstance(error, CorruptionFound):
+        if isinstance(error, CorruptionFound):  # Its shards must not count: the others take the copies that they keep.
             raise error
-        begun, before, members = time.monotonic(), self._state.step, self._members
+        begun, before, members = time.monotonic(), self.state.step, self._members
         while True:
-            groups = {group for copies in self._copies for group in copies.groups} | {self._group}
             left = agree_on_survivors(
                 self._members,
                 f"elastic/{self._number}/failure {self._failures}",
-                [group for group in groups if group is not None],
+                self._groups(),
                 self._device,
                 self._patience,
                 lambda rank: self._store.has(f"gone {rank}"),
             )
+            # After the agreement, through which all ranks that live have gone: so the next one has one name on all of them.
             self._failures += 1
+            # All ranks live: it is an error of the program, on one rank at least, and would come again.
             if len(left) == len(self._members) and not self._joining:
                 raise error
             try:
@@ -331,20 +355,23 @@ class _Training:
                 break
             except CopiesLost:
                 raise
-            except Exception as another:  # Perhaps one more rank has died.
+            except Exception as another:  # One more rank has died, or a spare that was joining. Old copies are still there.
                 error = another
         dead = sorted(set(members) - set(self._members))
         text = "ranks %s have died, or left, in step %d: ranks %s go on with step %d, after %.1f s"
-        _logger.warning(text, dead, before, list(self._members), self._state.step, time.monotonic() - begun)
+        _logger.warning(text, dead, before, list(self._members), self.state.step, time.monotonic() - begun)
         _logger.debug("they died here:", exc_info=error)
-        if self._rewound is not None:
-            self._rewound(self._state.step)
+        if self.rewound is not None:
+            self.rewound(self.state.step)
 
     def _go_on(self, left: Sequence[int]) -> None:
         """The state of the last copy, on a mesh of the ranks that are left, and of spares."""
+        # A spare that could not join, because another rank died, waits for the next call.
+        self._spares = sorted({*self._spares, *(rank for rank in self._joining if rank not in left)})
         self._members, self._joining = tuple(left), []
+        # Named by the failure, and not by a count of groups, of which ranks may have made different numbers.
         self._group = group_of(self._members, f"elastic {self._number}, failure {self._failures}")
-        model, optimizer = self._state.model, self._state.optimizer
+        model, optimizer = self.state.model, self.state.optimizer
         present = mesh_of_states(checked_states(model, _CALL, runs=True), _CALL).mesh.mesh.tolist()
         if present != list(left) or self._copies:  # Or this rank was alone, and a spare has died that would have joined.
             mesh = DeviceMesh.from_group(self._group, self._device_type)
@@ -358,15 +385,15 @@ class _Training:
                 copies.recover(mesh)
                 del self._copies[self._copies.index(copies) + 1 :]
             except CopiesLost as lost:
-                if self._checkpoints is None:
+                if self.checkpoints is None:
                     raise
                 move_empty(model, optimizer, mesh)
                 if not self._load_newest():
-                    raise CopiesLost(f"{lost}; {self._checkpoints} has no checkpoint") from None
+                    raise CopiesLost(f"{lost}; {self.checkpoints} has no checkpoint") from None
         for each in self._stateful:
             if isinstance(each, torch.amp.GradScaler):
                 each._per_optimizer_states.clear()  # The step that did not end may have unscaled gradients.
-        self._copy_anew()
+        self._copy_anew()  # Before spares are called: a death while they join must not meet ranks without copies.
         self._invite()
 
     def _invite(self) -> None:
@@ -377,10 +404,10 @@ class _Training:
         alive = [rank for rank, fate in fates.items() if fate.is_alive and not self._store.has(f"gone {rank}")]
         joining = alive[: self._wanted - len(self._members)]
         chosen = {"left": self._members, "joining": joining, "failures": self._failures}
-        # The first to be done decides for all.
+        # The first to be done decides for all: ranks may have seen different spares alive.
         key = f"call {self._failures}"
         call = json.loads(self._store.first(key, json.dumps(chosen)))
-        self._store.set("call", key)
+        self._store.set("call", key)  # Spares do not know the number of failures: they look here.
         self._join(call)
 
     def _join(self, call: dict[str, Any]) -> None:
@@ -392,7 +419,9 @@ class _Training:
         members = sorted(left + self._joining)
         group = group_of(members, f"elastic {self._number}, call {call['failures']}")
         mesh = DeviceMesh.from_group(group, self._device_type)
-        move_to(self._state.model, self._state.optimizer, mesh, group, stateful=self._stateful, left=left)
+        # The model of a spare knows the first mesh, with ranks that have died: ``left`` says who has shards.
+        reshard_to(self.state.model, self.state.optimizer, mesh, group=group, stateful=self._stateful, left=left)
+        # Only now: if it raises, the ranks that are left are still the members, and the spare is none.
         self._members, self._group = tuple(members), group
         self._copy_anew()
         self._joining = []
@@ -429,6 +458,6 @@ class _Training:
             # A rank of the mesh has died meanwhile. This one has no shards yet: the others may call it again.
             _logger.warning("rank %d could not join ranks %s, and waits for another call: %s", self._rank, call["left"], error)
             return True
-        if self._rewound is not None:
-            self._rewound(self._state.step)
+        if self.rewound is not None:
+            self.rewound(self.state.step)
         return True

@@ -236,7 +236,8 @@ class SameBits:
         The body of the loop runs one forward and one backward for each. All ranks go through the same number of rounds. If the
         body raises, call ``zero_grad()``, and begin the step again: ``step`` has not changed.
 
-        Collectives: an all-reduce of 24 bytes per dimension of the mesh, before the first piece.
+        Collectives: an all-reduce of 24 bytes per dimension of the mesh, before the first piece; with ``verify_every``, those
+        of :meth:`verify`, and in a step that is verified an all-reduce of 32 bytes per parameter and rank.
 
         Raises:
             RuntimeError: ``.grad`` is not None; ``set_requires_gradient_sync(False)`` or a hook on a parameter is set; the
@@ -348,16 +349,15 @@ class SameBits:
     # -- corruption --------------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Compare the sums of all that lies still now, as before a checkpoint. It needs ``verify_every``. All ranks call it.
+        """Compare the sums of all that lies still now, as before a checkpoint. All ranks call it.
 
-        Collectives: an all-reduce of 24 bytes per dimension of the mesh.
+        Collectives: with ``verify_every``, an all-reduce of 24 bytes per dimension of the mesh, and one of 24 bytes per tensor;
+        without, none.
 
         Raises:
             CorruptionFound: bits of this rank have changed; a RuntimeError on the other ranks.
         """
         self._follow()
-        with agreement(self._groups, self._device, f"{_CALL}.verify") as claim:
-            claim.append("verify")
         self._check_memory()
 
     def note(self) -> None:
@@ -406,6 +406,7 @@ class SameBits:
             return
         changed = {*self._changed, *self._still.changed(self._still_tensors())}
         self._changed = []
+        # Names and their order are equal on all ranks, or the counts of one would meet those of another.
         # What a name begins with is its kind: a state, a gradient, a buffer, or a parameter.
         holds = {name: local_of(each).numel() > 0 for name, each in self._still_tensors()}
         holds |= {f"the gradient of {name}": local_of(param).numel() > 0 for param, name in self._names.items()}
@@ -423,7 +424,7 @@ class SameBits:
             several, all_held = by_kind[name.rpartition(" ")[0]]
             if count == 1 and (several == 1 or 2 * several < all_held):  # A program writes to many, or on many ranks.
                 found.setdefault(place - 1, []).append(name)
-        if not found and changed:
+        if not found and changed:  # The program has written: from here on, what it wrote lies still.
             self._still.note(self._still_tensors())
         if found:
             self._changed = [name for name in changed if name.startswith("the gradient")]  # Found until it is mended.
@@ -544,7 +545,7 @@ class SameBits:
                 norm = self._largest(gradients)
             else:
                 value = self._exact_sum(gradients, function, cuts=2)
-                # Too near to the middle of two floats, about once in a million steps. All ranks know it alike.
+                # Too near to the middle of two floats. All ranks know it alike, from the numbers that they have added.
                 value = self._exact_sum(gradients, function) if value is None else value
                 assert value is not None  # Nothing was left out.
                 norm = math.sqrt(value) if norm_type == 2 else value

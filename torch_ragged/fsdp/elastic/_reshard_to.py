@@ -37,16 +37,7 @@ from torch_ragged.fsdp.gates._untrained import note_replaced
 from torch_ragged.fsdp.layout._weighted import check_weights
 from torch_ragged.fsdp.memory._resident import ZERO2, Resident
 
-__all__ = [
-    "Description",
-    "ModelMove",
-    "check_no_hooks",
-    "checked_states",
-    "mesh_of_states",
-    "move_to",
-    "part_of_move",
-    "reshard_to",
-]
+__all__ = ["Description", "ModelMove", "check_no_hooks", "checked_states", "mesh_of_states", "part_of_move", "reshard_to"]
 
 _CALL = "reshard_to"
 Kept = Union[int, str, None]
@@ -61,6 +52,7 @@ def reshard_to(
     group: dist.ProcessGroup | None = None,
     weights: Sequence[int] | None = None,
     stateful: Sequence[Stateful] = (),
+    left: Sequence[int] | None = None,
 ) -> None:
     """Move a model that :func:`fully_shard` has sharded, and its optimizers, to another mesh, without a checkpoint.
 
@@ -95,6 +87,8 @@ def reshard_to(
             ``mesh`` may be the present one.
         stateful: objects with a ``state_dict`` that is equal on all ranks, such as schedulers and a ``GradScaler``, in one
             order. A rank outside of the old mesh loads the states of its lowest rank, with tensors on the CPU.
+        left: the ranks that have shards now, equal on all ranks, if ranks of a 1-D mesh have died since the models of ranks
+            that join were made. None: the ranks of the models' mesh.
 
     Memory: until the call ends, old and new shards exist together.
 
@@ -111,19 +105,6 @@ def reshard_to(
         RuntimeError: a forward or backward runs; there are gradients that are not in ``.grad`` yet; parameters are on the meta
             device; or another rank raised. All ranks raise, and the model and the optimizers are unchanged, but resharded.
     """
-    move_to(model, optimizer, mesh, group, weights, stateful)
-
-
-def move_to(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup | None = None,
-    weights: Sequence[int] | None = None,
-    stateful: Sequence[Stateful] = (),
-    left: Sequence[int] | None = None,
-) -> None:
-    """:func:`reshard_to`. ``left``: the ranks that have shards, if dormant models know another mesh, from before a death."""
     if not dist.is_initialized():
         raise RuntimeError("reshard_to needs a process group: call torch.distributed.init_process_group() first")
     world = dist.group.WORLD if group is None else group
