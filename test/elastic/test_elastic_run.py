@@ -251,7 +251,8 @@ class ElasticRunTest(unittest.TestCase):
         self.assertIn("memory of rank 1 has changed", answers.pop(1))
         numbers, _ = expected()
         for rank, (curve, _, left, rewound) in answers.items():
-            self.assertEqual((left, rewound), ([0, 2, 3], [3]), rank)
+            self.assertEqual(left, [0, 2, 3], rank)
+            self.assertIn(rewound, ([2], [3]), rank)
             self.assertEqual(curve, {step: numbers[step] for step in range(3 if rank == 3 else 0, STEPS)}, rank)
 
     @pytest.mark.slow
