@@ -1,4 +1,4 @@
-"""Counters of memory and of collectives for any FSDP or plan: they look at what the code does, not at whose it is.
+"""Counters of memory, collectives and calls for any FSDP or plan: they look at what the code does, not at whose it is.
 
 Memory: a storage counts from the first operation that returns a tensor on it until it is freed or resized to nothing, in
 the order of the host. That is what a caching allocator sees, which reuses a block as soon as the host has let it go.
@@ -9,9 +9,11 @@ Collectives: ``torch.distributed``'s functions are replaced by ones that note th
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,7 +25,10 @@ from torch.utils._pytree import tree_iter
 
 from torch_ragged.fsdp.comm import _collectives
 
-__all__ = ["CollectiveLog", "IssuedCollectives", "MemoryTracker"]
+__all__ = ["CallCounter", "CollectiveLog", "DispatchCounter", "IssuedCollectives", "MemoryTracker"]
+
+_META = tuple(f"{Path(torch.__file__).parent}/{name}" for name in ("_prims", "_refs", "_meta_registrations", "_decomp"))
+"""Kernels of the meta device that are written in Python."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -102,6 +107,40 @@ class MemoryTracker(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._set(key, 0)
         del self._sizes[key]
+
+
+class DispatchCounter(TorchDispatchMode):
+    """The number of operators that reach torch's dispatcher, in ``count``."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CallCounter:
+    """The number of calls of Python functions in this thread, in ``count``, without meta kernels: no device has these.
+
+    In another thread, such as autograd's, ``sys.setprofile(counter.see)`` counts.
+    """
+
+    count = _depth = 0
+
+    def __enter__(self) -> CallCounter:
+        sys.setprofile(self.see)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(None)
+
+    def see(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and (self._depth or frame.f_code.co_filename.startswith(_META)):
+            self._depth += 1
+        elif event == "return" and self._depth:
+            self._depth -= 1
+        else:
+            self.count += event == "call"
 
 
 class _Done:

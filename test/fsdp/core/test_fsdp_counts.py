@@ -1,22 +1,29 @@
 """The collectives that one rank of a fake process group issues, and what it waits for. No data moves."""
 
+import gc
 import itertools
+import sys
 import threading
 import unittest
+from pathlib import Path
 from unittest import mock
+
+sys.path.append(str(Path(__file__).parents[3]))  # Of the benchmarks.
 
 import torch
 import torch.distributed as dist
-from common import enter_fake_group
-from fsdp_one_rank import WIDTH, groups_of
+from common import enter_fake_group, fake_group
+from fsdp_one_rank import BFLOAT16, WIDTH, groups_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
+from benchmarks.common.tracker import CallCounter, DispatchCounter
 from torch_ragged.fsdp import ZERO2, fully_shard
 from torch_ragged.fsdp.comm._collectives import done
+from torch_ragged.granularity import rows
 
 
 class UnusedParameters(nn.Linear):
@@ -295,3 +302,33 @@ class CountTest(unittest.TestCase):
             with CommDebugMode() as mode:
                 model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
             self.assertEqual(issued(mode, "reduce_scatter"), 1 + (len(frozen) < 2), frozen)
+
+
+class HostWorkTest(unittest.TestCase):
+    """What a step costs the host, as numbers of Python calls and of operators."""
+
+    def work(self, ranks, block):
+        """Of one step, forward and backward: calls, then operators; and the numbers of gaps in the groups' buffers."""
+        with fake_group(ranks):
+            layers = [nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)) for _ in range(3)]
+            model, mesh, counts = nn.Sequential(*layers), init_device_mesh("cpu", (ranks,)), []
+            for module in (*layers, model):
+                fully_shard(module, mesh=mesh, mp_policy=BFLOAT16, orig_param_policy=lambda name, param: rows(block))
+            for counter in (DispatchCounter(), CallCounter(), DispatchCounter()):  # The first step makes what later ones use.
+                gc.collect()
+                model.zero_grad()
+                with counter:
+                    loss = model(torch.ones(2, 32)).sum()
+                counts.append(counter.count)
+                with counter:
+                    loss.backward()
+                counts.append(counter.count - counts[-1])
+            return counts[2:], [len(group.layout.gaps) for group in groups_of(model)]
+
+    def test_it_depends_on_no_number_of_ranks_or_gaps(self):
+        (calls, backward_calls, operators, backward), gaps = self.work(8, 1)
+        self.assertEqual(gaps, [0, 0, 0])
+        for ranks, block, expected in ((256, 1, [1, 1, 1]), (8, 24, [2, 2, 2]), (256, 5, [2, 2, 2])):
+            # All gaps of a group are zeroed by one operator, and nothing else is done for them.
+            counts = [calls, backward_calls, operators, backward + 3]
+            self.assertEqual(self.work(ranks, block), (counts, expected), ranks)

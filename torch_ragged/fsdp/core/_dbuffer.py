@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import storage_ids
+from torch_ragged._register._torch import accelerator_stream, storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Levels, Work, wait_all
 from torch_ragged.fsdp.comm._reduction import Reduction
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, RowsLayout
@@ -112,8 +112,8 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     """The current stream of ``device``; None if the device has none."""
     if device.type in ("cpu", "meta"):
         return None
-    # By number: torch looks for the kind of accelerator at each call otherwise, and this is asked for every gradient.
-    return torch.accelerator.current_stream(device.index)
+    # Not torch.accelerator.current_stream(), which looks for the kind of accelerator: this is asked for every gradient.
+    return accelerator_stream(device.index)
 
 
 @functools.cache
@@ -290,6 +290,7 @@ class DBuffer:
             self.is_sharded, own = False, rank // levels.per_node * numel
             numel *= levels.nodes
         self._own = slice(own, own + stop - start)
+        self._gap_views: tuple[torch.Tensor, ...] | None = None  # As bytes.
         self.nbytes, self.log = numel * dtype.itemsize, log
         log.note(self.nbytes)
         self.memory = pool.memory(numel, dtype, device, is_pinned)
@@ -322,11 +323,12 @@ class DBuffer:
             self.log.note(-self.nbytes)
         # Before the next allocation, not when Python drops the last view: autograd may keep views until backward.
         self.memory.free()
-        self.flat = self.memory.flat  # Of a borrowed buffer, the reference is dropped.
+        if self.flat is not self.memory.flat:  # Of a borrowed buffer, the references are dropped.
+            self.flat, self._gap_views = self.memory.flat, None
 
     def replace(self, flat: torch.Tensor) -> None:
         """Use the memory of another tensor, of the same length, from now on."""
-        self.flat = self.memory.flat = flat
+        self.flat, self.memory.flat, self._gap_views = flat, flat, None
 
     def tensor(self, index: int) -> torch.Tensor:
         """The part of tensor ``index`` in this buffer, as a view with its own version counter."""
@@ -358,15 +360,17 @@ class DBuffer:
 
     def zero_padding(self) -> None:
         """Fill the padding with zeros, so that reductions do not read undefined values. One operation for all gaps."""
-        start, sizes, at = self.layout.edges[self.rank] if self.is_sharded else 0, list[int](), 0
-        for begin, end in self.layout.gaps:
-            begin, end = max(begin - start, 0), min(end - start, self.flat.numel())
-            if begin < end:
-                sizes += [(begin - at) * self.flat.itemsize, (end - begin) * self.flat.itemsize]
-                at = end
-        if sizes:
+        if self._gap_views is None:  # Once: each backward zeroes it, and to make the views takes longer than to zero them.
+            start, sizes, at = self.layout.edges[self.rank] if self.is_sharded else 0, list[int](), 0
+            for begin, end in self.layout.gaps:
+                begin, end = max(begin - start, 0), min(end - start, self.flat.numel())
+                if begin < end:
+                    sizes += [(begin - at) * self.flat.itemsize, (end - begin) * self.flat.itemsize]
+                    at = end
             # As bytes: not all dtypes have the operation.
-            torch._foreach_zero_(self.flat[:at].view(torch.uint8).split(sizes)[1::2])
+            self._gap_views = self.flat[:at].view(torch.uint8).split(sizes)[1::2] if sizes else ()
+        if self._gap_views:
+            torch._foreach_zero_(self._gap_views)
 
     def redistribute(
         self,

@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 
 from torch_ragged._register._torch import (
     GradientUse,
+    apply_of,
     as_plain_tensors,
     functorch_is_active,
     gradient_use,
@@ -82,10 +83,11 @@ class _Weight:
             if result is not None:
                 return result
         # As torch does for plain tensors and parameters.
-        # Other subclasses come first: a DTensor knows what to do with a plain tensor, and this class does not know DTensors.
-        others = tuple(other for other in types if not issubclass(other, _Weight))
-        if others:
-            return others[0].__torch_function__(func, others, args, kwargs)
+        if len(types) > 1:  # Mostly one, and also of attributes, such as shape and dtype, which models read often.
+            # Other subclasses come first: a DTensor knows what to do with a plain tensor, and this class knows no DTensors.
+            others = tuple(other for other in types if not issubclass(other, _Weight))
+            if others:
+                return others[0].__torch_function__(func, others, args, kwargs)
         return nn.Parameter.__torch_function__(func, types, args, kwargs)
 
     def __repr__(self, **keywords: Any) -> str:
@@ -170,6 +172,9 @@ class _Product(torch.autograd.Function):
                 is_transposed = x.stride() == (1, x.shape[0])  # Then torch returns a transposed gradient, too.
                 of_x = multiply(factor.mT, gradient.mT).mT if is_transposed else multiply(gradient, factor)
         return None, of_x, of_weight, *[gradient if need else None for need in needs[3:]]  # Autograd sums that of a bias.
+
+
+_product = apply_of(_Product)
 
 
 def weight_gradient(
@@ -277,8 +282,8 @@ def _linear(func: Any, input: Any = None, weight: Any = None, bias: Any = None, 
 def _product_2d(call: Any, x: Any, weight: Any, *bias: Any) -> torch.Tensor:
     """The product of ``(..., in)`` and a 2-D weight. The input is flattened, as in torch, with a copy only if necessary."""
     if x.dim() == 2:
-        return _Product.apply(call, x, weight, *bias)
-    output = _Product.apply(call, x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0), weight, *bias)
+        return _product(call, x, weight, *bias)
+    output = _product(call, x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0), weight, *bias)
     return unsafe_view(output, (*x.shape[:-1], output.shape[-1]))
 
 
@@ -289,21 +294,21 @@ def _matmul(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:
     if weight.dim() == 2 and x.dim() > 0:
         return _product_2d(torch.mm, x, weight)
     is_batch = weight.dim() == x.dim() == 3 and x.shape[0] == weight.shape[0]  # Others broadcast: torch sums gradients then.
-    return _Product.apply(torch.bmm, x, weight) if is_batch else None
+    return _product(torch.bmm, x, weight) if is_batch else None
 
 
 def _mm(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:
     if keywords or len(args) != 2 or not _is_product(args[1], args[0]):
         return None
     x, weight = args
-    return _Product.apply(func, x, weight) if x.dim() == weight.dim() in (2, 3) else None
+    return _product(func, x, weight) if x.dim() == weight.dim() in (2, 3) else None
 
 
 def _addmm(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:
     if keywords or len(args) != 3 or not _is_product(args[2], args[1], args[0]):
         return None
     bias, x, weight = args
-    return _Product.apply(func, x, weight, bias) if x.dim() == weight.dim() in (2, 3) else None
+    return _product(func, x, weight, bias) if x.dim() == weight.dim() in (2, 3) else None
 
 
 def _view(func: Any, *args: Any, **keywords: Any) -> Any:
