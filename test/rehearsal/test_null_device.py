@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -88,10 +89,12 @@ class HostTest(unittest.TestCase):
     def test_a_group_issues_less_than_fsdp2s(self):
         row = result("-m", "rehearsal.host_time", "--policy", "float32", "--rounds", "1", "--groups", "4")
         # Two all-gathers and a reduce-scatter per group; ours agrees on unused parameters once per backward.
-        self.assertEqual((row["torch_ragged collectives"], row["FSDP2 collectives"]), (3.25, 3.0))
-        for counted in ("events", "waits", "allocations"):
-            with self.subTest(counted=counted):
-                self.assertLess(row[f"torch_ragged {counted}"], row[f"FSDP2 {counted}"])
+        directions = ("forward", "backward")
+        self.assertEqual([row[f"torch_ragged {direction} collectives"] for direction in directions], [1.0, 2.25])
+        self.assertEqual([row[f"FSDP2 {direction} collectives"] for direction in directions], [1.0, 2.0])
+        for direction, counted in itertools.product(directions, ("calls", "dispatches", "events", "waits", "allocations")):
+            with self.subTest(direction=direction, counted=counted):
+                self.assertLess(row[f"torch_ragged {direction} {counted}"], row[f"FSDP2 {direction} {counted}"])
 
 
 @unittest.skipUnless(is_ready, "make rehearsal was not run with this torch")
