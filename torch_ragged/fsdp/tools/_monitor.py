@@ -25,7 +25,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.tools._memory_report import optimizers_or_makers, transient_nbytes
 from torch_ragged.fsdp.tools._peak_flops import device_peak, flops_per_token_of
 from torch_ragged.fsdp.tools._replay import high_water
-from torch_ragged.fsdp.tools._timeline import Timeline, timeline_of
+from torch_ragged.fsdp.tools._timeline import StreamClock, Timeline, timeline_of
 
 __all__ = ["Monitor", "monitor"]
 
@@ -132,7 +132,7 @@ class Monitor:
         devices = {group.device for group in self._groups.values()}
         self._sharded = sum(group.sharded.nbytes for group in self._groups.values())
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        self._clock = _Clock(self._device.type == "cuda")
+        self._clock = StreamClock(self._device.type == "cuda")
         self.flops_per_token = flops_per_token_of(model) if flops_per_token is None else float(flops_per_token)
         self.peak_flops = device_peak(self._device) if peak_flops is None else float(peak_flops)
         memories = [group.memory for group in self._groups.values()]
@@ -319,24 +319,3 @@ class _WatchedWork:
         waited = clock.mark()
         self._work.wait()
         self._watch._collectives.append((*self._begun, waited, clock.mark()))
-
-
-class _Clock:
-    """Moments and the seconds between them, on the host; or on the current CUDA stream, where a moment is an event."""
-
-    def __init__(self, is_cuda: bool) -> None:
-        self._is_cuda = is_cuda
-
-    def mark(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        if not self._is_cuda:
-            return end - begin
-        begin.synchronize()  # It may be on another stream than the end.
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000

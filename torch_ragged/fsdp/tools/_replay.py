@@ -10,10 +10,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Then, Work, done
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
@@ -23,7 +24,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core._hooks import hook_modules
 
-__all__ = ["Activations", "Replay", "high_water"]
+__all__ = ["Activations", "Recomputation", "Replay", "high_water"]
 
 _COPIED_FROM_STATE = (
     "reshard_after_forward",
@@ -53,10 +54,42 @@ class Activations:
     output: int = 0
 
 
-class Replay:
-    """Stand-ins of the states of a model, by name, as modules that call each other. ``activations``: by name, too."""
+class Recomputation(NamedTuple):
+    """Calls one after the other that a checkpoint runs again in backward.
 
-    def __init__(self, states: dict[str, FSDPState], activations: Mapping[str, Activations] | None = None) -> None:
+    Attributes:
+        is_reentrant: as ``torch.utils.checkpoint`` has it.
+        trigger: the module inside whose backward is the first to need what the checkpoint has not saved. "": no module, but the
+            code behind them.
+        names: of the outermost modules.
+    """
+
+    is_reentrant: bool
+    trigger: str
+    names: list[str]
+
+
+class Replay:
+    """Stand-ins of the states of a model, by name, as modules that call each other.
+
+    Args:
+        states: by name.
+        activations: by name, too.
+        recomputed: what checkpoints run again.
+        without_gradient: modules whose inputs have no gradient. None: the root.
+    """
+
+    def __init__(
+        self,
+        states: dict[str, FSDPState],
+        activations: Mapping[str, Activations] | None = None,
+        recomputed: Sequence[Recomputation] = (),
+        without_gradient: Iterable[str] | None = None,
+    ) -> None:
+        self._root_has_gradient = without_gradient is not None
+        self.without_gradient = frozenset(without_gradient or ())
+        self.recomputed = {name: each for each in recomputed for name in each.names}
+        self._triggers = {each.trigger for each in recomputed}
         self._activations = dict(activations or {})
         self._names = {state: name for name, state in states.items()}
         self._inside = {s: {child for module in s.modules for child in module.modules()} for s in states.values()}
@@ -94,6 +127,11 @@ class Replay:
                 self._modules[innermost][0].add_module(f"inner_{self._names[state]}_{index}".replace(".", "_"), module)
         return twin
 
+    @property
+    def states(self) -> dict[str, FSDPState]:
+        """The stand-ins, by name."""
+        return {name: self._made[state] for state, name in self._names.items()}
+
     def is_inside(self, state: FSDPState, other: FSDPState) -> bool:
         """Whether the modules of ``state`` are inside the modules of ``other``."""
         return state is not other and state.modules[0] in self._inside[other]
@@ -121,18 +159,25 @@ class Replay:
             self._logs.append((kind, log))
         return twin
 
+    def region_of(self, call: _ReplayedCall) -> Recomputation | None:
+        """The checkpoint around a call, if it is not around the module that calls it, too."""
+        name, index = self._names[call.state], self._modules[call.state].index(call.module)
+        return self.recomputed.get(f"{name}/{index}" if index else name)
+
     def begin(self, label: str) -> None:
         self._clock.note(0)
         self.labels.append(label)
 
     def compute(self, name: str, x: torch.Tensor, params: Sequence[nn.Parameter]) -> torch.Tensor:
         """The computation of the module ``name`` itself: its activations are held from here until its gradients are made."""
+        if not torch.is_grad_enabled():  # In a reentrant checkpoint, which runs it again in backward.
+            return x
         own = self._activations.get(name, Activations())
         x = x.view_as(x)
         # Autograd runs this hook after it has accumulated the gradients of the parameters: so activations and these gradients
         # are held together, as at the end of a real backward.
         x.register_hook(lambda gradient: self._kept.note(-own.kept - own.computed_again))
-        x = _Compute.apply(x, *params)
+        x = _Compute.apply(x, name in self._triggers, *params)
         if own.loss:
             self.begin("the loss")
         self._kept.note(own.kept + own.loss + own.output)
@@ -145,6 +190,7 @@ class Replay:
         If activations were given, also "activations".
 
         ``order``: the calls of a forward. If a module is inside another one, its call is part of the last call of that one.
+        Each step begins without gradients.
         """
         calls: list[_ReplayedCall] = []  # The outermost calls.
         around: list[_ReplayedCall] = []  # The open calls, outermost first: the next call may be inside each of them.
@@ -156,6 +202,12 @@ class Replay:
             around.append(call)
         states = self._made.values()
         groups = [group for state in states for group in state.groups]
+        for _, log in self._logs:
+            log.start()
+        self._clock.start()
+        self.labels = []
+        for param in [param for group in groups for param in group.params]:
+            param.sharded.grad = None
         unsynced = any(not state.requires_gradient_sync for state in states)
         waiting = any(state.reduces_last_only and not state.is_last_backward for state in states)
         # Backward leaves gradients for a later one, on this rank or, with HSDP, in each replica.
@@ -174,7 +226,7 @@ class Replay:
 
     def _pass(self, calls: Sequence[_ReplayedCall]) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            x = torch.empty(1, device="meta")
+            x = torch.empty(1, device="meta", requires_grad=self._root_has_gradient)
             for call in calls:
                 x = call.run(x)
             if x.requires_grad:
@@ -191,7 +243,15 @@ class _ReplayedCall:
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         self.module.replay.begin(f"forward of {self.module.name}")
+        if self.module.name in self.module.replay.without_gradient:
+            x = x.detach()
         return self.module.before_backward(f"backward of {self.module.name}", self.module(x, self.inner))
+
+
+def _run_calls(calls: Sequence[_ReplayedCall], region: Recomputation | None, x: torch.Tensor) -> torch.Tensor:
+    for call in calls:
+        x = call.run(x)
+    return x if region is None or region.trigger else _Compute.apply(x, True)  # type: ignore[no-any-return]
 
 
 class _StandIn(nn.Module):
@@ -210,29 +270,37 @@ class _StandIn(nn.Module):
         if not x.requires_grad:  # The first module gets tokens. Its stand-in needs a gradient, so that backward reaches it.
             x = x.detach().requires_grad_()
         x = self.before_backward(end, x)
-        for call in calls:
-            x = call.run(x)
+        for region, together in itertools.groupby(calls, lambda call: self.replay.region_of(call)):
+            inside = list(together)
+            run = functools.partial(_run_calls, inside, region)
+            x = run(x) if region is None else checkpoint(run, x, use_reentrant=region.is_reentrant)
         params = [param for param in self._parameters.values() if param is not None]
         return self.replay.compute(self.name, x, params)
 
     def before_backward(self, label: str, x: torch.Tensor) -> torch.Tensor:
         """``x``: when backward reaches it, the moment named ``label`` begins."""
         x = x.view_as(x)
-        x.register_hook(lambda gradient: self.replay.begin(label))
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.replay.begin(label))
         return x
 
 
 class _Compute(torch.autograd.Function):
-    """Returns its input. In backward, it makes a gradient for each trainable parameter, as a real module does."""
+    """Returns its input. In backward, it makes a gradient for each trainable parameter, as a real module does.
+
+    If it ``saves``, a checkpoint around it runs its calls again when this backward begins.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *params: nn.Parameter) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, saves: bool, *params: nn.Parameter) -> torch.Tensor:
         ctx.params = params
+        ctx.save_for_backward(*([x] if saves else []))
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         gradients: list[torch.Tensor | None] = []
+        ctx.saved_tensors  # noqa: B018  # Reading them is what runs a checkpoint.
         for param in ctx.params:
             target = getattr(param, "gradient_target", None)
             if target is not None and target.begin() is not None:  # A matmul writes to the gradient buffer itself.
@@ -240,7 +308,7 @@ class _Compute(torch.autograd.Function):
                 gradients.append(None)
             else:
                 gradients.append(torch.empty_like(param) if param.requires_grad else None)
-        return gradient, *gradients
+        return gradient, None, *gradients
 
 
 class _NoCollectives(Collectives):

@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TimelineSpan", "Timeline"]
+import torch
+
+__all__ = ["StreamClock", "TimelineSpan", "Timeline", "between", "timeline_of"]
 
 _COLOURS = {
     "compute": "#8fa8c8",
@@ -150,6 +153,27 @@ class Timeline:
         )
         with matplotlib.rc_context({"svg.hashsalt": "torch_ragged", "svg.fonttype": "none"}):
             figure.savefig(path, format=kind, dpi=150)
+
+
+class StreamClock:
+    """Moments and the seconds between them, on the host; or on the current CUDA stream, where a moment is an event."""
+
+    def __init__(self, is_cuda: bool) -> None:
+        self._is_cuda = is_cuda
+
+    def mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        if not self._is_cuda:
+            return end - begin
+        begin.synchronize()  # It may be on another stream than the end.
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
 
 
 def between(taken: Iterable[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
