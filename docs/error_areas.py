@@ -21,7 +21,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "fsdp._spmd_types",
         "fsdp._upcoming",
     ),
-    "Methods of a sharded module": ("fsdp._fsdp_module", "fsdp.memory._persistent_buffers"),
+    "Methods of a sharded module": ("fsdp._fsdp_module", "fsdp.schedule", "fsdp.memory._persistent_buffers"),
     "load_state_dict() of a sharded model": ("fsdp._state_dict",),
     "Forward, backward and step": (
         "fsdp.core",

@@ -261,12 +261,22 @@ SERIES = (
         ("kernels/test_float4_tiles.py", "kernels/test_float8_tiles.py"),
     ),
     Step(
-        "0017-fully-shard",
+        "0017-fsdp-schedule",
+        (
+            "fsdp/_groups.py",
+            "fsdp/schedule/*.py",
+            "fsdp/tools/__init__.py",
+            "fsdp/tools/_replay.py",
+            "fsdp/tools/_timeline.py",
+        ),
+        ("fsdp/schedule/test_schedule_play.py",),
+    ),
+    Step(
+        "0018-fully-shard",
         (
             "tensor/_from_meta.py",
             "fsdp/_fsdp_module.py",
             "fsdp/_fully_shard.py",
-            "fsdp/_groups.py",
             "fsdp/_options.py",
             "fsdp/_spmd_types.py",
             "fsdp/_upcoming.py",
@@ -282,7 +292,7 @@ SERIES = (
         ),
     ),
     Step(
-        "0018-fsdp-elastic",
+        "0019-fsdp-elastic",
         (
             "_ranks/survivors.py",
             "fsdp/elastic/_neighbour_copies.py",
@@ -291,14 +301,20 @@ SERIES = (
         ),
         ("ranks/test_groups.py", "fsdp/elastic/test_optimizer_states.py"),
     ),
-    Step("0019-fsdp-offload", ("fsdp/offload/*.py", "tensor/_stored_tensor.py"), ("fsdp/offload/test_offload_plain.py",)),
+    Step("0020-fsdp-offload", ("fsdp/offload/*.py", "tensor/_stored_tensor.py"), ("fsdp/offload/test_offload_plain.py",)),
     Step(
-        "0020-fsdp-tools",
-        ("fsdp/tools/*.py",),
+        "0021-fsdp-tools",
+        (
+            "fsdp/tools/_gradient_factors.py",
+            "fsdp/tools/_memory_report.py",
+            "fsdp/tools/_monitor.py",
+            "fsdp/tools/_peak_flops.py",
+            "fsdp/tools/_token_scale.py",
+        ),
         ("../examples/moe.py", "common/fsdp_common.py", "fsdp/tools/test_fsdp_monitor.py"),
     ),
-    Step("0021-fsdp-same-bits", ("fsdp/bits/*.py",), ("common/one_process.py", "fsdp/bits/test_same_bits.py")),
-    Step("0022-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
+    Step("0022-fsdp-same-bits", ("fsdp/bits/*.py",), ("common/one_process.py", "fsdp/bits/test_same_bits.py")),
+    Step("0023-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )
 
 MOST_LINES = 2500

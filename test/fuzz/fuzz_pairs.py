@@ -32,6 +32,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "set_manual_backward_finalization",
         "set_collectives",
         "prefetch",
+        "set_schedule",
         "monitor",
     ),
     # The model.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from torch_ragged import fsdp
 from torch_ragged._kernels import float4, float8
 from torch_ragged._kernels.tiles import TileRun, TileTable
 from torch_ragged.fsdp import FSDPModule, fully_shard
+from torch_ragged.fsdp.schedule import _auto
+from torch_ragged.fsdp.schedule._search import Knobs, ScheduleSearch
 from torch_ragged.optim import SOAP, AdamW8bit, Muon, Shampoo, matrix_groups, muon_policy
 
 __all__ = ["PairTraining"]
@@ -311,6 +314,12 @@ class PairTraining:
                 getattr(part, knob)({"set_gradient_divide_factor": 3.0}.get(knob, True))
         elif knob == "set_collectives":
             model.set_collectives("copy_engine")
+        elif knob == "set_schedule":
+            # Found after the second step, whatever the times were, so that the last steps run under it.
+            self.closes.enter_context(mock.patch.object(_auto, "_PASSES", 1))
+            wide = Knobs(forward=2**20, backward=2**20, reductions=3, unsharded=1)
+            self.closes.enter_context(mock.patch.object(ScheduleSearch, "best", lambda search: wide))
+            model.set_schedule("auto", extra_bytes=2**20)
         elif knob == "monitor":
             self.watch = self.closes.enter_context(fsdp.monitor(model))
         elif knob:

@@ -32,6 +32,7 @@ from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.memory._resident import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
 from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer, offloaded
 from torch_ragged.fsdp.offload._policy import Offload
+from torch_ragged.fsdp.schedule._schedule import Schedule, UnitSchedule
 from torch_ragged.fsdp.tools._gradient_factors import GradientFactor, GradientFactors, gradient_factors
 from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report
 from torch_ragged.fsdp.tools._monitor import Monitor, monitor
@@ -69,10 +70,12 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Monitor",
     "OrigParamPolicy",
+    "Schedule",
     "Segments",
     "TensorSpec",
     "Timeline",
     "TimelineSpan",
+    "UnitSchedule",
     "advise",
     "blocks",
     "buffer_layouts",

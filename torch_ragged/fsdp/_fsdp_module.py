@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of, is_nccl
 from torch_ragged._register._torch import register_composable
+from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp._state_dict import before_load
 from torch_ragged.fsdp._upcoming import GRADIENT_VIEWS, PendingView, pending_of
 from torch_ragged.fsdp.comm._choice import IMPLEMENTATIONS, Traffic, choose_implementation
@@ -31,11 +32,16 @@ from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._param_swap import check_conversion, convert, is_whole, load_converted, load_replaced
 from torch_ragged.fsdp.gates._untrained import warn_of_unsharded
 from torch_ragged.fsdp.memory._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
+from torch_ragged.fsdp.schedule._auto import AutoSchedule, set_schedule
+from torch_ragged.fsdp.schedule._schedule import Schedule
 from torch_ragged.tensor._from_meta import FromMeta
 
 __all__ = ["FSDPModule", "check_bool", "make_fsdp_module", "share_comm_ctx"]
 
 _classes: dict[type, type] = {}
+
+_SCHEDULE = "_ragged_schedule"
+"""The attribute under which a root keeps what :meth:`FSDPModule.set_schedule` has set."""
 
 
 def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
@@ -383,6 +389,45 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for group in self._ragged_groups(recurse):
             group.settings.max_reductions = max_input_buffers
+
+    def set_schedule(self, schedule: str | Schedule, *, extra_bytes: int = 0) -> None:
+        """Set when all-gathers are issued, and which modules stay unsharded; "auto" finds that from the next steps. ::
+
+            model.set_schedule("auto", extra_bytes=2 * 2**30)
+            train(model, steps=10)
+            print(model.get_schedule())
+
+        "auto": of the next forwards with gradients and gradient sync, the second to the fourth are recorded, with their
+        backwards. In these each collective is waited for at once, so that its time, and that of each module's computation, is
+        its own. The next forward searches for the schedule with the least time, for a second or some, and sets it; the logger
+        ``torch_ragged.fsdp`` has it at level INFO. Bits are the same in all of these steps. If no schedule is faster, or ranks
+        or steps differ in their calls, or a module is called more than once, a log line says so, and nothing changes.
+
+        A schedule replaces ``reshard_after_forward`` where that is a bool, but not the root's, the modules to prefetch, and the
+        limits of all-gathers ahead and of reduce-scatters in flight.
+
+        Args:
+            schedule: "auto" or a :class:`Schedule`, equal on all ranks.
+            extra_bytes: how far the peak of memory may be above that of the present settings, on each rank. If it is negative,
+                the peak has to be so far below.
+
+        Raises:
+            ValueError: an argument is none of these, ranks pass different ones, or the schedule is of other modules.
+            RuntimeError: this is not the root, or :meth:`set_persistent_buffers` was called before.
+
+        Collectives: an all-reduce of 24 bytes per process group; after the recorded steps, another one, and two all-gathers.
+        """
+        self._root_state("set_schedule must be called on the root, the outermost fully_shard module")
+        before = self.__dict__.get(_SCHEDULE)
+        made = set_schedule(module_states(self), schedule, extra_bytes)  # type: ignore[arg-type]
+        if isinstance(before, AutoSchedule):
+            before.close()
+        self.__dict__[_SCHEDULE] = made or schedule
+
+    def get_schedule(self) -> Schedule | None:
+        """The schedule that :meth:`set_schedule` has set; None: there is none, or "auto" has not found it yet."""
+        found = self.__dict__.get(_SCHEDULE)
+        return found.schedule if isinstance(found, AutoSchedule) else found
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with each reduced shard of this module's gradients: a flat tensor, which the hook may change in place.
