@@ -55,6 +55,7 @@ class Schedule:
         copies_in_backward: if true, gradients are copied as they come; if false, after the reduce-scatter in flight has ended.
         agrees: a small all-reduce ends backward, of ``agreement`` seconds.
         host: seconds of Python per group in forward, and again in backward.
+        ahead: how many groups' all-gathers are issued ahead, by prefetch lists.
         runs_ahead: the host issues without waiting (GPU); else its time adds to compute (CPU).
     """
 
@@ -65,6 +66,7 @@ class Schedule:
     agrees: bool = True
     agreement: float = 0.0
     host: float = 0.0
+    ahead: int = 1
     runs_ahead: bool = True
 
 
@@ -116,8 +118,9 @@ class _Player:
         for index in range(last + 1):
             self._gather(index)
             self._wait(self._gathered[index])
-            if index < last and self._schedule.prefetches_forward:
-                self._gather(index + 1)
+            if self._schedule.prefetches_forward or self._schedule.ahead > 1:
+                for other in range(index + 1, min(index + self._schedule.ahead, last) + 1):
+                    self._gather(other)
             self._run("copy_out", index)
             self._copied.append(self._compute)
             self._forward(index)
@@ -140,8 +143,8 @@ class _Player:
         was_there = index in self._gathered and self._groups[index].stays
         self._gather(index)
         self._wait(self._gathered[index])
-        if index > 0:
-            self._gather(index - 1)
+        for other in range(index - 1, max(index - self._schedule.ahead, 0) - 1, -1):
+            self._gather(other)
         if not was_there:
             self._run("copy_out", index)
         self._run("backward", index)

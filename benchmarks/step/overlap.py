@@ -45,7 +45,7 @@ PACKAGES: dict[str, Callable[..., Any]] = {"torch_ragged": fully_shard, "FSDP2":
 PLAIN, COMPUTE, COMMUNICATION = "plain", "compute", "communication"
 
 
-class _Busy(torch.autograd.Function):
+class Busy(torch.autograd.Function):
     """The identity, after some time, with nothing to do but wait; its backward too."""
 
     @staticmethod
@@ -69,7 +69,7 @@ class Block(nn.Module):
         self.seconds = (0.0, 0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Busy.apply(self.linear(x), self.seconds)
+        return Busy.apply(self.linear(x), self.seconds)
 
 
 class Stack:
