@@ -53,11 +53,13 @@ class ClusterCosts(PartCosts):
 
 
 _FACTOR = ("", "factor", "")
+_GET_TOKENS = ("root", "embedding")
+"""Modules whose inputs have no gradient."""
 
 
 def costs_of(states: Mapping[str, FSDPState], groups: Sequence[GroupCost], ranks: int) -> ClusterCosts:
     """Of all parts of a pass, in its order."""
-    replay = Replay(dict(states))
+    replay = Replay(dict(states), without_gradient=_GET_TOKENS)
     trace = Trace(replay.states)
     trace.start()
     replay.play(list(states.values()))
@@ -95,7 +97,8 @@ def rows_of(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str
         costs = costs_of(states, groups["torch_ragged"], ranks)
         largest = max(group.layout.numel * 2 for state in states.values() for group in state.groups)
         for extra in options.extra:
-            search = ScheduleSearch(states, list(states.values()), costs, {}, extra_bytes=extra * largest)
+            order = list(states.values())
+            search = ScheduleSearch(states, order, costs, {}, without_gradient=_GET_TOKENS, extra_bytes=extra * largest)
             knobs = search.best()
             found = search.start if knobs is None else search.evaluate(knobs)
             by_hand = fsdp2_by_hand(groups["FSDP2"], extra)

@@ -6,6 +6,7 @@ import tempfile
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_ranks
@@ -109,17 +110,13 @@ WIDE = Knobs(10**6, 10**6, 3, 2)
 class SetScheduleTest(unittest.TestCase):
     @ranks(2)
     def test_training_has_the_same_bits_while_it_records_and_afterwards():
-        for options in (
-            {},
-            {"checkpointed": True},
-            {"reshard_after_forward": False},
-            {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-        ):
-            plain, planned = build(**options), build(**options)
-            planned.set_schedule("auto", extra_bytes=2**20)
-            with choose(WIDE):
-                same(train(planned), train(plain))
-            assert planned.get_schedule() is not None, options
+        check_bits({"checkpointed": True})
+
+    @pytest.mark.slow
+    @ranks(2)
+    def test_other_settings_have_the_same_bits_too():
+        check_bits({"reshard_after_forward": False})
+        check_bits({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)})
 
     @ranks(4)
     def test_replicas_and_micro_batches():
@@ -263,6 +260,14 @@ class SetScheduleTest(unittest.TestCase):
             assert model.get_schedule() is None
             train(model, 3)
         assert model.get_schedule() is not None
+
+
+def check_bits(options):
+    plain, planned = build(**options), build(**options)
+    planned.set_schedule("auto", extra_bytes=2**20)
+    with choose(WIDE):
+        same(train(planned), train(plain))
+    assert planned.get_schedule() is not None, options
 
 
 def check_unknown(kind):
