@@ -292,6 +292,10 @@ class SameBitsTest(unittest.TestCase):
         assert "written to the buffer running_var" in error_of(updates), error_of(updates)
 
 
+def float32(number):
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
 class ExactSumTest(unittest.TestCase):
     def test_sums_are_those_of_fsum(self):
         generator = torch.Generator().manual_seed(0)
@@ -308,19 +312,22 @@ class ExactSumTest(unittest.TestCase):
                     numbers = numbers + total.numbers(torch.device("cpu"))
                 self.assertEqual(sum_of(numbers), expected, (dtype, part))
             squares = math.fsum(values.double().square().tolist())
-            for cuts in (2, 53):
+            for add in (ExactSum.add, ExactSum.add_near):
                 total = ExactSum()
-                total.add(values, torch.square, cuts)
-                self.assertEqual(sum_of(total.numbers(torch.device("cpu"))), squares, (dtype, cuts))
+                add(total, values, torch.square)
+                numbers = total.numbers(torch.device("cpu"))
+                self.assertEqual(sum_of(numbers, float32), float32(squares), (dtype, add))
+                if add is ExactSum.add:
+                    self.assertEqual(sum_of(numbers), squares, dtype)
 
-    def test_what_is_left_out_is_found_if_it_matters(self):
-        """1 + 2**-53 is halfway between two floats, and the last number, far below, says which one is nearer."""
-        values = torch.tensor([1.0, 2**-27, 2**-27, 2**-60])
-        for end, expected in ((3, 1.0), (4, 1 + 2**-52)):
-            for cuts in (2, 53):
+    def test_an_error_that_may_matter_is_found(self):
+        """1 + 2**-24 is halfway between two numbers of float32, and the last number, far below, says which one is nearer."""
+        halves = torch.tensor([1.0, 2**-24, 2**-51])
+        for end, expected in ((2, 1.0), (3, 1 + 2**-23)):
+            for add, result in ((ExactSum.add_near, None), (ExactSum.add, expected)):
                 total = ExactSum()
-                total.add(values[:end], torch.square, cuts)
-                self.assertEqual(sum_of(total.numbers(torch.device("cpu"))), None if cuts == 2 else expected)
+                add(total, halves[:end], torch.abs)
+                self.assertEqual(sum_of(total.numbers(torch.device("cpu")), float32), result, (end, add))
 
     def test_extreme_and_missing_values(self):
         tiny, huge, inf, nan = 5e-324, 1.7e308, math.inf, math.nan

@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -83,7 +83,7 @@ class SameBits:
             times fewer bytes, and holds up to ``1 + log2(subtree)`` unsharded gradients. If ``pieces`` is no multiple of it
             times the ranks, there are more rounds. The bits are the same.
         verify_every: find memory and processors that change bits. Parameters, states of optimizers, buffers and reduced
-            gradients have 128-bit sums from when they are written to when they are read: any changed bit is found there. In
+            gradients have sums of bits from when they are written to when they are read: any changed bit is found there. In
             every so-many-th step, each rank repeats a piece of the next rank, and the bits of loss and gradients are compared:
             a rank that computes wrong each time is found then, a single wrong computation with a probability of one in so many
             times its pieces. None: neither.
@@ -120,7 +120,7 @@ class SameBits:
         self._device = device_of(dp.mesh)
         self._trees: list[PieceCollectives] = []
         self._subtree, self._verify_every, self._on_corruption = subtree, verify_every, on_corruption
-        self._still, self._still_gradients, self._changed = StillTensors(), StillTensors(), list[str]()
+        self._still, self._changed = StillTensors(), list[str]()
         self._losses_twice: dict[bool, torch.Tensor] = {}  # Of the noted piece, and of the repeated one (True).
         self._now = Round(0, False, False, False)
         self._loop: object = None  # The loop over pieces that runs, or was left.
@@ -130,7 +130,8 @@ class SameBits:
             self._attach()
         hook = weakref.WeakMethod(self._before_step)
         after = weakref.WeakMethod(self._after_step)
-        self._hooks = [each.register_step_pre_hook(lambda *_: (check := hook()) and check()) for each in self._optimizers]
+        check_of = lambda each, *_: (check := hook()) and check(each)  # noqa: E731
+        self._hooks = [each.register_step_pre_hook(check_of) for each in self._optimizers]
         if verify_every is not None:  # Of all optimizers: those run last, and one of fully_shard counts versions.
             handle = register_optimizer_step_post_hook(lambda each, *_: (note := after()) and note(each))
             self._hooks.append(handle)
@@ -282,7 +283,8 @@ class SameBits:
             self._check_model()
             trained = [param.sharded.requires_grad for tree in self._trees for param in tree.group.params]
             claim += [f"step: {self.step}", f"threads: {torch.get_num_threads()}", f"trained parameters: {trained}"]
-        self._check_memory()
+        # A forward reads no states: the step compares them.
+        self._check_memory([*((name, param) for param, name in self._names.items()), *self._buffers()])
         for tree in self._trees:
             tree.start()
         self._losses, self._losses_twice = {}, {}
@@ -339,12 +341,12 @@ class SameBits:
             )
         return self._now
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         if self._loop is not None:
             raise RuntimeError("SameBits: the loop over pieces() has not ended, so gradients are not complete: let it end")
         self._look_at_gradients()
-        if self._verify_every is not None:  # After the step, sums are made anew: states have lain still for the whole backward.
-            self._changed += self._still.changed(self._still_tensors())
+        if self._verify_every is not None:  # What it reads, and writes anew.
+            self._changed += self._still.changed([*self._params_of(optimizer), *self._states_of(optimizer)])
 
     # -- corruption --------------------------------------------------------------------------------------------------
 
@@ -358,7 +360,7 @@ class SameBits:
             CorruptionFound: bits of this rank have changed; a RuntimeError on the other ranks.
         """
         self._follow()
-        self._check_memory()
+        self._check_memory(self._still_tensors())
 
     def note(self) -> None:
         """The program has written to parameters, states or gradients in a way that torch does not count, as ``.data`` does.
@@ -375,13 +377,21 @@ class SameBits:
         for param, name in self._names.items():
             yield name, param
         for optimizer in self._optimizers:
-            for held, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        yield f"{key} of {self._names.get(held)}", value
-        for name, buffer in self._model.named_buffers():
-            if not buffer.is_inference():
-                yield f"the buffer {name}", buffer
+            yield from self._states_of(optimizer)
+        yield from self._buffers()
+
+    def _params_of(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return ((self._names[param], param) for param in params if param in self._names)
+
+    def _states_of(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        for held, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{key} of {self._names.get(held)}", value
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"the buffer {name}", each) for name, each in self._model.named_buffers() if not each.is_inference())
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for param, name in self._names.items():
@@ -390,21 +400,21 @@ class SameBits:
 
     def _note_gradients(self) -> None:
         if self._verify_every is not None:
-            self._still_gradients.note(self._gradients())
+            self._still.note(self._gradients())
 
     def _look_at_gradients(self) -> None:
         if self._verify_every is not None:
-            self._changed += self._still_gradients.changed(self._gradients())
+            self._changed += self._still.changed(self._gradients())
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if any(optimizer is each for each in self._optimizers):
-            self._still.note(self._still_tensors())
+            self._still.note([*self._params_of(optimizer), *self._states_of(optimizer)])
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, read: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise on all ranks if the memory of one has changed. Of writes that torch does not count, all ranks have some."""
         if self._verify_every is None:
             return
-        changed = {*self._changed, *self._still.changed(self._still_tensors())}
+        changed = {*self._changed, *self._still.changed(read)}
         self._changed = []
         # Names and their order are equal on all ranks, or the counts of one would meet those of another.
         # What a name begins with is its kind: a state, a gradient, a buffer, or a parameter.
@@ -425,7 +435,7 @@ class SameBits:
             if count == 1 and (several == 1 or 2 * several < all_held):  # A program writes to many, or on many ranks.
                 found.setdefault(place - 1, []).append(name)
         if not found and changed:  # The program has written: from here on, what it wrote lies still.
-            self._still.note(self._still_tensors())
+            self._still.note(each for each in self._still_tensors() if each[0] in changed)
         if found:
             self._changed = [name for name in changed if name.startswith("the gradient")]  # Found until it is mended.
             text = "; ".join(
@@ -447,8 +457,7 @@ class SameBits:
                 for number in pair
             ]
             loss = self._losses_twice.get(is_repeat, torch.zeros((), device="cpu")).to("cpu", torch.float64).view(torch.int64)
-            signed = [(number + 2**63) % 2**64 - 2**63 for number in sums]
-            rows[self._rank, int(is_repeat)] = torch.tensor([*signed, int(loss)], device=self._device)
+            rows[self._rank, int(is_repeat)] = torch.tensor([*sums, int(loss)], device=self._device)
         reduce_exact(rows, self._groups, f"{_CALL}.pieces")
         differs = [not rows[rank, 1].equal(rows[(rank + 1) % self._ranks, 0]) for rank in range(self._ranks)]
         if not any(differs):
@@ -522,8 +531,9 @@ class SameBits:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradients of the model by their norm, as ``torch.nn.utils.clip_grad_norm_`` does; return the norm.
 
-        The norm is the root of an exact sum of squares (``norm_type`` 1: of absolute values; inf: the largest one). If it is
-        not finite, gradients become what the factor makes of them, as with torch.
+        The norm is the root of an exact sum of squares (``norm_type`` 1: of absolute values; inf: the largest one), rounded to
+        float32 (to float64 if gradients are). If it is not finite, gradients become what the factor makes of them, as with
+        torch.
 
         Collectives: an all-reduce of 872 bytes, rarely two. The host waits.
 
@@ -544,24 +554,29 @@ class SameBits:
             if math.isinf(norm_type):
                 norm = self._largest(gradients)
             else:
-                value = self._exact_sum(gradients, function, cuts=2)
-                # Too near to the middle of two floats. All ranks know it alike, from the numbers that they have added.
-                value = self._exact_sum(gradients, function) if value is None else value
-                assert value is not None  # Nothing was left out.
-                norm = math.sqrt(value) if norm_type == 2 else value
+                is_wide = any(gradient.dtype == torch.float64 for gradient in gradients)
+                norm = self._norm(gradients, function, torch.float64 if is_wide else torch.float32)
             factor = math.nan if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
-            for gradient in gradients:
-                gradient.mul_(factor)
-        self._note_gradients()
+            if factor != 1.0:  # A product with it would read and write all gradients, and change none.
+                for gradient in gradients:
+                    gradient.mul_(factor)
+                self._note_gradients()
         return norm
 
-    def _exact_sum(self, gradients: list[torch.Tensor], function: Any, **options: int) -> float | None:
-        total = ExactSum()
-        for gradient in gradients:
-            total.add(gradient, function, **options)
-        numbers = total.numbers(self._device)
-        reduce_exact(numbers, self._shard_groups, f"{_CALL}.clip_grad_norm_")
-        return sum_of(numbers)
+    def _norm(self, gradients: list[torch.Tensor], function: Any, dtype: torch.dtype) -> float:
+        def rounded(total: float) -> float:
+            return float(torch.tensor(math.sqrt(total) if function is torch.square else total, dtype=dtype))
+
+        for add in (ExactSum.add_near, ExactSum.add):
+            total = ExactSum()
+            for gradient in gradients:
+                add(total, gradient, function)
+            numbers = total.numbers(self._device)
+            reduce_exact(numbers, self._shard_groups, f"{_CALL}.clip_grad_norm_")
+            # None is too near to the middle of two floats. All ranks know it alike, from the numbers that they have added.
+            if (norm := sum_of(numbers, rounded)) is not None:
+                return norm
+        raise AssertionError("an exact sum has no error")
 
     def _largest(self, gradients: list[torch.Tensor]) -> float:
         parts = [gradient.abs().max().to(self._device, torch.float64) for gradient in gradients if gradient.numel()]
@@ -599,7 +614,7 @@ class SameBits:
                 )
         self.step, self._loop = state["step"], None  # A loop that a death has ended is over, also if something holds it.
         # What is loaded beside this was perhaps written without a count.
-        self._still, self._still_gradients, self._changed = StillTensors(), StillTensors(), []
+        self._still, self._changed = StillTensors(), []
 
 
 def facts(device: torch.device) -> list[str]:

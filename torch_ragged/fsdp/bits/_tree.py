@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import is_gloo
-from torch_ragged.fsdp.bits._sums import Sums, sums_of
+from torch_ragged.fsdp.bits._sums import sums_of
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._collectives import (
     Collectives,
@@ -124,7 +124,9 @@ class PieceCollectives(WrappedCollectives):
         self._tree, self._sent = TreeSum(), 0  # How many times they have sent.
         self._own, self._kept = TreeSum(), 0  # Of unsharded gradients that this rank adds, and how many leaves it has.
         self.round = -1  # The last one in which the group was reduced.
-        self.sums: dict[bool, list[Sums]] = {}  # Of the gradients of the noted piece, and of the repeated one (True).
+        self.sums: dict[
+            bool, list[tuple[int, int]]
+        ] = {}  # Of the gradients of the noted piece, and of the repeated one (True).
         self._received: torch.Tensor | None = None
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
@@ -203,7 +205,7 @@ class PieceCollectives(WrappedCollectives):
             work.wait()
         self._take(received)
 
-    def _sums(self, buffer: torch.Tensor) -> list[Sums]:
+    def _sums(self, buffer: torch.Tensor) -> list[tuple[int, int]]:
         """Of the gradient of each parameter in the group's buffer."""
         parts = zip(self.group.params, self.group.layout.offsets, self.group.layout.tensors)
         return [sums_of(buffer[start : start + each.numel]) if param.was_used else (0, 0) for param, start, each in parts]
