@@ -355,10 +355,10 @@ class TreeTest(unittest.TestCase):
             expected = tree(list(leaves))
             for part in (1, 2, 3, 5, 8):
                 found = TreeSum()
-                for received in leaves.clone().split(part):
-                    for leaf in received.clone().unbind():
+                for received in map(torch.clone, leaves.split(part)):
+                    for leaf in received.unbind():
                         found.add(leaf)
-                    found.keep()
+                    found.keep(received)
                 self.assertTrue(found.root().equal(expected), (count, part))
 
 

@@ -86,9 +86,9 @@ class ExactSum:
             if values.dtype == torch.float64 or not near < _HUGE:
                 self.add(chunk, function)
                 continue
-            self._total += _integer(near)
+            self._total += _multiple(near)
             # Of n numbers that are not negative, float64 sums in any order have an error of n * 2**-53 at most, relative.
-            self._error += _integer(near * chunk.numel() * 2**-52)
+            self._error += _multiple(near * chunk.numel() * 2**-52)
 
     def _add_huge(self, rest: torch.Tensor) -> float:
         """Add infinities, NaN and huge numbers of ``rest``, and set them to zero there. Returns the largest of the others."""
@@ -131,7 +131,7 @@ def _nearest_float(total: int) -> float:
         return math.inf if total > 0 else -math.inf
 
 
-def _integer(number: float) -> int:
+def _multiple(number: float) -> int:
     """A float64, which is an integer times 2**_LOWEST."""
     numerator, denominator = number.as_integer_ratio()
     return numerator * ((1 << -_LOWEST) // denominator)

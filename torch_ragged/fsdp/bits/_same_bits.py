@@ -175,7 +175,9 @@ class SameBits:
         self._names: dict[Any, str] = {
             param.sharded: known.get(param.sharded, param.fqn) for group in groups for param in group.params
         }
-        self._trees = [PieceCollectives(group.collectives, group, self._present, self._subtree) for group in groups]
+        self._trees = [
+            PieceCollectives(group.collectives, group, self._present, self._rounds, self._subtree) for group in groups
+        ]
         for tree in self._trees:
             tree.group.collectives = tree
 
@@ -274,7 +276,7 @@ class SameBits:
                         )
             if len(pieces) > rounds:
                 self._compare_repeats()
-            self._finish(rounds)
+            self._finish()
             has_ended = True
 
     def _begin(self) -> None:
@@ -320,11 +322,11 @@ class SameBits:
                         ".grad after the pieces"
                     )
 
-    def _finish(self, rounds: int) -> None:
+    def _finish(self) -> None:
         """Set ``.grad``. Backward has left it None where no piece has a gradient."""
         with torch.no_grad():
             for tree in self._trees:
-                mean = tree.finish(rounds, self._count)
+                mean = tree.finish(self._count)
                 for param, (begin, end) in zip(tree.group.params, tree.group.reduction.intervals):
                     if mean is not None and param.sharded.grad is not None:
                         local = local_of(param.sharded.grad)
@@ -565,7 +567,7 @@ class SameBits:
 
     def _norm(self, gradients: list[torch.Tensor], function: Any, dtype: torch.dtype) -> float:
         def rounded(total: float) -> float:
-            return float(torch.tensor(math.sqrt(total) if function is torch.square else total, dtype=dtype))
+            return float(torch.tensor(math.sqrt(total) if function is torch.square else total, dtype=dtype, device="cpu"))
 
         for add in (ExactSum.add_near, ExactSum.add):
             total = ExactSum()

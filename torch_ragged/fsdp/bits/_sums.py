@@ -17,7 +17,7 @@ class CorruptionFound(RuntimeError):
     """The memory of this rank has changed bits that nobody wrote, or it computes other bits than other ranks."""
 
 
-_COLUMNS = 256
+_ROW_WORDS = 256
 _FEW_WORDS = 2**11  # Sums of fewer words take longer than a copy, and more memory.
 _CHUNK_ROWS = 2**8  # Of a chunk, which stays in a cache for the second sum.
 
@@ -40,12 +40,12 @@ def lines_of(tensor: torch.Tensor) -> torch.Tensor:
     words = flat.view(torch.int64)
     if words.numel() <= _FEW_WORDS:
         return torch.cat([words, *lines])
-    left = words.numel() % _COLUMNS
-    columns = words.new_zeros(_COLUMNS)
+    left = words.numel() % _ROW_WORDS
+    columns = words.new_zeros(_ROW_WORDS)
     if left:
         lines.append(words[-left:])
         words = words[:-left]
-    for chunk in words.view(-1, _COLUMNS).split(_CHUNK_ROWS):
+    for chunk in words.view(-1, _ROW_WORDS).split(_CHUNK_ROWS):
         columns += chunk.sum(0)
         lines.append(chunk.sum(1))
     return torch.cat([columns, *lines])

@@ -75,6 +75,10 @@ class ReduceScatterTraits(NamedTuple):
     holds_second_buffer: bool
 
 
+MemoryOfPass = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+"""The bytes that a collective allocates (or frees, if negative) when it is issued, and in its wait, by its name."""
+
+
 class Collectives:
     """The collectives that a group calls. All calls return at once. A subclass overrides what it carries, or :meth:`issue`.
 
@@ -114,6 +118,10 @@ class Collectives:
         """The properties of reduce-scatters on ``device``."""
         raise NotImplementedError
 
+    def memory_of_passes(self) -> tuple[MemoryOfPass, ...]:
+        """What the backward passes of a step allocate here, if there are several that reduce, in their order."""
+        return ()
+
 
 class WrappedCollectives(Collectives):
     """The collectives of ``inner``. A subclass overrides :meth:`issue`, or what it carries itself."""
@@ -130,6 +138,9 @@ class WrappedCollectives(Collectives):
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return self.inner.reduce_scatter_traits(device)
+
+    def memory_of_passes(self) -> tuple[MemoryOfPass, ...]:
+        return self.inner.memory_of_passes()
 
 
 @dataclass(frozen=True, eq=False)
