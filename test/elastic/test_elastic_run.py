@@ -17,6 +17,7 @@ import torch.distributed as dist
 from common import error_of, ranks, run_mortal_ranks
 from one_process import Dense, adamw, bits, in_one_process, loss_of, sharded, tokens_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from torch_ragged import checkpoint, elastic
 from torch_ragged._ranks import peers
@@ -38,11 +39,27 @@ def expected(steps=STEPS):
     model = Dense()
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    numbers = []
+    numbers, average = [], average_of(model)
     for step in range(steps):
         numbers += in_one_process(model, optimizer, PIECES, steps=[step])
         scheduler.step()
-    return numbers, {name: bits(param) for name, param in model.named_parameters()}
+        add_to(average, model)
+    return numbers, bits_of(model, average)
+
+
+def average_of(model):
+    return {f"average.{name}": param.detach().clone() for name, param in model.named_parameters()}
+
+
+def add_to(average, model):
+    for name, param in model.named_parameters():  # A step may write to what is in extra, or replace it.
+        value = average[f"average.{name}"].mul_(0.5)
+        average[f"average.{name}"] = value + param.detach() if param.ndim > 1 else value.add_(param.detach())
+
+
+def bits_of(model, average):
+    found = {**dict(model.named_parameters()), **{name: average[name] for name in average if name.startswith("average.")}}
+    return {name: bits(value) for name, value in found.items()}
 
 
 def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **options):
@@ -56,7 +73,7 @@ def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **opt
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     same = SameBits(model, optimizer, pieces=PIECES, seed=7, verify_every=verify_every)
-    state = checkpoint.TrainState(model, optimizer, scheduler, extra={"same": same, "seen": 0})
+    state = checkpoint.TrainState(model, optimizer, scheduler, extra={"same": same, "seen": 0, **average_of(model)})
     curve, rewound = {}, []
 
     def at(moment):
@@ -82,6 +99,7 @@ def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **opt
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        add_to(state.extra, model)
         curve[number] = same.loss(), norm
         state.extra["seen"] += 1
 
@@ -103,7 +121,7 @@ def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **opt
             patch(_run, "reshard_to", "join", _run.reshard_to)
         elastic.run(step, state, steps, checkpoints=folder, rewound=back, **options)
     left = next(model.parameters()).device_mesh.mesh.tolist()
-    return curve, {name: bits(param) for name, param in model.named_parameters()} if rank in left else None, left, rewound
+    return curve, bits_of(model, state.extra) if rank in left else None, left, rewound
 
 
 def leaves_and_lives(mesh_ranks, deaths):
@@ -364,9 +382,12 @@ class ElasticRunTest(unittest.TestCase):
         assert "needs checkpoints=" in refusal(save_every=2)
         assert "does not copy TrainState.per_rank" in refusal(checkpoint.TrainState(model, optimizer, per_rank={"loader": 1}))
         tensor = next(model.parameters()).detach()
-        for value in (tensor, {"weights": [tensor]}, SimpleNamespace(state_dict=lambda: {0: tensor}, load_state_dict=print)):
+        hidden = SimpleNamespace(state_dict=lambda: {0: tensor}, load_state_dict=print)
+        for value in ({"weights": [tensor]}, hidden):
             text = refusal(checkpoint.TrainState(model, optimizer, extra={"ema": value}))
             assert "does not copy TrainState.extra['ema'], which has DTensors" in text, text
+        other = checkpoint.TrainState(model, optimizer, extra={"ema": distribute_tensor(torch.ones(5), tensor.device_mesh)})
+        assert "TrainState.extra['ema'] is a DTensor of shape (5,)" in refusal(other), refusal(other)
         with mock.patch.dict(os.environ, {"TORCH_RAGGED_WATCH": "0"}):
             assert "unset TORCH_RAGGED_WATCH" in refusal()
         text = refusal(checkpoint.TrainState(model, optimizer, extra={"shards": torch.full((2,), float(rank))}))

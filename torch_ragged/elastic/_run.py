@@ -89,9 +89,10 @@ def run(
     Args:
         step: the program's step; its argument is the number of the step, ``state.step``. It leaves no gradients, and uses no
             process group but those of the model's present mesh: others have a dead rank, once one died.
-        state: what belongs to the run. ``model`` is a root of ``fully_shard`` on a 1-D mesh. Of ``extra``: tensors that are no
-            DTensors, objects with ``state_dict``, such as SameBits and a GradScaler, and plain values. The generators of
-            ``rng`` are rewound on ranks that live. ``per_rank``, ``layouts`` and ``base`` are not covered.
+        state: what belongs to the run. ``model`` is a root of ``fully_shard`` on a 1-D mesh. Of ``extra``: tensors, objects
+            with ``state_dict``, such as SameBits and a GradScaler, and plain values. A DTensor, as of an average of the
+            parameters, has the shape and placements of a parameter; after a move, ``extra`` has another one by this name. The
+            generators of ``rng`` are rewound on ranks that live. ``per_rank``, ``layouts`` and ``base`` are not covered.
         steps: how many steps the run has in all.
         copy_every: copy after so many steps. A death costs up to so many steps.
         distance: of the copies, as for NeighbourCopies.
@@ -135,22 +136,67 @@ class _Position:
     def __init__(self, state: checkpoint.TrainState) -> None:
         self._state = state
 
-    def _values(self) -> dict[str, Any]:
-        return {name: value for name, value in self._state.extra.items() if not isinstance(value, Stateful)}
+    @property
+    def values(self) -> dict[str, Any]:
+        return {name: each for name, each in self._state.extra.items() if not isinstance(each, (Stateful, DTensor))}
 
     def state_dict(self) -> dict[str, Any]:
         fields = {name: getattr(self._state, name) for name in ("step", "consumed_tokens", "data_position")}
-        return {**fields, "extra": self._values(), "rank": dist.get_rank(), "rng": rng_states(self._state.rng)}
+        return {**fields, "extra": self.values, "rank": dist.get_rank(), "rng": rng_states(self._state.rng)}
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         for name in ("step", "consumed_tokens", "data_position"):
             setattr(self._state, name, kept[name])
-        for name in self._values().keys() - kept["extra"].keys():  # The step has added it since.
+        for name in self.values.keys() - kept["extra"].keys():  # The step has added it since.
             del self._state.extra[name]
         for name, value in kept["extra"].items():
             self._state.extra[name] = _as_before(self._state.extra.get(name), copy.deepcopy(value))
         if kept["rank"] == dist.get_rank():  # A rank that joins keeps its own.
             set_own_rng(self._state.rng, kept["rng"])
+
+
+class _Followers(torch.optim.Optimizer):
+    """The DTensors of ``extra``, such as an average of the parameters, as states of an optimizer that never steps.
+
+    So they are copied, and move, as all states do. Each has the shape and placements of a parameter, whose state it is.
+    """
+
+    def __init__(self, state: checkpoint.TrainState) -> None:
+        self._train_state = state
+        self._owners: dict[str, int] = {}  # The number of the parameter, by the name in ``extra``.
+        groups = [group for each in checked_states(state.model, _CALL) for group in each.groups]
+        held = {param.sharded for group in groups for param in group.params}
+        named = {name: param for name, param in state.model.named_parameters() if param in held}
+        self._names = list(named)
+        super().__init__(list(named.values()), {})
+        self.find()
+
+    def find(self) -> None:
+        """Look what is in ``extra`` now: a step may have replaced it."""
+        self.state.clear()
+        params: list[Any] = self.param_groups[0]["params"]
+        for name, each in self._train_state.extra.items():
+            if not isinstance(each, DTensor):
+                continue
+            kind = each.shape, each.placements, each.device_mesh
+            fits = [index for index, param in enumerate(params) if (param.shape, param.placements, param.device_mesh) == kind]
+            if not fits:
+                raise ValueError(
+                    f"TrainState.extra[{name!r}] is a DTensor of shape {tuple(each.shape)} and placements {each.placements}, "
+                    "which are those of no parameter of the model: elastic.run moves averages of parameters, and the like"
+                )
+            # On few ranks, the placements of several parameters are equal: the one of before, or of this name, counts.
+            if self._owners.get(name) not in fits:
+                self._owners[name] = max(fits, key=lambda index: len(self._names[index]) * name.endswith(self._names[index]))
+            self.state[params[self._owners[name]]][name] = each
+
+    def put_back(self) -> None:
+        """After a move: put the DTensors of the new mesh into ``extra``, in place of the old ones."""
+        extra = self._train_state.extra
+        for name in [name for name, each in extra.items() if isinstance(each, DTensor)]:
+            del extra[name]
+        for states in self.state.values():
+            extra.update(states)
 
 
 def _as_before(own: Any, value: Any) -> Any:
@@ -203,7 +249,8 @@ class _Training:
         held = [name for name in ("per_rank", "layouts", "base") if getattr(state, name)]
         values = {f"extra[{name!r}]": value for name, value in state.extra.items()} | {"scheduler": state.scheduler}
         for name, value in values.items():  # Shards of a dead rank would be lost.
-            tensors, _ = tensors_in(value.state_dict() if isinstance(value, Stateful) else value)
+            value = value.state_dict() if isinstance(value, Stateful) else value
+            tensors = [] if isinstance(value, DTensor) else tensors_in(value)[0]
             held += [f"{name}, which has DTensors"] if any(isinstance(each, DTensor) for each in tensors) else []
         groups = [group for each in checked_states(state.model, _CALL) for group in each.groups]
         if any(isinstance(group.collectives, PieceCollectives) for group in groups) and not any(
@@ -212,6 +259,8 @@ class _Training:
             raise ValueError('the model trains with SameBits, which must go back with it: give TrainState extra={"same": same}')
         if held:
             raise ValueError(f"elastic.run does not copy TrainState.{', '.join(held)}: leave them out, or save checkpoints")
+        self._followers = _Followers(state)
+        self._optimizers = [*state.optimizers, self._followers]
         scheduler = [] if state.scheduler is None else [state.scheduler]
         objects = [value for value in state.extra.values() if isinstance(value, Stateful)]
         self._stateful = [_Position(state), *scheduler, *objects]
@@ -249,8 +298,9 @@ class _Training:
                     names = ("steps", "copy_every", "distance", "checkpoints", "save_every", "patience")
                     claim += [f"{name}={getattr(self, name)}" for name in names]
                     # Values of one rank, such as local shards, would come back on others, or be lost.
-                    values = {name: value for name, value in self.state.extra.items() if not isinstance(value, Stateful)}
+                    values = _Position(self.state).values
                     claim += [f"extra[{name!r}]: {value_digest(value)}" for name, value in values.items()]
+                    claim.append(f"DTensors of extra: {[each for each in self.state.extra if each not in values]}")
                 self._load_newest()
             while self.state.step < self.steps:
                 if self._group is None:
@@ -303,6 +353,7 @@ class _Training:
                 if isinstance(each, SameBits):
                     each.verify()  # A copy of changed memory would bring it back.
             if copies:
+                self._followers.find()
                 self._copies[-1].update()
             if saves and self.checkpoints is not None:
                 checkpoint.save(self.checkpoints, self.state, process_group=self._group)
@@ -323,7 +374,8 @@ class _Training:
         begun = time.monotonic()
         # On fewer ranks, the distance may be too large: then the default one.
         distance = self.distance if self.distance in range(1, len(self._members)) else None
-        made = NeighbourCopies(self.state.model, self.state.optimizer, distance=distance, stateful=self._stateful)
+        self._followers.find()
+        made = NeighbourCopies(self.state.model, self._optimizers, distance=distance, stateful=self._stateful)
         self._copies.append(made)
         made.update()
         made.wait()
@@ -371,7 +423,7 @@ class _Training:
         self._members, self._joining = tuple(left), []
         # Named by the failure, and not by a count of groups, of which ranks may have made different numbers.
         self._group = group_of(self._members, f"elastic {self._number}, failure {self._failures}")
-        model, optimizer = self.state.model, self.state.optimizer
+        model = self.state.model
         present = mesh_of_states(checked_states(model, _CALL, runs=True), _CALL).mesh.mesh.tolist()
         if present != list(left) or self._copies:  # Or this rank was alone, and a spare has died that would have joined.
             mesh = DeviceMesh.from_group(self._group, self._device_type)
@@ -383,11 +435,13 @@ class _Training:
                     raise CopiesLost("a rank has died before the first copy was complete: start again")
                 copies = self._copies[-1 if all(has[-1] for has in complete) else 0]
                 copies.recover(mesh)
+                self._followers.put_back()
                 del self._copies[self._copies.index(copies) + 1 :]
             except CopiesLost as lost:
                 if self.checkpoints is None:
                     raise
-                move_empty(model, optimizer, mesh)
+                move_empty(model, self._optimizers, mesh)
+                self._followers.put_back()
                 if not self._load_newest():
                     raise CopiesLost(f"{lost}; {self.checkpoints} has no checkpoint") from None
         for each in self._stateful:
@@ -420,7 +474,8 @@ class _Training:
         group = group_of(members, f"elastic {self._number}, call {call['failures']}")
         mesh = DeviceMesh.from_group(group, self._device_type)
         # The model of a spare knows the first mesh, with ranks that have died: ``left`` says who has shards.
-        reshard_to(self.state.model, self.state.optimizer, mesh, group=group, stateful=self._stateful, left=left)
+        reshard_to(self.state.model, self._optimizers, mesh, group=group, stateful=self._stateful, left=left)
+        self._followers.put_back()
         # Only now: if it raises, the ranks that are left are still the members, and the spare is none.
         self._members, self._group = tuple(members), group
         self._copy_anew()
