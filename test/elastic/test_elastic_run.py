@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_mortal_ranks
 from one_process import Dense, adamw, bits, in_one_process, loss_of, sharded, tokens_of
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from torch_ragged import checkpoint, elastic
@@ -66,7 +66,8 @@ def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **opt
     """Ranks die as ``deaths`` say, (rank, step, moment). Returns losses and norms, parameters, the last ranks, rewinds."""
     rank = dist.get_rank()
     peers._PATIENCE = 1.0  # Seconds, for the report of a rank that lives and does not answer.
-    mesh = DeviceMesh("cpu", mesh_ranks)
+    names = ("replicas", "shards") if isinstance(mesh_ranks[0], list) else None
+    mesh = DeviceMesh("cpu", mesh_ranks, mesh_dim_names=names)
     own = {(step, moment) for victim, step, moment in deaths if victim == rank}
     torch.manual_seed(0)
     model = sharded(Dense(), mesh=mesh)
@@ -120,8 +121,8 @@ def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **opt
             patch(_neighbour_copies.NeighbourCopies, "recover", "recovery", recover)
             patch(_run, "reshard_to", "join", _run.reshard_to)
         elastic.run(step, state, steps, checkpoints=folder, rewound=back, **options)
-    left = next(model.parameters()).device_mesh.mesh.tolist()
-    return curve, bits_of(model, state.extra) if rank in left else None, left, rewound
+    left = next(model.parameters()).device_mesh.mesh
+    return curve, bits_of(model, state.extra) if rank in left else None, left.tolist(), rewound
 
 
 def leaves_and_lives(mesh_ranks, deaths):
@@ -247,7 +248,7 @@ class ElasticRunTest(unittest.TestCase):
         left = sorted(set(range(size)) - victims) if left is None else left
         for rank, (curve, found, members, rewound) in answers.items():
             self.assertEqual(members, left, (rank, deaths))
-            first = 0 if rank in mesh_ranks else rewound[0]
+            first = 0 if str(rank) in str(mesh_ranks) else rewound[0]
             self.assertEqual(curve, dict(enumerate(numbers[first:], first)), (rank, deaths))
             for name, param in params.items():
                 self.assertTrue(found[name].equal(param), (rank, name, deaths))
@@ -259,6 +260,22 @@ class ElasticRunTest(unittest.TestCase):
 
     def test_a_spare_takes_the_place(self):
         self.check(4, [(1, 2, "reduction")], mesh_ranks=[0, 1, 2])
+
+    def test_a_replica_dies(self):
+        self.check(3, [(1, 2, "backward")], [[0], [1], [2]], left=[[0], [2]])
+
+    @pytest.mark.slow
+    def test_a_rank_of_a_replica_dies(self):
+        """3 ranks are no whole replicas: they have a 1-D mesh, until a spare joins."""
+        self.check(4, [(1, 3, "optimizer")], [[0, 1], [2, 3]], left=[0, 2, 3])
+        self.check(5, [(2, 3, "reduction")], [[0, 1], [2, 3]], left=[[0, 1], [3, 4]])
+
+    @pytest.mark.slow
+    def test_all_replicas_of_a_shard_die(self):
+        deaths = [(1, 5, "forward"), (3, 5, "forward")]
+        with tempfile.TemporaryDirectory() as folder:
+            answers = self.check(4, deaths, [[0, 1], [2, 3]], folder=folder, save_every=2, left=[0, 2])
+        self.assertEqual([rewound for *_, rewound in answers.values()], [[4], [4]])
 
     @pytest.mark.slow
     def test_a_rank_dies_after_a_spare_has_joined(self):
@@ -395,8 +412,6 @@ class ElasticRunTest(unittest.TestCase):
         kept = SameBits(model, optimizer, pieces=2)
         assert 'give TrainState extra={"same": same}' in refusal()
         kept.close()
-        replicas = sharded(Dense(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
-        assert "takes a model on a 1-D mesh" in refusal(checkpoint.TrainState(replicas, adamw(replicas.parameters())))
         with mock.patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "1"}), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert not refusal(steps=0)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged import checkpoint
 from torch_ragged._ranks.agreement import agreement, before_groups
-from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, timeout_of
+from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, groups_of, timeout_of
 from torch_ragged._ranks.peers import fates_of, is_watched
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
@@ -83,19 +83,22 @@ def run(
     since then. Ranks that are not in the model's mesh are spares: they wait in this call, and take the place of ranks that
     died. They make the same model as the others, with the mesh that does not have them, perhaps on the meta device.
 
-    If a rank died together with the rank that had its copy, the newest of ``checkpoints`` is loaded. If ``step`` raises and no
-    rank has died, all ranks raise.
+    With replicas (HSDP), a rank copies its shards for itself alone: a replica has those of the dead. Ranks that are left are
+    whole replicas again, if their number is a multiple of the shards; otherwise, they are a 1-D mesh.
+
+    If a rank died together with the rank that had its copy, or all replicas of a shard, the newest of ``checkpoints`` is
+    loaded. If ``step`` raises and no rank has died, all ranks raise.
 
     Args:
         step: the program's step; its argument is the number of the step, ``state.step``. It leaves no gradients, and uses no
             process group but those of the model's present mesh: others have a dead rank, once one died.
-        state: what belongs to the run. ``model`` is a root of ``fully_shard`` on a 1-D mesh. Of ``extra``: tensors, objects
-            with ``state_dict``, such as SameBits and a GradScaler, and plain values. A DTensor, as of an average of the
-            parameters, has the shape and placements of a parameter; after a move, ``extra`` has another one by this name. The
-            generators of ``rng`` are rewound on ranks that live. ``per_rank``, ``layouts`` and ``base`` are not covered.
+        state: what belongs to the run. ``model`` is a root of ``fully_shard``. Of ``extra``: tensors, objects with
+            ``state_dict``, such as SameBits and a GradScaler, and plain values. A DTensor, as of an average of the parameters,
+            has the shape and placements of a parameter; after a move, ``extra`` has another one by this name. The generators
+            of ``rng`` are rewound on ranks that live. ``per_rank``, ``layouts`` and ``base`` are not covered.
         steps: how many steps the run has in all.
         copy_every: copy after so many steps. A death costs up to so many steps.
-        distance: of the copies, as for NeighbourCopies.
+        distance: of the copies, as for NeighbourCopies, where there are no replicas.
         checkpoints: the folder of the run's checkpoints. If it has one, the run begins with the newest. Under torchrun, which
             ends all ranks if one dies, this is what a restart goes on with: in ``/dev/shm``, it is in the memory of the host.
         save_every: save after so many steps; None: never.
@@ -104,8 +107,8 @@ def run(
         rewound: called with the number of the step that is next, after the state went back, to shorten logs and curves, and
             on a spare that has joined.
 
-    Memory: four times a rank's shards of parameters and optimizer states. One line of the log ``torch_ragged.elastic`` has
-    the bytes, and one line each death, with the seconds.
+    Memory: four times a rank's shards of parameters and optimizer states, two times with replicas. One line of the log
+    ``torch_ragged.elastic`` has the bytes, and one line each death, with the seconds.
 
     Collectives: before the first step, an all-reduce of 24 bytes, and a broadcast if there is a folder of checkpoints; with
     each copy those of ``NeighbourCopies.update`` and of ``SameBits.verify``; after a death, those of ``recover``.
@@ -266,11 +269,8 @@ class _Training:
         self._stateful = [_Position(state), *scheduler, *objects]
         self._rank = dist.get_rank()
         mesh = mesh_of_states(checked_states(state.model, _CALL), _CALL).mesh
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"elastic.run takes a model on a 1-D mesh, got {mesh}: with replicas (HSDP), save checkpoints, and restart"
-            )
-        self._members: tuple[int, ...] = tuple(mesh.mesh.tolist())
+        self._first_mesh = mesh
+        self._members: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._wanted = len(self._members)
         if self.distance is not None and self.distance not in range(1, self._wanted):
             raise ValueError(f"elastic.run takes a distance of copies from 1 to {self._wanted - 1}, got {self.distance!r}")
@@ -278,7 +278,7 @@ class _Training:
             raise ValueError(f"elastic.run takes a number of seconds as patience, got {self.patience!r}")
         self._spares = [rank for rank in range(dist.get_world_size()) if rank not in self._members]
         self._device_type = mesh.device_type
-        self._group = mesh.get_group() if self._rank in self._members else None
+        self._group: dist.ProcessGroup | None = None  # Of the members, in go(): a refusal of one rank must not be waited for.
         world = dist.group.WORLD
         assert world is not None
         self._device = device_of_messages(world)
@@ -293,14 +293,15 @@ class _Training:
 
     def go(self) -> None:
         try:
-            if self._group is not None:
-                with agreement([self._group], self._device, _CALL) as claim:
+            if self._rank in self._members:
+                with agreement(groups_of(self._first_mesh), self._device, _CALL) as claim:
                     names = ("steps", "copy_every", "distance", "checkpoints", "save_every", "patience")
                     claim += [f"{name}={getattr(self, name)}" for name in names]
                     # Values of one rank, such as local shards, would come back on others, or be lost.
                     values = _Position(self.state).values
                     claim += [f"extra[{name!r}]: {value_digest(value)}" for name, value in values.items()]
                     claim.append(f"DTensors of extra: {[each for each in self.state.extra if each not in values]}")
+                self._group = group_of(sorted(self._members), f"elastic {self._number}")
                 self._load_newest()
             while self.state.step < self.steps:
                 if self._group is None:
@@ -373,7 +374,8 @@ class _Training:
             return
         begun = time.monotonic()
         # On fewer ranks, the distance may be too large: then the default one.
-        distance = self.distance if self.distance in range(1, len(self._members)) else None
+        present = mesh_of_states(checked_states(self.state.model, _CALL), _CALL).mesh
+        distance = self.distance if self.distance in range(1, len(self._members)) and present.ndim == 1 else None
         self._followers.find()
         made = NeighbourCopies(self.state.model, self._optimizers, distance=distance, stateful=self._stateful)
         self._copies.append(made)
@@ -420,13 +422,15 @@ class _Training:
         """The state of the last copy, on a mesh of the ranks that are left, and of spares."""
         # A spare that could not join, because another rank died, waits for the next call.
         self._spares = sorted({*self._spares, *(rank for rank in self._joining if rank not in left)})
-        self._members, self._joining = tuple(left), []
+        self._members, self._joining = tuple(sorted(left)), []
         # Named by the failure, and not by a count of groups, of which ranks may have made different numbers.
-        self._group = group_of(self._members, f"elastic {self._number}, failure {self._failures}")
+        self._group = group = group_of(self._members, f"elastic {self._number}, failure {self._failures}")
         model = self.state.model
-        present = mesh_of_states(checked_states(model, _CALL, runs=True), _CALL).mesh.mesh.tolist()
-        if present != list(left) or self._copies:  # Or this rank was alone, and a spare has died that would have joined.
-            mesh = DeviceMesh.from_group(self._group, self._device_type)
+        present = mesh_of_states(checked_states(model, _CALL, runs=True), _CALL).mesh.mesh.flatten().tolist()
+        if (
+            present != list(self._members) or self._copies
+        ):  # Or this rank was alone, and a spare has died that would have joined.
+            mesh = self._mesh_of(self._members, group, f"failure {self._failures}")
             # The newest copies that all ranks have. A rank has dropped older ones only if the newer are complete on all ranks.
             complete: list[Any] = [None] * len(left)
             dist.all_gather_object(complete, [copies.has_copy for copies in self._copies], group=self._group)
@@ -434,7 +438,7 @@ class _Training:
                 if not all(map(any, complete)):
                     raise CopiesLost("a rank has died before the first copy was complete: start again")
                 copies = self._copies[-1 if all(has[-1] for has in complete) else 0]
-                copies.recover(mesh)
+                copies.recover(mesh, group=self._group)
                 self._followers.put_back()
                 del self._copies[self._copies.index(copies) + 1 :]
             except CopiesLost as lost:
@@ -449,6 +453,21 @@ class _Training:
                 each._per_optimizer_states.clear()  # The step that did not end may have unscaled gradients.
         self._copy_anew()  # Before spares are called: a death while they join must not meet ranks without copies.
         self._invite()
+
+    def _mesh_of(self, members: Sequence[int], group: dist.ProcessGroup, event: str) -> DeviceMesh:
+        """The mesh of these ranks: of whole replicas, if the first one had replicas and these are enough; otherwise 1-D."""
+        shards = self._first_mesh.size(-1)
+        if self._first_mesh.ndim == 1 or len(members) % shards or len(members) == shards:
+            return DeviceMesh.from_group(group, self._device_type)
+        table = torch.tensor(sorted(members), device="cpu").view(-1, shards)
+        replica, shard = divmod(sorted(members).index(self._rank), shards)
+        name = f"elastic {self._number}, {event}"
+        groups = [
+            group_of(ranks.tolist(), f"{name}, {each}")
+            for ranks, each in ((table[:, shard], f"shard {shard}"), (table[replica], f"replica {replica}"))
+        ]
+        names = self._first_mesh.mesh_dim_names
+        return DeviceMesh.from_group(groups, self._device_type, table, mesh_dim_names=names)
 
     def _invite(self) -> None:
         """Let spares take the place of ranks that died."""
@@ -472,7 +491,7 @@ class _Training:
             return
         members = sorted(left + self._joining)
         group = group_of(members, f"elastic {self._number}, call {call['failures']}")
-        mesh = DeviceMesh.from_group(group, self._device_type)
+        mesh = self._mesh_of(members, group, f"call {call['failures']}")
         # The model of a spare knows the first mesh, with ranks that have died: ``left`` says who has shards.
         reshard_to(self.state.model, self._optimizers, mesh, group=group, stateful=self._stateful, left=left)
         self._followers.put_back()
