@@ -158,6 +158,21 @@ class CorruptionTest(unittest.TestCase):
         assert "memory of rank 2 has changed" in error_of(same.verify)
 
     @ranks(2)
+    def test_a_compiled_step_of_the_optimizer():
+        model, optimizer, same = made(verify_every=5)
+        step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(2):
+            for _ in same.pieces():
+                model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+            step()
+            optimizer.zero_grad()
+            same.verify()
+        if dist.get_rank() == 0:
+            flip(model.embed.weight)
+        text = error_of(same.verify)
+        assert "memory of rank 0 has changed, and nothing has written to it: embed.weight" in text, text
+
+    @ranks(2)
     def test_a_bit_that_changes_in_a_backward_is_found_before_the_step_writes_it():
         cases = {
             "exp_avg_sq of embed.weight": lambda model, optimizer: optimizer.state[model.embed.weight]["exp_avg_sq"],

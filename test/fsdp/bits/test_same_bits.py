@@ -103,11 +103,10 @@ class SameBitsTest(unittest.TestCase):
     def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks():
         torch.manual_seed(0)
         expected_model = Dense()
-        expected = in_one_process(expected_model, adamw(expected_model.parameters()), 4)
+        expected_optimizer = adamw(expected_model.parameters())
+        expected = in_one_process(expected_model, expected_optimizer, 4)
         torch.manual_seed(0)
-        model = sharded(
-            Dense(),
-        )
+        model = sharded(Dense())
         optimizer = adamw(model.parameters())
         same = SameBits(model, optimizer, pieces=4, seed=7)
         assert train(same, model, optimizer, 4, range(2)) == expected[:2]
@@ -133,8 +132,17 @@ class SameBitsTest(unittest.TestCase):
         same = SameBits(alone, optimizer, pieces=4, seed=7)
         same.load_state_dict(kept)
         assert train(same, alone, optimizer, 4, range(2, STEPS)) == expected[2:]
-        for other, text in (({"pieces": 5}, "pieces 5"), ({"tree": 0}, "tree 0"), ({"facts": []}, r"facts \[\]")):
+        for other, text in (
+            ({"pieces": 5}, "pieces 5, and this one has 4: bits would differ, unless"),
+            ({"tree": 0}, "tree 0"),
+            ({"facts": []}, r"facts \[\]"),
+        ):
             assert re.search(text, error_of(same.load_state_dict, {**kept, **other})), text
+        same.close()
+        same = SameBits(alone, optimizer, pieces=3, seed=7, allow_other_pieces=True)
+        same.load_state_dict({**kept, "step": STEPS})
+        expected = in_one_process(expected_model, expected_optimizer, 3, steps=[STEPS])
+        assert train(same, alone, optimizer, 3, [STEPS]) == expected
 
     @ranks(2)
     def test_recomputation_and_generators():

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_ragged._ranks.agreement import agreement, before_groups
 from torch_ragged._ranks.groups import device_of, groups_of
+from torch_ragged._register._torch import dynamo_disabled
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.bits._cut import depends_on_cut
 from torch_ragged.fsdp.bits._exact import ExactSum, reduce_exact, sum_of
@@ -89,6 +90,8 @@ class SameBits:
             times its pieces. None: neither.
         on_corruption: ``"raise"``: :class:`CorruptionFound` on the rank with other bits (if it is known), and an error on all
             others, so that :func:`torch_ragged.elastic.run` goes on without this rank; ``"log"``: an error in the log.
+        allow_other_pieces: whether :meth:`load_state_dict` takes the state of a run with another number of pieces. From then
+            on, the numbers are those of one process that changes the number of pieces at this step.
 
     Attributes:
         step: how many steps have ended. Set it to go on with a run.
@@ -111,6 +114,7 @@ class SameBits:
         subtree: int = 1,
         verify_every: int | None = None,
         on_corruption: Literal["raise", "log"] = "raise",
+        allow_other_pieces: bool = False,
     ) -> None:
         with before_groups(_CALL):
             self._states = list(module_states(model).values())
@@ -120,6 +124,7 @@ class SameBits:
         self._device = device_of(dp.mesh)
         self._trees: list[PieceCollectives] = []
         self._subtree, self._verify_every, self._on_corruption = subtree, verify_every, on_corruption
+        self._allow_other_pieces = allow_other_pieces
         self._still, self._changed = StillTensors(), list[str]()
         self._losses_twice: dict[bool, torch.Tensor] = {}  # Of the noted piece, and of the repeated one (True).
         self._now = Round(0, False, False, False)
@@ -176,7 +181,7 @@ class SameBits:
             param.sharded: known.get(param.sharded, param.fqn) for group in groups for param in group.params
         }
         self._trees = [
-            PieceCollectives(group.collectives, group, self._present, self._rounds, self._subtree) for group in groups
+            PieceCollectives(group.collectives, group, self._present, self._count, self._subtree) for group in groups
         ]
         for tree in self._trees:
             tree.group.collectives = tree
@@ -224,7 +229,7 @@ class SameBits:
 
     @property
     def _rounds(self) -> int:
-        return -(-self._count // (self._ranks * self._subtree)) * self._subtree
+        return self._trees[0].rounds
 
     def _piece_of(self, rank: int, number: int) -> int:
         """The piece of a rank in a round; too large if it has none."""
@@ -326,7 +331,7 @@ class SameBits:
         """Set ``.grad``. Backward has left it None where no piece has a gradient."""
         with torch.no_grad():
             for tree in self._trees:
-                mean = tree.finish(self._count)
+                mean = tree.finish()
                 for param, (begin, end) in zip(tree.group.params, tree.group.reduction.intervals):
                     if mean is not None and param.sharded.grad is not None:
                         local = local_of(param.sharded.grad)
@@ -343,6 +348,7 @@ class SameBits:
             )
         return self._now
 
+    @dynamo_disabled  # If the step is compiled: these comparisons read numbers.
     def _before_step(self, optimizer: Optimizer) -> None:
         if self._loop is not None:
             raise RuntimeError("SameBits: the loop over pieces() has not ended, so gradients are not complete: let it end")
@@ -408,6 +414,7 @@ class SameBits:
         if self._verify_every is not None:
             self._changed += self._still.changed(self._gradients())
 
+    @dynamo_disabled
     def _after_step(self, optimizer: Optimizer) -> None:
         if any(optimizer is each for each in self._optimizers):
             self._still.note([*self._params_of(optimizer), *self._states_of(optimizer)])
@@ -604,15 +611,17 @@ class SameBits:
         """Go on with a run.
 
         Raises:
-            ValueError: it had other pieces, another seed, another rule of the tree, or ran on another machine or torch.
+            ValueError: it had other pieces (unless ``allow_other_pieces``), another seed, another rule of the tree, or ran on
+                another machine or torch.
         """
         mine = self.state_dict()
         if not isinstance(state, dict) or not isinstance(state.get("step"), int):
             raise ValueError(f"SameBits.load_state_dict takes what state_dict() has returned, got {state!r}")
         for name in ("pieces", "seed", "tree", "facts"):
-            if state.get(name) != mine[name]:
+            if state.get(name) != mine[name] and not (name == "pieces" and self._allow_other_pieces):
+                advice = ", unless SameBits has allow_other_pieces=True" if name == "pieces" else ""
                 raise ValueError(
-                    f"SameBits: the run had {name} {state.get(name)}, and this one has {mine[name]}: bits would differ"
+                    f"SameBits: the run had {name} {state.get(name)}, and this one has {mine[name]}: bits would differ{advice}"
                 )
         self.step, self._loop = state["step"], None  # A loop that a death has ended is over, also if something holds it.
         # What is loaded beside this was perhaps written without a count.

@@ -116,16 +116,18 @@ class PieceCollectives(WrappedCollectives):
         inner: the collectives of the mesh's process group, which carry all else.
         group: the group of parameters.
         now: returns the present round.
-        rounds: of a step.
+        pieces: of a step, on all ranks together.
         subtree: how many pieces a rank adds itself, a power of two.
     """
 
     follows_model = True
 
-    def __init__(self, inner: Collectives, group: FSDPParamGroup, now: Callable[[], Round], rounds: int, subtree: int) -> None:
+    def __init__(self, inner: Collectives, group: FSDPParamGroup, now: Callable[[], Round], pieces: int, subtree: int) -> None:
         super().__init__(inner)
-        self.group, self._now, self._rounds, self._subtree = group, now, rounds, subtree
+        self.group, self._now, self._subtree = group, now, subtree
+        self._divisor = self.pieces = pieces
         self._leaves = group.dp.mesh.size()  # Of each time that ranks send.
+        self.rounds = -(-pieces // (self._leaves * subtree)) * subtree  # Of a step.
         self._tree, self._sent = TreeSum(), 0  # How many times they have sent.
         self._own, self._kept = TreeSum(), 0  # Of unsharded gradients that this rank adds, and how many leaves it has.
         self.round = -1  # The last one in which the group was reduced.
@@ -142,7 +144,7 @@ class PieceCollectives(WrappedCollectives):
         layout, passes = self.group.layout, list[MemoryOfPass]()
         shard = layout.shard_numel * self.group.reduce_dtype.itemsize
         whole, of_all = layout.ranks * shard, self._leaves * shard
-        for number in range(self._rounds):
+        for number in range(self.rounds):
             turn, place = divmod(number, self._subtree)
             kept = len(_begins_of(place))  # Unsharded gradients of this rank.
             if place < self._subtree - 1:
@@ -277,16 +279,16 @@ class PieceCollectives(WrappedCollectives):
         self.round, self._received, self._sent, self._kept = -1, None, 0, 0
         self.sums = {}
 
-    def finish(self, divisor: int) -> torch.Tensor | None:
+    def finish(self) -> torch.Tensor | None:
         """The mean over the pieces of this rank's shard, or None if no piece has used the group."""
         if self._kept:
             self._send_late()
         # Absent leaves, also those of ranks without a piece, are at the end, and adding them changes no bit. So this tree has
         # the value of the tree with as many leaves as pieces.
-        for _ in range(self._leaves * (self._rounds // self._subtree - self._sent)):
+        for _ in range(self._leaves * (self.rounds // self._subtree - self._sent)):
             self._tree.add(None)
         root = self._tree.root()
-        return None if root is None else root.div_(divisor)
+        return None if root is None else root.div_(self._divisor)
 
 
 def _begins_of(leaves: int) -> list[int]:

@@ -86,6 +86,9 @@ class Collectives:
     of some of the ranks; None for all ranks that share the buffer.
     """
 
+    pieces: int | None = None
+    """If gradients are the mean over so many pieces of a step, and not what the reduction's divisor says."""
+
     def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
         """Issue the collective with that name and these arguments. ``largest``: its largest tensor."""
         raise NotImplementedError
@@ -130,7 +133,7 @@ class WrappedCollectives(Collectives):
     """Whether its owner wraps the collectives of the model's next mesh too, so that the model may move."""
 
     def __init__(self, inner: Collectives) -> None:
-        self.inner = inner
+        self.inner, self.pieces = inner, inner.pieces
 
     def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
         work: Work = getattr(self.inner, name)(*arguments)
