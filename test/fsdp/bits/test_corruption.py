@@ -2,12 +2,15 @@
 
 import itertools
 import logging
+import os
+import random
 import unittest
 
+import pytest
 import torch
 import torch.distributed as dist
-from common import error_of, ranks
-from one_process import Dense, adamw, adamw8bit, in_one_process, muon, sgd, sharded, train
+from common import error_of, ranks, run_ranks
+from one_process import Dense, adamw, adamw8bit, in_one_process, loss_of, muon, sgd, sharded, tokens_of, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,6 +38,31 @@ def flip(tensor, bit=62):
     raw = getattr(tensor, "_local_tensor", tensor).data.view(-1).view(torch.uint8)
     if raw.numel():
         raw[bit // 8] ^= 1 << bit % 8
+
+
+def single_errors(steps):
+    """How many computations were wrong, the steps in which one was found, and those in which one should be."""
+    choice, planned = random.Random(0), {}
+    for step in choice.sample(range(1, steps), steps // 2):
+        planned[step] = choice.randrange(2), choice.randrange(PIECES // 2)
+    model, optimizer, same = made(verify_every=4, on_corruption="log")
+    found, now = [], [0, 0]
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(now[0])
+    logging.getLogger("torch_ragged.fsdp").addHandler(handler)
+
+    def compute(module, inputs, output):
+        return output * (1 + 2**-20) if planned.get(now[0]) == (dist.get_rank(), now[1]) else output
+
+    model.layers[0].register_forward_hook(compute)
+    for now[0] in range(1, steps):
+        for now[1], piece in enumerate(same.pieces()):
+            loss_of(model, tokens_of(now[0], PIECES)[piece]).backward()
+        same.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("torch_ragged.fsdp").removeHandler(handler)
+    return len(planned), found, [step for step in sorted(planned) if step % 4 == 3 and planned[step][1] == 0]
 
 
 class CorruptionTest(unittest.TestCase):
@@ -211,6 +239,14 @@ class CorruptionTest(unittest.TestCase):
         assert text.startswith("CorruptionFound: SameBits: ranks 0 and 1, ranks 1 and 0 compute other bits of one piece"), text
         assert "the gradient of layers.0.0.weight" in text and "layers.1" not in text and "the loss" not in text, text
         assert "so rank" not in text, text
+
+    @pytest.mark.slow
+    def test_single_wrong_computations_are_found_where_a_piece_is_repeated(self):
+        """One in each second step: 1 of 8 is in the fourth step and in a rank's first piece. No other step has an alarm."""
+        steps = int(os.environ.get("TORCH_RAGGED_TEST_STEPS", 100))
+        planted, found, wanted = run_ranks(2, single_errors, steps, timeout=3600)[0]
+        self.assertEqual(found, wanted)
+        print(f"{planted} wrong computations in {steps} steps, {len(found)} found")
 
     @ranks(2)
     def test_the_log_names_it_and_training_goes_on():
