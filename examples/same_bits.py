@@ -3,7 +3,8 @@
     python examples/same_bits.py
     torchrun --nproc-per-node 3 examples/same_bits.py       # the same lines
 
-A step's gradient is the sum over its pieces by one fixed tree, divided once; its norm is the root of an exact sum of squares.
+A step's gradient is the sum over its pieces by one fixed tree, divided once; its norm is the root of an exact sum of squares,
+rounded to float32.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def one_process(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int =
                 own.append(gradient.float())
         for param, own in zip(params, leaves):
             param.grad = (tree(own) / PIECES).to(param.dtype)
-        norm = math.sqrt(math.fsum(x * x for param in params for x in param.grad.flatten().tolist()))  # type: ignore[union-attr]
+        squares = math.fsum(x * x for param in params for x in param.grad.flatten().tolist())  # type: ignore[union-attr]
+        norm = torch.tensor(math.sqrt(squares), dtype=torch.float32).item()
         for param in params:
             param.grad.mul_(min(1.0, MAX_NORM / (norm + 1e-6)))  # type: ignore[union-attr]
         optimizer.step()

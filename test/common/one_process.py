@@ -89,7 +89,7 @@ def in_one_process(model, optimizer, pieces, dtype=None, steps=range(STEPS), max
         gradients = [param.grad for param in params.values() if param.grad is not None]
         values = [x for gradient in gradients for x in gradient.double().flatten().tolist()]
         powers = {1.0: lambda: math.fsum(map(abs, values)), 2.0: lambda: math.sqrt(math.fsum(x * x for x in values))}
-        norm = powers.get(norm_type, lambda: max(map(abs, values)))()
+        norm = torch.tensor(powers.get(norm_type, lambda: max(map(abs, values)))(), dtype=torch.float32).item()
         for gradient in gradients:
             gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
         optimizer.step()

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_mortal_ranks
 from one_process import Dense, adamw, bits, in_one_process, loss_of, sharded, tokens_of
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
 
 from torch_ragged import checkpoint, elastic
 from torch_ragged._ranks import peers
@@ -38,25 +39,42 @@ def expected(steps=STEPS):
     model = Dense()
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    numbers = []
+    numbers, average = [], average_of(model)
     for step in range(steps):
         numbers += in_one_process(model, optimizer, PIECES, steps=[step])
         scheduler.step()
-    return numbers, {name: bits(param) for name, param in model.named_parameters()}
+        add_to(average, model)
+    return numbers, bits_of(model, average)
+
+
+def average_of(model):
+    return {f"average.{name}": param.detach().clone() for name, param in model.named_parameters()}
+
+
+def add_to(average, model):
+    for name, param in model.named_parameters():  # A step may write to what is in extra, or replace it.
+        value = average[f"average.{name}"].mul_(0.5)
+        average[f"average.{name}"] = value + param.detach() if param.ndim > 1 else value.add_(param.detach())
+
+
+def bits_of(model, average):
+    found = {**dict(model.named_parameters()), **{name: average[name] for name in average if name.startswith("average.")}}
+    return {name: bits(value) for name, value in found.items()}
 
 
 def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **options):
     """Ranks die as ``deaths`` say, (rank, step, moment). Returns losses and norms, parameters, the last ranks, rewinds."""
     rank = dist.get_rank()
     peers._PATIENCE = 1.0  # Seconds, for the report of a rank that lives and does not answer.
-    mesh = DeviceMesh("cpu", mesh_ranks)
+    names = ("replicas", "shards") if isinstance(mesh_ranks[0], list) else None
+    mesh = DeviceMesh("cpu", mesh_ranks, mesh_dim_names=names)
     own = {(step, moment) for victim, step, moment in deaths if victim == rank}
     torch.manual_seed(0)
     model = sharded(Dense(), mesh=mesh)
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     same = SameBits(model, optimizer, pieces=PIECES, seed=7, verify_every=verify_every)
-    state = checkpoint.TrainState(model, optimizer, scheduler, extra={"same": same, "seen": 0})
+    state = checkpoint.TrainState(model, optimizer, scheduler, extra={"same": same, "seen": 0, **average_of(model)})
     curve, rewound = {}, []
 
     def at(moment):
@@ -82,6 +100,7 @@ def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **opt
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        add_to(state.extra, model)
         curve[number] = same.loss(), norm
         state.extra["seen"] += 1
 
@@ -102,8 +121,8 @@ def train(mesh_ranks, deaths, folder=None, verify_every=None, steps=STEPS, **opt
             patch(_neighbour_copies.NeighbourCopies, "recover", "recovery", recover)
             patch(_run, "reshard_to", "join", _run.reshard_to)
         elastic.run(step, state, steps, checkpoints=folder, rewound=back, **options)
-    left = next(model.parameters()).device_mesh.mesh.tolist()
-    return curve, {name: bits(param) for name, param in model.named_parameters()} if rank in left else None, left, rewound
+    left = next(model.parameters()).device_mesh.mesh
+    return curve, bits_of(model, state.extra) if rank in left else None, left.tolist(), rewound
 
 
 def leaves_and_lives(mesh_ranks, deaths):
@@ -229,7 +248,7 @@ class ElasticRunTest(unittest.TestCase):
         left = sorted(set(range(size)) - victims) if left is None else left
         for rank, (curve, found, members, rewound) in answers.items():
             self.assertEqual(members, left, (rank, deaths))
-            first = 0 if rank in mesh_ranks else rewound[0]
+            first = 0 if str(rank) in str(mesh_ranks) else rewound[0]
             self.assertEqual(curve, dict(enumerate(numbers[first:], first)), (rank, deaths))
             for name, param in params.items():
                 self.assertTrue(found[name].equal(param), (rank, name, deaths))
@@ -241,6 +260,22 @@ class ElasticRunTest(unittest.TestCase):
 
     def test_a_spare_takes_the_place(self):
         self.check(4, [(1, 2, "reduction")], mesh_ranks=[0, 1, 2])
+
+    def test_a_replica_dies(self):
+        self.check(3, [(1, 2, "backward")], [[0], [1], [2]], left=[[0], [2]])
+
+    @pytest.mark.slow
+    def test_a_rank_of_a_replica_dies(self):
+        """3 ranks are no whole replicas: they have a 1-D mesh, until a spare joins."""
+        self.check(4, [(1, 3, "optimizer")], [[0, 1], [2, 3]], left=[0, 2, 3])
+        self.check(5, [(2, 3, "reduction")], [[0, 1], [2, 3]], left=[[0, 1], [3, 4]])
+
+    @pytest.mark.slow
+    def test_all_replicas_of_a_shard_die(self):
+        deaths = [(1, 5, "forward"), (3, 5, "forward")]
+        with tempfile.TemporaryDirectory() as folder:
+            answers = self.check(4, deaths, [[0, 1], [2, 3]], folder=folder, save_every=2, left=[0, 2])
+        self.assertEqual([rewound for *_, rewound in answers.values()], [[4], [4]])
 
     @pytest.mark.slow
     def test_a_rank_dies_after_a_spare_has_joined(self):
@@ -364,9 +399,12 @@ class ElasticRunTest(unittest.TestCase):
         assert "needs checkpoints=" in refusal(save_every=2)
         assert "does not copy TrainState.per_rank" in refusal(checkpoint.TrainState(model, optimizer, per_rank={"loader": 1}))
         tensor = next(model.parameters()).detach()
-        for value in (tensor, {"weights": [tensor]}, SimpleNamespace(state_dict=lambda: {0: tensor}, load_state_dict=print)):
+        hidden = SimpleNamespace(state_dict=lambda: {0: tensor}, load_state_dict=print)
+        for value in ({"weights": [tensor]}, hidden):
             text = refusal(checkpoint.TrainState(model, optimizer, extra={"ema": value}))
             assert "does not copy TrainState.extra['ema'], which has DTensors" in text, text
+        other = checkpoint.TrainState(model, optimizer, extra={"ema": distribute_tensor(torch.ones(5), tensor.device_mesh)})
+        assert "TrainState.extra['ema'] is a DTensor of shape (5,)" in refusal(other), refusal(other)
         with mock.patch.dict(os.environ, {"TORCH_RAGGED_WATCH": "0"}):
             assert "unset TORCH_RAGGED_WATCH" in refusal()
         text = refusal(checkpoint.TrainState(model, optimizer, extra={"shards": torch.full((2,), float(rank))}))
@@ -374,8 +412,6 @@ class ElasticRunTest(unittest.TestCase):
         kept = SameBits(model, optimizer, pieces=2)
         assert 'give TrainState extra={"same": same}' in refusal()
         kept.close()
-        replicas = sharded(Dense(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
-        assert "takes a model on a 1-D mesh" in refusal(checkpoint.TrainState(replicas, adamw(replicas.parameters())))
         with mock.patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "1"}), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert not refusal(steps=0)

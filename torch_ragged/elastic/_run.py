@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged import checkpoint
 from torch_ragged._ranks.agreement import agreement, before_groups
-from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, timeout_of
+from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, groups_of, timeout_of
 from torch_ragged._ranks.peers import fates_of, is_watched
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.store import SharedStore
@@ -83,18 +83,22 @@ def run(
     since then. Ranks that are not in the model's mesh are spares: they wait in this call, and take the place of ranks that
     died. They make the same model as the others, with the mesh that does not have them, perhaps on the meta device.
 
-    If a rank died together with the rank that had its copy, the newest of ``checkpoints`` is loaded. If ``step`` raises and no
-    rank has died, all ranks raise.
+    With replicas (HSDP), a rank copies its shards for itself alone: a replica has those of the dead. Ranks that are left are
+    whole replicas again, if their number is a multiple of the shards; otherwise, they are a 1-D mesh.
+
+    If a rank died together with the rank that had its copy, or all replicas of a shard, the newest of ``checkpoints`` is
+    loaded. If ``step`` raises and no rank has died, all ranks raise.
 
     Args:
         step: the program's step; its argument is the number of the step, ``state.step``. It leaves no gradients, and uses no
             process group but those of the model's present mesh: others have a dead rank, once one died.
-        state: what belongs to the run. ``model`` is a root of ``fully_shard`` on a 1-D mesh. Of ``extra``: tensors that are no
-            DTensors, objects with ``state_dict``, such as SameBits and a GradScaler, and plain values. The generators of
-            ``rng`` are rewound on ranks that live. ``per_rank``, ``layouts`` and ``base`` are not covered.
+        state: what belongs to the run. ``model`` is a root of ``fully_shard``. Of ``extra``: tensors, objects with
+            ``state_dict``, such as SameBits and a GradScaler, and plain values. A DTensor, as of an average of the parameters,
+            has the shape and placements of a parameter; after a move, ``extra`` has another one by this name. The generators
+            of ``rng`` are rewound on ranks that live. ``per_rank``, ``layouts`` and ``base`` are not covered.
         steps: how many steps the run has in all.
         copy_every: copy after so many steps. A death costs up to so many steps.
-        distance: of the copies, as for NeighbourCopies.
+        distance: of the copies, as for NeighbourCopies, where there are no replicas.
         checkpoints: the folder of the run's checkpoints. If it has one, the run begins with the newest. Under torchrun, which
             ends all ranks if one dies, this is what a restart goes on with: in ``/dev/shm``, it is in the memory of the host.
         save_every: save after so many steps; None: never.
@@ -103,8 +107,8 @@ def run(
         rewound: called with the number of the step that is next, after the state went back, to shorten logs and curves, and
             on a spare that has joined.
 
-    Memory: four times a rank's shards of parameters and optimizer states. One line of the log ``torch_ragged.elastic`` has
-    the bytes, and one line each death, with the seconds.
+    Memory: four times a rank's shards of parameters and optimizer states, two times with replicas. One line of the log
+    ``torch_ragged.elastic`` has the bytes, and one line each death, with the seconds.
 
     Collectives: before the first step, an all-reduce of 24 bytes, and a broadcast if there is a folder of checkpoints; with
     each copy those of ``NeighbourCopies.update`` and of ``SameBits.verify``; after a death, those of ``recover``.
@@ -135,22 +139,67 @@ class _Position:
     def __init__(self, state: checkpoint.TrainState) -> None:
         self._state = state
 
-    def _values(self) -> dict[str, Any]:
-        return {name: value for name, value in self._state.extra.items() if not isinstance(value, Stateful)}
+    @property
+    def values(self) -> dict[str, Any]:
+        return {name: each for name, each in self._state.extra.items() if not isinstance(each, (Stateful, DTensor))}
 
     def state_dict(self) -> dict[str, Any]:
         fields = {name: getattr(self._state, name) for name in ("step", "consumed_tokens", "data_position")}
-        return {**fields, "extra": self._values(), "rank": dist.get_rank(), "rng": rng_states(self._state.rng)}
+        return {**fields, "extra": self.values, "rank": dist.get_rank(), "rng": rng_states(self._state.rng)}
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         for name in ("step", "consumed_tokens", "data_position"):
             setattr(self._state, name, kept[name])
-        for name in self._values().keys() - kept["extra"].keys():  # The step has added it since.
+        for name in self.values.keys() - kept["extra"].keys():  # The step has added it since.
             del self._state.extra[name]
         for name, value in kept["extra"].items():
             self._state.extra[name] = _as_before(self._state.extra.get(name), copy.deepcopy(value))
         if kept["rank"] == dist.get_rank():  # A rank that joins keeps its own.
             set_own_rng(self._state.rng, kept["rng"])
+
+
+class _Followers(torch.optim.Optimizer):
+    """The DTensors of ``extra``, such as an average of the parameters, as states of an optimizer that never steps.
+
+    So they are copied, and move, as all states do. Each has the shape and placements of a parameter, whose state it is.
+    """
+
+    def __init__(self, state: checkpoint.TrainState) -> None:
+        self._train_state = state
+        self._owners: dict[str, int] = {}  # The number of the parameter, by the name in ``extra``.
+        groups = [group for each in checked_states(state.model, _CALL) for group in each.groups]
+        held = {param.sharded for group in groups for param in group.params}
+        named = {name: param for name, param in state.model.named_parameters() if param in held}
+        self._names = list(named)
+        super().__init__(list(named.values()), {})
+        self.find()
+
+    def find(self) -> None:
+        """Look what is in ``extra`` now: a step may have replaced it."""
+        self.state.clear()
+        params: list[Any] = self.param_groups[0]["params"]
+        for name, each in self._train_state.extra.items():
+            if not isinstance(each, DTensor):
+                continue
+            kind = each.shape, each.placements, each.device_mesh
+            fits = [index for index, param in enumerate(params) if (param.shape, param.placements, param.device_mesh) == kind]
+            if not fits:
+                raise ValueError(
+                    f"TrainState.extra[{name!r}] is a DTensor of shape {tuple(each.shape)} and placements {each.placements}, "
+                    "which are those of no parameter of the model: elastic.run moves averages of parameters, and the like"
+                )
+            # On few ranks, the placements of several parameters are equal: the one of before, or of this name, counts.
+            if self._owners.get(name) not in fits:
+                self._owners[name] = max(fits, key=lambda index: len(self._names[index]) * name.endswith(self._names[index]))
+            self.state[params[self._owners[name]]][name] = each
+
+    def put_back(self) -> None:
+        """After a move: put the DTensors of the new mesh into ``extra``, in place of the old ones."""
+        extra = self._train_state.extra
+        for name in [name for name, each in extra.items() if isinstance(each, DTensor)]:
+            del extra[name]
+        for states in self.state.values():
+            extra.update(states)
 
 
 def _as_before(own: Any, value: Any) -> Any:
@@ -203,7 +252,8 @@ class _Training:
         held = [name for name in ("per_rank", "layouts", "base") if getattr(state, name)]
         values = {f"extra[{name!r}]": value for name, value in state.extra.items()} | {"scheduler": state.scheduler}
         for name, value in values.items():  # Shards of a dead rank would be lost.
-            tensors, _ = tensors_in(value.state_dict() if isinstance(value, Stateful) else value)
+            value = value.state_dict() if isinstance(value, Stateful) else value
+            tensors = [] if isinstance(value, DTensor) else tensors_in(value)[0]
             held += [f"{name}, which has DTensors"] if any(isinstance(each, DTensor) for each in tensors) else []
         groups = [group for each in checked_states(state.model, _CALL) for group in each.groups]
         if any(isinstance(group.collectives, PieceCollectives) for group in groups) and not any(
@@ -212,16 +262,15 @@ class _Training:
             raise ValueError('the model trains with SameBits, which must go back with it: give TrainState extra={"same": same}')
         if held:
             raise ValueError(f"elastic.run does not copy TrainState.{', '.join(held)}: leave them out, or save checkpoints")
+        self._followers = _Followers(state)
+        self._optimizers = [*state.optimizers, self._followers]
         scheduler = [] if state.scheduler is None else [state.scheduler]
         objects = [value for value in state.extra.values() if isinstance(value, Stateful)]
         self._stateful = [_Position(state), *scheduler, *objects]
         self._rank = dist.get_rank()
         mesh = mesh_of_states(checked_states(state.model, _CALL), _CALL).mesh
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"elastic.run takes a model on a 1-D mesh, got {mesh}: with replicas (HSDP), save checkpoints, and restart"
-            )
-        self._members: tuple[int, ...] = tuple(mesh.mesh.tolist())
+        self._first_mesh = mesh
+        self._members: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._wanted = len(self._members)
         if self.distance is not None and self.distance not in range(1, self._wanted):
             raise ValueError(f"elastic.run takes a distance of copies from 1 to {self._wanted - 1}, got {self.distance!r}")
@@ -229,7 +278,7 @@ class _Training:
             raise ValueError(f"elastic.run takes a number of seconds as patience, got {self.patience!r}")
         self._spares = [rank for rank in range(dist.get_world_size()) if rank not in self._members]
         self._device_type = mesh.device_type
-        self._group = mesh.get_group() if self._rank in self._members else None
+        self._group: dist.ProcessGroup | None = None  # Of the members, in go(): a refusal of one rank must not be waited for.
         world = dist.group.WORLD
         assert world is not None
         self._device = device_of_messages(world)
@@ -244,13 +293,15 @@ class _Training:
 
     def go(self) -> None:
         try:
-            if self._group is not None:
-                with agreement([self._group], self._device, _CALL) as claim:
+            if self._rank in self._members:
+                with agreement(groups_of(self._first_mesh), self._device, _CALL) as claim:
                     names = ("steps", "copy_every", "distance", "checkpoints", "save_every", "patience")
                     claim += [f"{name}={getattr(self, name)}" for name in names]
                     # Values of one rank, such as local shards, would come back on others, or be lost.
-                    values = {name: value for name, value in self.state.extra.items() if not isinstance(value, Stateful)}
+                    values = _Position(self.state).values
                     claim += [f"extra[{name!r}]: {value_digest(value)}" for name, value in values.items()]
+                    claim.append(f"DTensors of extra: {[each for each in self.state.extra if each not in values]}")
+                self._group = group_of(sorted(self._members), f"elastic {self._number}")
                 self._load_newest()
             while self.state.step < self.steps:
                 if self._group is None:
@@ -303,6 +354,7 @@ class _Training:
                 if isinstance(each, SameBits):
                     each.verify()  # A copy of changed memory would bring it back.
             if copies:
+                self._followers.find()
                 self._copies[-1].update()
             if saves and self.checkpoints is not None:
                 checkpoint.save(self.checkpoints, self.state, process_group=self._group)
@@ -322,8 +374,10 @@ class _Training:
             return
         begun = time.monotonic()
         # On fewer ranks, the distance may be too large: then the default one.
-        distance = self.distance if self.distance in range(1, len(self._members)) else None
-        made = NeighbourCopies(self.state.model, self.state.optimizer, distance=distance, stateful=self._stateful)
+        present = mesh_of_states(checked_states(self.state.model, _CALL), _CALL).mesh
+        distance = self.distance if self.distance in range(1, len(self._members)) and present.ndim == 1 else None
+        self._followers.find()
+        made = NeighbourCopies(self.state.model, self._optimizers, distance=distance, stateful=self._stateful)
         self._copies.append(made)
         made.update()
         made.wait()
@@ -368,13 +422,15 @@ class _Training:
         """The state of the last copy, on a mesh of the ranks that are left, and of spares."""
         # A spare that could not join, because another rank died, waits for the next call.
         self._spares = sorted({*self._spares, *(rank for rank in self._joining if rank not in left)})
-        self._members, self._joining = tuple(left), []
+        self._members, self._joining = tuple(sorted(left)), []
         # Named by the failure, and not by a count of groups, of which ranks may have made different numbers.
-        self._group = group_of(self._members, f"elastic {self._number}, failure {self._failures}")
-        model, optimizer = self.state.model, self.state.optimizer
-        present = mesh_of_states(checked_states(model, _CALL, runs=True), _CALL).mesh.mesh.tolist()
-        if present != list(left) or self._copies:  # Or this rank was alone, and a spare has died that would have joined.
-            mesh = DeviceMesh.from_group(self._group, self._device_type)
+        self._group = group = group_of(self._members, f"elastic {self._number}, failure {self._failures}")
+        model = self.state.model
+        present = mesh_of_states(checked_states(model, _CALL, runs=True), _CALL).mesh.mesh.flatten().tolist()
+        if (
+            present != list(self._members) or self._copies
+        ):  # Or this rank was alone, and a spare has died that would have joined.
+            mesh = self._mesh_of(self._members, group, f"failure {self._failures}")
             # The newest copies that all ranks have. A rank has dropped older ones only if the newer are complete on all ranks.
             complete: list[Any] = [None] * len(left)
             dist.all_gather_object(complete, [copies.has_copy for copies in self._copies], group=self._group)
@@ -382,12 +438,14 @@ class _Training:
                 if not all(map(any, complete)):
                     raise CopiesLost("a rank has died before the first copy was complete: start again")
                 copies = self._copies[-1 if all(has[-1] for has in complete) else 0]
-                copies.recover(mesh)
+                copies.recover(mesh, group=self._group)
+                self._followers.put_back()
                 del self._copies[self._copies.index(copies) + 1 :]
             except CopiesLost as lost:
                 if self.checkpoints is None:
                     raise
-                move_empty(model, optimizer, mesh)
+                move_empty(model, self._optimizers, mesh)
+                self._followers.put_back()
                 if not self._load_newest():
                     raise CopiesLost(f"{lost}; {self.checkpoints} has no checkpoint") from None
         for each in self._stateful:
@@ -395,6 +453,21 @@ class _Training:
                 each._per_optimizer_states.clear()  # The step that did not end may have unscaled gradients.
         self._copy_anew()  # Before spares are called: a death while they join must not meet ranks without copies.
         self._invite()
+
+    def _mesh_of(self, members: Sequence[int], group: dist.ProcessGroup, event: str) -> DeviceMesh:
+        """The mesh of these ranks: of whole replicas, if the first one had replicas and these are enough; otherwise 1-D."""
+        shards = self._first_mesh.size(-1)
+        if self._first_mesh.ndim == 1 or len(members) % shards or len(members) == shards:
+            return DeviceMesh.from_group(group, self._device_type)
+        table = torch.tensor(sorted(members), device="cpu").view(-1, shards)
+        replica, shard = divmod(sorted(members).index(self._rank), shards)
+        name = f"elastic {self._number}, {event}"
+        groups = [
+            group_of(ranks.tolist(), f"{name}, {each}")
+            for ranks, each in ((table[:, shard], f"shard {shard}"), (table[replica], f"replica {replica}"))
+        ]
+        names = self._first_mesh.mesh_dim_names
+        return DeviceMesh.from_group(groups, self._device_type, table, mesh_dim_names=names)
 
     def _invite(self) -> None:
         """Let spares take the place of ranks that died."""
@@ -418,9 +491,10 @@ class _Training:
             return
         members = sorted(left + self._joining)
         group = group_of(members, f"elastic {self._number}, call {call['failures']}")
-        mesh = DeviceMesh.from_group(group, self._device_type)
+        mesh = self._mesh_of(members, group, f"call {call['failures']}")
         # The model of a spare knows the first mesh, with ranks that have died: ``left`` says who has shards.
-        reshard_to(self.state.model, self.state.optimizer, mesh, group=group, stateful=self._stateful, left=left)
+        reshard_to(self.state.model, self._optimizers, mesh, group=group, stateful=self._stateful, left=left)
+        self._followers.put_back()
         # Only now: if it raises, the ranks that are left are still the members, and the spare is none.
         self._members, self._group = tuple(members), group
         self._copy_anew()

@@ -1,17 +1,21 @@
 """SameBits(verify_every=): bits that memory or a processor changes are found, by name, on all ranks."""
 
+import itertools
 import logging
+import os
+import random
 import unittest
 
+import pytest
 import torch
 import torch.distributed as dist
-from common import error_of, ranks
-from one_process import Dense, adamw, adamw8bit, in_one_process, muon, sgd, sharded, train
+from common import error_of, ranks, run_ranks
+from one_process import Dense, adamw, adamw8bit, in_one_process, loss_of, muon, sgd, sharded, tokens_of, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged.fsdp import SameBits
-from torch_ragged.fsdp.bits._sums import sums_of
+from torch_ragged.fsdp.bits._sums import lines_of, sums_of
 
 PIECES = 4
 
@@ -36,6 +40,31 @@ def flip(tensor, bit=62):
         raw[bit // 8] ^= 1 << bit % 8
 
 
+def single_errors(steps):
+    """How many computations were wrong, the steps in which one was found, and those in which one should be."""
+    choice, planned = random.Random(0), {}
+    for step in choice.sample(range(1, steps), steps // 2):
+        planned[step] = choice.randrange(2), choice.randrange(PIECES // 2)
+    model, optimizer, same = made(verify_every=4, on_corruption="log")
+    found, now = [], [0, 0]
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(now[0])
+    logging.getLogger("torch_ragged.fsdp").addHandler(handler)
+
+    def compute(module, inputs, output):
+        return output * (1 + 2**-20) if planned.get(now[0]) == (dist.get_rank(), now[1]) else output
+
+    model.layers[0].register_forward_hook(compute)
+    for now[0] in range(1, steps):
+        for now[1], piece in enumerate(same.pieces()):
+            loss_of(model, tokens_of(now[0], PIECES)[piece]).backward()
+        same.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("torch_ragged.fsdp").removeHandler(handler)
+    return len(planned), found, [step for step in sorted(planned) if step % 4 == 3 and planned[step][1] == 0]
+
+
 class CorruptionTest(unittest.TestCase):
     def test_each_bit_is_in_the_sums(self):
         for dtype, count, start in (
@@ -45,25 +74,27 @@ class CorruptionTest(unittest.TestCase):
             (torch.int64, 9, 0),
         ):
             tensor = torch.arange(count + start).to(dtype)[start:]
-            before = sums_of(tensor)
+            before, lines = sums_of(tensor), lines_of(tensor)
             raw = tensor.view(torch.uint8)
             self.assertEqual(sums_of(tensor.clone()), before)
             for place in {0, 1, raw.numel() // 2, raw.numel() - 2, raw.numel() - 1}:
                 for bit in range(8):
                     raw[place] ^= 1 << bit
-                    self.assertTrue(
-                        all(new != old for new, old in zip(sums_of(tensor), before, strict=True)), (dtype, place, bit)
-                    )
+                    self.assertNotEqual(sums_of(tensor), before, (dtype, place, bit))
+                    self.assertFalse(lines_of(tensor).equal(lines), (dtype, place, bit))
                     raw[place] ^= 1 << bit
             self.assertEqual(sums_of(tensor), before)
-        words = torch.arange(9)
-        for bit in range(64):  # As a broken line of a memory changes it.
-            changed = words.clone()
-            changed[[2, 5]] ^= 1 << bit if bit < 63 else -(2**63)
-            self.assertNotEqual(sums_of(changed), sums_of(words), bit)
+        for count, pairs in ((9, ([2, 5],)), (70_001, ([2, 5], [2, 2 + 256], [300, -300], [0, -1]))):
+            words = torch.arange(count)
+            for bit, pair in itertools.product(range(64), pairs):  # As a broken line of a memory changes it.
+                changed = words.clone()
+                changed[pair] ^= 1 << bit if bit < 63 else -(2**63)
+                self.assertNotEqual(sums_of(changed), sums_of(words), (bit, pair))
+                self.assertFalse(lines_of(changed).equal(lines_of(words)), (bit, pair))
         values = torch.tensor([1, 2, 3])
         self.assertNotEqual(sums_of(values), sums_of(values.flip(0)))
         self.assertEqual(sums_of(torch.empty(0)), (0, 0))
+        self.assertLess(lines_of(torch.empty(2**20)).nbytes, 2**20 * 4 / 200)
 
     @ranks(3)
     def test_a_bit_that_memory_changes_is_found_at_the_next_read():
@@ -79,7 +110,8 @@ class CorruptionTest(unittest.TestCase):
             same.verify()
             if rank == 1:
                 flip(find())
-            for look in (same.verify, lambda: next(same.pieces())):  # It is found until it is mended.
+            # It is found until it is mended. A forward reads no state.
+            for look in (same.verify, same.verify if "exp_avg" in name else lambda: next(same.pieces())):
                 text = error_of(look)
                 assert f"memory of rank 1 has changed, and nothing has written to it: {name}" in text, text
                 assert text.startswith("CorruptionFound: SameBits: " if rank == 1 else "RuntimeError: SameBits: "), text
@@ -154,6 +186,21 @@ class CorruptionTest(unittest.TestCase):
         assert "memory of rank 2 has changed" in error_of(same.verify)
 
     @ranks(2)
+    def test_a_compiled_step_of_the_optimizer():
+        model, optimizer, same = made(verify_every=5)
+        step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(2):
+            for _ in same.pieces():
+                model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+            step()
+            optimizer.zero_grad()
+            same.verify()
+        if dist.get_rank() == 0:
+            flip(model.embed.weight)
+        text = error_of(same.verify)
+        assert "memory of rank 0 has changed, and nothing has written to it: embed.weight" in text, text
+
+    @ranks(2)
     def test_a_bit_that_changes_in_a_backward_is_found_before_the_step_writes_it():
         cases = {
             "exp_avg_sq of embed.weight": lambda model, optimizer: optimizer.state[model.embed.weight]["exp_avg_sq"],
@@ -192,6 +239,14 @@ class CorruptionTest(unittest.TestCase):
         assert text.startswith("CorruptionFound: SameBits: ranks 0 and 1, ranks 1 and 0 compute other bits of one piece"), text
         assert "the gradient of layers.0.0.weight" in text and "layers.1" not in text and "the loss" not in text, text
         assert "so rank" not in text, text
+
+    @pytest.mark.slow
+    def test_single_wrong_computations_are_found_where_a_piece_is_repeated(self):
+        """One in each second step: 1 of 8 is in the fourth step and in a rank's first piece. No other step has an alarm."""
+        steps = int(os.environ.get("TORCH_RAGGED_TEST_STEPS", 100))
+        planted, found, wanted = run_ranks(2, single_errors, steps, timeout=3600)[0]
+        self.assertEqual(found, wanted)
+        print(f"{planted} wrong computations in {steps} steps, {len(found)} found")
 
     @ranks(2)
     def test_the_log_names_it_and_training_goes_on():

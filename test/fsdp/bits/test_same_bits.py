@@ -103,11 +103,10 @@ class SameBitsTest(unittest.TestCase):
     def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks():
         torch.manual_seed(0)
         expected_model = Dense()
-        expected = in_one_process(expected_model, adamw(expected_model.parameters()), 4)
+        expected_optimizer = adamw(expected_model.parameters())
+        expected = in_one_process(expected_model, expected_optimizer, 4)
         torch.manual_seed(0)
-        model = sharded(
-            Dense(),
-        )
+        model = sharded(Dense())
         optimizer = adamw(model.parameters())
         same = SameBits(model, optimizer, pieces=4, seed=7)
         assert train(same, model, optimizer, 4, range(2)) == expected[:2]
@@ -133,8 +132,17 @@ class SameBitsTest(unittest.TestCase):
         same = SameBits(alone, optimizer, pieces=4, seed=7)
         same.load_state_dict(kept)
         assert train(same, alone, optimizer, 4, range(2, STEPS)) == expected[2:]
-        for other, text in (({"pieces": 5}, "pieces 5"), ({"tree": 0}, "tree 0"), ({"facts": []}, r"facts \[\]")):
+        for other, text in (
+            ({"pieces": 5}, "pieces 5, and this one has 4: bits would differ, unless"),
+            ({"tree": 0}, "tree 0"),
+            ({"facts": []}, r"facts \[\]"),
+        ):
             assert re.search(text, error_of(same.load_state_dict, {**kept, **other})), text
+        same.close()
+        same = SameBits(alone, optimizer, pieces=3, seed=7, allow_other_pieces=True)
+        same.load_state_dict({**kept, "step": STEPS})
+        expected = in_one_process(expected_model, expected_optimizer, 3, steps=[STEPS])
+        assert train(same, alone, optimizer, 3, [STEPS]) == expected
 
     @ranks(2)
     def test_recomputation_and_generators():
@@ -292,6 +300,10 @@ class SameBitsTest(unittest.TestCase):
         assert "written to the buffer running_var" in error_of(updates), error_of(updates)
 
 
+def float32(number):
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
 class ExactSumTest(unittest.TestCase):
     def test_sums_are_those_of_fsum(self):
         generator = torch.Generator().manual_seed(0)
@@ -308,19 +320,22 @@ class ExactSumTest(unittest.TestCase):
                     numbers = numbers + total.numbers(torch.device("cpu"))
                 self.assertEqual(sum_of(numbers), expected, (dtype, part))
             squares = math.fsum(values.double().square().tolist())
-            for cuts in (2, 53):
+            for add in (ExactSum.add, ExactSum.add_near):
                 total = ExactSum()
-                total.add(values, torch.square, cuts)
-                self.assertEqual(sum_of(total.numbers(torch.device("cpu"))), squares, (dtype, cuts))
+                add(total, values, torch.square)
+                numbers = total.numbers(torch.device("cpu"))
+                self.assertEqual(sum_of(numbers, float32), float32(squares), (dtype, add))
+                if add is ExactSum.add:
+                    self.assertEqual(sum_of(numbers), squares, dtype)
 
-    def test_what_is_left_out_is_found_if_it_matters(self):
-        """1 + 2**-53 is halfway between two floats, and the last number, far below, says which one is nearer."""
-        values = torch.tensor([1.0, 2**-27, 2**-27, 2**-60])
-        for end, expected in ((3, 1.0), (4, 1 + 2**-52)):
-            for cuts in (2, 53):
+    def test_an_error_that_may_matter_is_found(self):
+        """1 + 2**-24 is halfway between two numbers of float32, and the last number, far below, says which one is nearer."""
+        halves = torch.tensor([1.0, 2**-24, 2**-51])
+        for end, expected in ((2, 1.0), (3, 1 + 2**-23)):
+            for add, result in ((ExactSum.add_near, None), (ExactSum.add, expected)):
                 total = ExactSum()
-                total.add(values[:end], torch.square, cuts)
-                self.assertEqual(sum_of(total.numbers(torch.device("cpu"))), None if cuts == 2 else expected)
+                add(total, halves[:end], torch.abs)
+                self.assertEqual(sum_of(total.numbers(torch.device("cpu")), float32), result, (end, add))
 
     def test_extreme_and_missing_values(self):
         tiny, huge, inf, nan = 5e-324, 1.7e308, math.inf, math.nan
@@ -348,10 +363,10 @@ class TreeTest(unittest.TestCase):
             expected = tree(list(leaves))
             for part in (1, 2, 3, 5, 8):
                 found = TreeSum()
-                for received in leaves.clone().split(part):
-                    for leaf in received.clone().unbind():
+                for received in map(torch.clone, leaves.split(part)):
+                    for leaf in received.unbind():
                         found.add(leaf)
-                    found.keep()
+                    found.keep(received)
                 self.assertTrue(found.root().equal(expected), (count, part))
 
 

@@ -237,38 +237,39 @@ class NeighbourCopiesTest(unittest.TestCase):
 
     @ranks(4)
     def test_copies_take_the_memory_that_is_said_and_incomplete_ones_are_not_used():
-        mesh = init_device_mesh("cpu", (2, 2))
-        assert "a 1-D mesh of at least 2 ranks" in error_of(NeighbourCopies, *make(mesh))
+        square = init_device_mesh("cpu", (2, 2))
+        assert "with replicas, leave the distance out" in error_of(NeighbourCopies, *make(square), distance=1)
         flat = init_device_mesh("cpu", (4,))
         model, optimizer = make(flat)
         for options in ({"every": 0}, {"every": "2"}, {"every": True}, {"distance": 0}, {"distance": 4}, {"distance": 1.5}):
             assert "expected integers, every >= 1 and a distance between 1 and 3" in error_of(
                 NeighbourCopies, model, optimizer, **options
             )
-        copies = NeighbourCopies(model, optimizer, every=2, distance=3)
-        assert "no complete copy" in error_of(copies.recover, flat)
-        for number in range(6):  # The third copy takes the place of the first one.
-            step(model, optimizer, number)
-            copies.update()
-            if number == 3:
-                wanted = copied(whole(model, optimizer))
-        copies.wait()
-        # Of all ranks, two generations of two copies; each tensor starts at a multiple of 16 bytes.
-        moments = [value for param in model.parameters() for value in optimizer.state[param].values() if value.numel() > 1]
-        held = sum(-(-tensor.to_local().nbytes // 16) * 16 for tensor in (*model.parameters(), *moments))
-        total = torch.tensor([held, copies.nbytes])
-        dist.all_reduce(total)
-        assert int(total[1]) == 4 * int(total[0]), total
-        last = copied(whole(model, optimizer))
-        for each in copies._generations:  # As if a rank had died before the last copy was complete.
-            if each.step == 6 and dist.get_rank() == 1:
-                each.step = -1
-        assert copies.recover(flat) == 4
-        assert all(param.grad is None for param in model.parameters())
-        buffers = [name for name, _ in model.named_buffers()]
-        got = whole(model, optimizer)
-        assert not [name for name in same(got, wanted) if name not in buffers], same(got, wanted)
-        assert same(got, last)
+        for (model, optimizer), options, factor in ((make(flat), {"distance": 3}, 4), (make(square), {}, 2)):
+            copies = NeighbourCopies(model, optimizer, every=2, **options)
+            assert "no complete copy" in error_of(copies.recover, flat)
+            for number in range(6):  # The third copy takes the place of the first one.
+                step(model, optimizer, number)
+                copies.update()
+                if number == 3:
+                    wanted = copied(whole(model, optimizer))
+            copies.wait()
+            # Of all ranks, two generations of two copies, or of one; each tensor starts at a multiple of 16 bytes.
+            moments = [value for param in model.parameters() for value in optimizer.state[param].values() if value.numel() > 1]
+            held = sum(-(-tensor.to_local().nbytes // 16) * 16 for tensor in (*model.parameters(), *moments))
+            total = torch.tensor([held, copies.nbytes])
+            dist.all_reduce(total)
+            assert int(total[1]) == factor * int(total[0]), total
+            last = copied(whole(model, optimizer))
+            for each in copies._generations:  # As if a rank had died before the last copy was complete.
+                if each.step == 6 and dist.get_rank() == 1:
+                    each.step = -1
+            assert copies.recover(flat) == 4
+            assert all(param.grad is None for param in model.parameters())
+            buffers = [name for name, _ in model.named_buffers()]
+            got = whole(model, optimizer)
+            assert not [name for name in same(got, wanted) if name not in buffers], same(got, wanted)
+            assert same(got, last)
 
     @ranks(4)
     def test_new_copies_follow_a_model_to_other_meshes():

@@ -1,5 +1,6 @@
 """gradient_factors: what it says of each parameter is what a backward does."""
 
+import contextlib
 import unittest
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torch_ragged.fsdp import HIERARCHICAL, MixedPrecisionPolicy, fully_shard, gradient_factors
+from torch_ragged.fsdp import HIERARCHICAL, MixedPrecisionPolicy, SameBits, fully_shard, gradient_factors, monitor
 from torch_ragged.spmd import Plan, parallelize
 
 
@@ -55,6 +56,17 @@ class FactorTest(unittest.TestCase):
             )
             self.assertEqual(gradient_factors(two_meshes(4))["1.expert.weight"].factor, 0.25)
             self.assertIn("call fully_shard first", error_of(lambda: gradient_factors(Layer())))
+
+    @ranks(2)
+    def test_with_same_bits_it_is_a_mean_over_pieces():
+        model = fully_shard(Layer(), mesh=init_device_mesh("cpu", (2,)))
+        SameBits(model, torch.optim.SGD(model.parameters(), lr=0.1), pieces=6)
+        for context in (contextlib.nullcontext(), monitor(model)):
+            with context:
+                factors = gradient_factors(model)
+                assert [tuple(vars(each).values())[1:5] for each in factors] == [("pieces (6)", 6, 6.0, 1 / 6)] * 2, str(
+                    factors
+                )
 
     @ranks(4)
     def test_it_is_what_a_backward_does():

@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 import unittest
+import weakref
 from unittest import mock
 from weakref import WeakSet
 
@@ -27,6 +28,7 @@ from torch_ragged.fsdp import (
     FSDPGrad,
     MemoryReport,
     MemoryRow,
+    SameBits,
     buffer_layouts,
     elements,
     fully_shard,
@@ -34,6 +36,7 @@ from torch_ragged.fsdp import (
     monitor,
 )
 from torch_ragged.fsdp._groups import named_groups as groups_of
+from torch_ragged.fsdp.bits._tree import PieceCollectives, TreeSum
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.tools._replay import high_water
@@ -47,7 +50,7 @@ class Resident:
     """The most bytes that DBuffers, ``.grad`` and kept parts hold at once: looked up at every allocation."""
 
     def __init__(self, model):
-        self.model, self.peak, self.peak_unreduced = model, 0, 0
+        self.model, self.peak, self.peak_unreduced, self.others = model, 0, 0, list
         self.buffers = WeakSet(b for group in groups_of(model).values() for kind in group.buffers().values() for b in kind)
 
     def sample(self):
@@ -55,7 +58,7 @@ class Resident:
         grads = [p.grad for g in groups_of(self.model).values() for p in grads_of(g)]
         grads = [grad.reduced if isinstance(grad, FSDPGrad) else grad for grad in grads]
         grads = [grad.to_local().untyped_storage() for grad in grads if grad is not None]
-        sizes = {s.data_ptr(): s.nbytes() for s in held + grads if s.nbytes()}
+        sizes = {s.data_ptr(): s.nbytes() for s in [*held, *grads, *self.others()] if s.nbytes()}
         beside = sum(group.kept_nbytes for group in groups_of(self.model).values())
         # What stays gathered over nodes is a DBuffer, too.
         kept = (Replicate(), Shard(0))
@@ -261,6 +264,40 @@ def four_layers(side=64, trained=slice(None), mesh=None):
     return model
 
 
+@contextlib.contextmanager
+def trees_in(resident):
+    """What the trees of SameBits hold is counted too, whenever one has copied nodes."""
+    received, send = [], PieceCollectives._send
+    to_replicas, keep, trees = PieceCollectives._send_to_replicas, TreeSum.keep, set()
+
+    def noted(sending):
+        def send(tree, *args):
+            found = sending(tree, *args)
+            received.append(weakref.ref(found[0]))
+            resident.sample()
+            return found
+
+        return send
+
+    def kept(tree, lent):
+        keep(tree, lent)
+        trees.add(tree)
+        resident.sample()
+
+    def held():
+        nodes = [node for tree in trees for _, node in tree._nodes]
+        lent = (each() for each in received)
+        yield from (each.untyped_storage() for each in (*nodes, *lent) if each is not None)
+
+    resident.others = held
+    with (
+        mock.patch.object(PieceCollectives, "_send", noted(send)),
+        mock.patch.object(PieceCollectives, "_send_to_replicas", noted(to_replicas)),
+        mock.patch.object(TreeSum, "keep", kept),
+    ):
+        yield
+
+
 def step_on_ones(model, side=64):
     model(torch.ones(2, side)).sum().backward()
 
@@ -306,6 +343,24 @@ class MemoryReportTest(unittest.TestCase):
                 with Resident(model) as resident:
                     model(torch.ones(2, 64)).sum().backward()
                 assert predicted.total == resident.peak, (options, predicted, resident.peak)
+
+    @ranks(4)
+    def test_predicted_peak_has_the_trees_of_same_bits():
+        """Sums of pieces on their owners, and with ``subtree`` unsharded ones, held between the backwards of a step."""
+        line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+        totals = []
+        for mesh, pieces, subtree in ((line, 4, 1), (line, 16, 1), (line, 27, 1), (line, 8, 2), (line, 32, 8), (square, 12, 2)):
+            torch.manual_seed(0)
+            model = four_layers(mesh=mesh)
+            same = SameBits(model, torch.optim.SGD(model.parameters(), lr=0.1), pieces=pieces, subtree=subtree)
+            predicted = memory_report(model).peak
+            with Resident(model) as resident, trees_in(resident):
+                for _ in same.pieces():
+                    step_on_ones(model)
+            assert predicted.total == resident.peak, (mesh, pieces, subtree, predicted, resident.peak)
+            totals.append(predicted.total)
+            same.close()
+        assert len({*totals}) == len(totals), totals
 
     @ranks(4)
     @as_nccl()

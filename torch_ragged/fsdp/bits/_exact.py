@@ -27,9 +27,9 @@ __all__ = ["ExactSum", "reduce_exact", "same_sum", "sum_of"]
 _LOWEST = -1074  # The power of the smallest number of float64. All sums are integers times this power.
 _FIRST_WIDTH = 44  # Bits of the first integer of a number. The sum of 2**18 is less than 2**63.
 _CUT_STEP = 40  # Bits from one cut to the next, and of a digit of a message.
-_ALL = _MESSAGE_DIGITS = 53  # Of so many bits is the largest sum.
+_MESSAGE_DIGITS = 53  # Of so many bits is the largest sum.
 _HUGE = 2.0**900  # Larger numbers are added one by one.
-_CHUNK = 2**15
+_CHUNK, _NEAR_CHUNK = 2**15, 2**16
 """So many elements are added at once. Their float64 copies stay in a cache."""
 
 
@@ -47,12 +47,10 @@ class ExactSum:
         self._total = self._error = 0  # Integers, times 2**_LOWEST.
         self._others = [0, 0, 0]  # The number of NaN, inf and -inf.
 
-    def add(self, values: torch.Tensor, function: Callable[..., torch.Tensor] | None = None, cuts: int = _ALL) -> None:
+    def add(self, values: torch.Tensor, function: Callable[..., torch.Tensor] | None = None) -> None:
         """Add ``values``, or a ``function`` of their float64 copies, which is never negative and takes ``out``.
 
         Squares of float32 are exact there.
-
-        ``cuts``: leave out what is below so many cuts of the largest number; :func:`sum_of` finds whether this matters.
         """
         scratch = torch.empty(2, min(_CHUNK, values.numel()), dtype=torch.float64, device=values.device)
         for chunk in values.detach().reshape(-1).split(_CHUNK) if values.numel() else ():
@@ -63,8 +61,8 @@ class ExactSum:
             largest = float(rest.amax() if function is not None else rest.abs().amax())
             if not largest < _HUGE:
                 largest = self._add_huge(rest)
-            power, left = math.frexp(largest)[1] - _FIRST_WIDTH, cuts
-            while largest and left:
+            power = math.frexp(largest)[1] - _FIRST_WIDTH
+            while largest:
                 power = max(power, _LOWEST)
                 # The bits of rest + shift are those of shift, plus the nearest integer to rest / 2**power.
                 shift = math.ldexp(1.5, 52 + power)
@@ -72,16 +70,25 @@ class ExactSum:
                 total = int(rounded.view(torch.int64).sum()) - chunk.numel() * _float_bits(shift)
                 total = (total + 2**63) % 2**64 - 2**63  # torch's sum wraps.
                 self._total += total << power - _LOWEST
-                left -= 1
-                if power == _LOWEST:
-                    break
-                if not left:
-                    self._error += chunk.numel() << power - _LOWEST  # Each number has lost less than the power of this cut.
-                    break
-                rest.sub_(rounded.sub_(shift))
-                if cuts == _ALL and not rest.abs().amax():
+                if power == _LOWEST or not rest.sub_(rounded.sub_(shift)).abs().amax():
                     break
                 power -= _CUT_STEP
+
+    def add_near(self, values: torch.Tensor, function: Callable[..., torch.Tensor]) -> None:
+        """As :meth:`add` of squares or absolute values, but with an error, of which :func:`sum_of` finds whether it matters.
+
+        It takes a sixth of the time.
+        """
+        wide = torch.empty(min(_NEAR_CHUNK, values.numel()), dtype=torch.float64, device=values.device)
+        for chunk in values.detach().reshape(-1).split(_NEAR_CHUNK) if values.numel() else ():
+            copy = wide[: chunk.numel()].copy_(chunk)
+            near = float(copy.dot(copy) if function is torch.square else function(copy, out=copy).sum())
+            if values.dtype == torch.float64 or not near < _HUGE:
+                self.add(chunk, function)
+                continue
+            self._total += _multiple(near)
+            # Of n numbers that are not negative, float64 sums in any order have an error of n * 2**-53 at most, relative.
+            self._error += _multiple(near * chunk.numel() * 2**-52)
 
     def _add_huge(self, rest: torch.Tensor) -> float:
         """Add infinities, NaN and huge numbers of ``rest``, and set them to zero there. Returns the largest of the others."""
@@ -101,8 +108,11 @@ class ExactSum:
         return torch.tensor([*digits, *self._others], device=device)
 
 
-def sum_of(numbers: torch.Tensor) -> float | None:
-    """The sum of all that was added, rounded once to a Python float. None if what was left out may change it."""
+def sum_of(numbers: torch.Tensor, rounded: Callable[[float], float] = float) -> float | None:
+    """The sum of all that was added, rounded once to a Python float, as a function that grows with it has ``rounded`` it.
+
+    None if the error may change it.
+    """
     *digits, nan, inf, minus = numbers.tolist()
     if nan or (inf and minus):
         return math.nan
@@ -110,7 +120,7 @@ def sum_of(numbers: torch.Tensor) -> float | None:
         return math.inf if inf else -math.inf
     total = sum(digit << _CUT_STEP * place for place, digit in enumerate(digits[:_MESSAGE_DIGITS]))
     error = sum(digit << _CUT_STEP * place for place, digit in enumerate(digits[_MESSAGE_DIGITS:]))
-    low, high = _nearest_float(total - error), _nearest_float(total + error)
+    low, high = rounded(_nearest_float(total - error)), rounded(_nearest_float(total + error))
     return low if low == high else None
 
 
@@ -119,6 +129,12 @@ def _nearest_float(total: int) -> float:
         return total / (1 << -_LOWEST)  # Python rounds a quotient of integers correctly.
     except OverflowError:
         return math.inf if total > 0 else -math.inf
+
+
+def _multiple(number: float) -> int:
+    """A float64, which is an integer times 2**_LOWEST."""
+    numerator, denominator = number.as_integer_ratio()
+    return numerator * ((1 << -_LOWEST) // denominator)
 
 
 def _float_bits(number: float) -> int:

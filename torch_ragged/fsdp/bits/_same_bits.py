@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_ragged._ranks.agreement import agreement, before_groups
 from torch_ragged._ranks.groups import device_of, groups_of
+from torch_ragged._register._torch import dynamo_disabled
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.bits._cut import depends_on_cut
 from torch_ragged.fsdp.bits._exact import ExactSum, reduce_exact, sum_of
@@ -83,12 +84,14 @@ class SameBits:
             times fewer bytes, and holds up to ``1 + log2(subtree)`` unsharded gradients. If ``pieces`` is no multiple of it
             times the ranks, there are more rounds. The bits are the same.
         verify_every: find memory and processors that change bits. Parameters, states of optimizers, buffers and reduced
-            gradients have 128-bit sums from when they are written to when they are read: any changed bit is found there. In
+            gradients have sums of bits from when they are written to when they are read: any changed bit is found there. In
             every so-many-th step, each rank repeats a piece of the next rank, and the bits of loss and gradients are compared:
             a rank that computes wrong each time is found then, a single wrong computation with a probability of one in so many
             times its pieces. None: neither.
         on_corruption: ``"raise"``: :class:`CorruptionFound` on the rank with other bits (if it is known), and an error on all
             others, so that :func:`torch_ragged.elastic.run` goes on without this rank; ``"log"``: an error in the log.
+        allow_other_pieces: whether :meth:`load_state_dict` takes the state of a run with another number of pieces. From then
+            on, the numbers are those of one process that changes the number of pieces at this step.
 
     Attributes:
         step: how many steps have ended. Set it to go on with a run.
@@ -111,6 +114,7 @@ class SameBits:
         subtree: int = 1,
         verify_every: int | None = None,
         on_corruption: Literal["raise", "log"] = "raise",
+        allow_other_pieces: bool = False,
     ) -> None:
         with before_groups(_CALL):
             self._states = list(module_states(model).values())
@@ -120,7 +124,8 @@ class SameBits:
         self._device = device_of(dp.mesh)
         self._trees: list[PieceCollectives] = []
         self._subtree, self._verify_every, self._on_corruption = subtree, verify_every, on_corruption
-        self._still, self._still_gradients, self._changed = StillTensors(), StillTensors(), list[str]()
+        self._allow_other_pieces = allow_other_pieces
+        self._still, self._changed = StillTensors(), list[str]()
         self._losses_twice: dict[bool, torch.Tensor] = {}  # Of the noted piece, and of the repeated one (True).
         self._now = Round(0, False, False, False)
         self._loop: object = None  # The loop over pieces that runs, or was left.
@@ -130,7 +135,8 @@ class SameBits:
             self._attach()
         hook = weakref.WeakMethod(self._before_step)
         after = weakref.WeakMethod(self._after_step)
-        self._hooks = [each.register_step_pre_hook(lambda *_: (check := hook()) and check()) for each in self._optimizers]
+        check_of = lambda each, *_: (check := hook()) and check(each)  # noqa: E731
+        self._hooks = [each.register_step_pre_hook(check_of) for each in self._optimizers]
         if verify_every is not None:  # Of all optimizers: those run last, and one of fully_shard counts versions.
             handle = register_optimizer_step_post_hook(lambda each, *_: (note := after()) and note(each))
             self._hooks.append(handle)
@@ -174,7 +180,9 @@ class SameBits:
         self._names: dict[Any, str] = {
             param.sharded: known.get(param.sharded, param.fqn) for group in groups for param in group.params
         }
-        self._trees = [PieceCollectives(group.collectives, group, self._present, self._subtree) for group in groups]
+        self._trees = [
+            PieceCollectives(group.collectives, group, self._present, self._count, self._subtree) for group in groups
+        ]
         for tree in self._trees:
             tree.group.collectives = tree
 
@@ -221,7 +229,7 @@ class SameBits:
 
     @property
     def _rounds(self) -> int:
-        return -(-self._count // (self._ranks * self._subtree)) * self._subtree
+        return self._trees[0].rounds
 
     def _piece_of(self, rank: int, number: int) -> int:
         """The piece of a rank in a round; too large if it has none."""
@@ -273,7 +281,7 @@ class SameBits:
                         )
             if len(pieces) > rounds:
                 self._compare_repeats()
-            self._finish(rounds)
+            self._finish()
             has_ended = True
 
     def _begin(self) -> None:
@@ -282,7 +290,8 @@ class SameBits:
             self._check_model()
             trained = [param.sharded.requires_grad for tree in self._trees for param in tree.group.params]
             claim += [f"step: {self.step}", f"threads: {torch.get_num_threads()}", f"trained parameters: {trained}"]
-        self._check_memory()
+        # A forward reads no states: the step compares them.
+        self._check_memory([*((name, param) for param, name in self._names.items()), *self._buffers()])
         for tree in self._trees:
             tree.start()
         self._losses, self._losses_twice = {}, {}
@@ -318,11 +327,11 @@ class SameBits:
                         ".grad after the pieces"
                     )
 
-    def _finish(self, rounds: int) -> None:
+    def _finish(self) -> None:
         """Set ``.grad``. Backward has left it None where no piece has a gradient."""
         with torch.no_grad():
             for tree in self._trees:
-                mean = tree.finish(rounds, self._count)
+                mean = tree.finish()
                 for param, (begin, end) in zip(tree.group.params, tree.group.reduction.intervals):
                     if mean is not None and param.sharded.grad is not None:
                         local = local_of(param.sharded.grad)
@@ -339,12 +348,13 @@ class SameBits:
             )
         return self._now
 
-    def _before_step(self) -> None:
+    @dynamo_disabled  # If the step is compiled: these comparisons read numbers.
+    def _before_step(self, optimizer: Optimizer) -> None:
         if self._loop is not None:
             raise RuntimeError("SameBits: the loop over pieces() has not ended, so gradients are not complete: let it end")
         self._look_at_gradients()
-        if self._verify_every is not None:  # After the step, sums are made anew: states have lain still for the whole backward.
-            self._changed += self._still.changed(self._still_tensors())
+        if self._verify_every is not None:  # What it reads, and writes anew.
+            self._changed += self._still.changed([*self._params_of(optimizer), *self._states_of(optimizer)])
 
     # -- corruption --------------------------------------------------------------------------------------------------
 
@@ -358,7 +368,7 @@ class SameBits:
             CorruptionFound: bits of this rank have changed; a RuntimeError on the other ranks.
         """
         self._follow()
-        self._check_memory()
+        self._check_memory(self._still_tensors())
 
     def note(self) -> None:
         """The program has written to parameters, states or gradients in a way that torch does not count, as ``.data`` does.
@@ -375,13 +385,21 @@ class SameBits:
         for param, name in self._names.items():
             yield name, param
         for optimizer in self._optimizers:
-            for held, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        yield f"{key} of {self._names.get(held)}", value
-        for name, buffer in self._model.named_buffers():
-            if not buffer.is_inference():
-                yield f"the buffer {name}", buffer
+            yield from self._states_of(optimizer)
+        yield from self._buffers()
+
+    def _params_of(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return ((self._names[param], param) for param in params if param in self._names)
+
+    def _states_of(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        for held, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{key} of {self._names.get(held)}", value
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"the buffer {name}", each) for name, each in self._model.named_buffers() if not each.is_inference())
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for param, name in self._names.items():
@@ -390,21 +408,22 @@ class SameBits:
 
     def _note_gradients(self) -> None:
         if self._verify_every is not None:
-            self._still_gradients.note(self._gradients())
+            self._still.note(self._gradients())
 
     def _look_at_gradients(self) -> None:
         if self._verify_every is not None:
-            self._changed += self._still_gradients.changed(self._gradients())
+            self._changed += self._still.changed(self._gradients())
 
+    @dynamo_disabled
     def _after_step(self, optimizer: Optimizer) -> None:
         if any(optimizer is each for each in self._optimizers):
-            self._still.note(self._still_tensors())
+            self._still.note([*self._params_of(optimizer), *self._states_of(optimizer)])
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, read: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise on all ranks if the memory of one has changed. Of writes that torch does not count, all ranks have some."""
         if self._verify_every is None:
             return
-        changed = {*self._changed, *self._still.changed(self._still_tensors())}
+        changed = {*self._changed, *self._still.changed(read)}
         self._changed = []
         # Names and their order are equal on all ranks, or the counts of one would meet those of another.
         # What a name begins with is its kind: a state, a gradient, a buffer, or a parameter.
@@ -425,7 +444,7 @@ class SameBits:
             if count == 1 and (several == 1 or 2 * several < all_held):  # A program writes to many, or on many ranks.
                 found.setdefault(place - 1, []).append(name)
         if not found and changed:  # The program has written: from here on, what it wrote lies still.
-            self._still.note(self._still_tensors())
+            self._still.note(each for each in self._still_tensors() if each[0] in changed)
         if found:
             self._changed = [name for name in changed if name.startswith("the gradient")]  # Found until it is mended.
             text = "; ".join(
@@ -447,8 +466,7 @@ class SameBits:
                 for number in pair
             ]
             loss = self._losses_twice.get(is_repeat, torch.zeros((), device="cpu")).to("cpu", torch.float64).view(torch.int64)
-            signed = [(number + 2**63) % 2**64 - 2**63 for number in sums]
-            rows[self._rank, int(is_repeat)] = torch.tensor([*signed, int(loss)], device=self._device)
+            rows[self._rank, int(is_repeat)] = torch.tensor([*sums, int(loss)], device=self._device)
         reduce_exact(rows, self._groups, f"{_CALL}.pieces")
         differs = [not rows[rank, 1].equal(rows[(rank + 1) % self._ranks, 0]) for rank in range(self._ranks)]
         if not any(differs):
@@ -522,8 +540,9 @@ class SameBits:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradients of the model by their norm, as ``torch.nn.utils.clip_grad_norm_`` does; return the norm.
 
-        The norm is the root of an exact sum of squares (``norm_type`` 1: of absolute values; inf: the largest one). If it is
-        not finite, gradients become what the factor makes of them, as with torch.
+        The norm is the root of an exact sum of squares (``norm_type`` 1: of absolute values; inf: the largest one), rounded to
+        float32 (to float64 if gradients are). If it is not finite, gradients become what the factor makes of them, as with
+        torch.
 
         Collectives: an all-reduce of 872 bytes, rarely two. The host waits.
 
@@ -544,24 +563,29 @@ class SameBits:
             if math.isinf(norm_type):
                 norm = self._largest(gradients)
             else:
-                value = self._exact_sum(gradients, function, cuts=2)
-                # Too near to the middle of two floats. All ranks know it alike, from the numbers that they have added.
-                value = self._exact_sum(gradients, function) if value is None else value
-                assert value is not None  # Nothing was left out.
-                norm = math.sqrt(value) if norm_type == 2 else value
+                is_wide = any(gradient.dtype == torch.float64 for gradient in gradients)
+                norm = self._norm(gradients, function, torch.float64 if is_wide else torch.float32)
             factor = math.nan if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
-            for gradient in gradients:
-                gradient.mul_(factor)
-        self._note_gradients()
+            if factor != 1.0:  # A product with it would read and write all gradients, and change none.
+                for gradient in gradients:
+                    gradient.mul_(factor)
+                self._note_gradients()
         return norm
 
-    def _exact_sum(self, gradients: list[torch.Tensor], function: Any, **options: int) -> float | None:
-        total = ExactSum()
-        for gradient in gradients:
-            total.add(gradient, function, **options)
-        numbers = total.numbers(self._device)
-        reduce_exact(numbers, self._shard_groups, f"{_CALL}.clip_grad_norm_")
-        return sum_of(numbers)
+    def _norm(self, gradients: list[torch.Tensor], function: Any, dtype: torch.dtype) -> float:
+        def rounded(total: float) -> float:
+            return float(torch.tensor(math.sqrt(total) if function is torch.square else total, dtype=dtype, device="cpu"))
+
+        for add in (ExactSum.add_near, ExactSum.add):
+            total = ExactSum()
+            for gradient in gradients:
+                add(total, gradient, function)
+            numbers = total.numbers(self._device)
+            reduce_exact(numbers, self._shard_groups, f"{_CALL}.clip_grad_norm_")
+            # None is too near to the middle of two floats. All ranks know it alike, from the numbers that they have added.
+            if (norm := sum_of(numbers, rounded)) is not None:
+                return norm
+        raise AssertionError("an exact sum has no error")
 
     def _largest(self, gradients: list[torch.Tensor]) -> float:
         parts = [gradient.abs().max().to(self._device, torch.float64) for gradient in gradients if gradient.numel()]
@@ -587,19 +611,21 @@ class SameBits:
         """Go on with a run.
 
         Raises:
-            ValueError: it had other pieces, another seed, another rule of the tree, or ran on another machine or torch.
+            ValueError: it had other pieces (unless ``allow_other_pieces``), another seed, another rule of the tree, or ran on
+                another machine or torch.
         """
         mine = self.state_dict()
         if not isinstance(state, dict) or not isinstance(state.get("step"), int):
             raise ValueError(f"SameBits.load_state_dict takes what state_dict() has returned, got {state!r}")
         for name in ("pieces", "seed", "tree", "facts"):
-            if state.get(name) != mine[name]:
+            if state.get(name) != mine[name] and not (name == "pieces" and self._allow_other_pieces):
+                advice = ", unless SameBits has allow_other_pieces=True" if name == "pieces" else ""
                 raise ValueError(
-                    f"SameBits: the run had {name} {state.get(name)}, and this one has {mine[name]}: bits would differ"
+                    f"SameBits: the run had {name} {state.get(name)}, and this one has {mine[name]}: bits would differ{advice}"
                 )
         self.step, self._loop = state["step"], None  # A loop that a death has ended is over, also if something holds it.
         # What is loaded beside this was perhaps written without a count.
-        self._still, self._still_gradients, self._changed = StillTensors(), StillTensors(), []
+        self._still, self._changed = StillTensors(), []
 
 
 def facts(device: torch.device) -> list[str]:

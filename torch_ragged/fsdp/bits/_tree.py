@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.groups import is_gloo
-from torch_ragged.fsdp.bits._sums import Sums, sums_of
+from torch_ragged.fsdp.bits._sums import sums_of
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._collectives import (
     Collectives,
+    MemoryOfPass,
     ReduceScatterTraits,
     Then,
     Work,
@@ -60,9 +61,12 @@ class TreeSum:
         (count, right), (before, left) = self._nodes.pop(), self._nodes.pop()
         self._nodes.append((before + count, right if left is None else left if right is None else left.add_(right)))
 
-    def keep(self) -> None:
-        """The memory of the leaves is freed next: keep copies of nodes that lie there."""
-        self._nodes = [(count, node.clone() if node is not None and node._is_view() else node) for count, node in self._nodes]
+    def keep(self, lent: torch.Tensor) -> None:
+        """The memory of ``lent``, in which leaves are, is freed or written next: keep copies of nodes that lie there."""
+        memory = lent.untyped_storage().data_ptr()
+        for index, (count, node) in enumerate(self._nodes):
+            if node is not None and node.untyped_storage().data_ptr() == memory:
+                self._nodes[index] = count, node.clone()
 
     def root(self) -> torch.Tensor | None:
         """The sum; None if no leaf was present. The tree is empty afterwards."""
@@ -112,23 +116,52 @@ class PieceCollectives(WrappedCollectives):
         inner: the collectives of the mesh's process group, which carry all else.
         group: the group of parameters.
         now: returns the present round.
+        pieces: of a step, on all ranks together.
         subtree: how many pieces a rank adds itself, a power of two.
     """
 
     follows_model = True
 
-    def __init__(self, inner: Collectives, group: FSDPParamGroup, now: Callable[[], Round], subtree: int = 1) -> None:
+    def __init__(self, inner: Collectives, group: FSDPParamGroup, now: Callable[[], Round], pieces: int, subtree: int) -> None:
         super().__init__(inner)
         self.group, self._now, self._subtree = group, now, subtree
+        self._divisor = self.pieces = pieces
         self._leaves = group.dp.mesh.size()  # Of each time that ranks send.
+        self.rounds = -(-pieces // (self._leaves * subtree)) * subtree  # Of a step.
         self._tree, self._sent = TreeSum(), 0  # How many times they have sent.
         self._own, self._kept = TreeSum(), 0  # Of unsharded gradients that this rank adds, and how many leaves it has.
         self.round = -1  # The last one in which the group was reduced.
-        self.sums: dict[bool, list[Sums]] = {}  # Of the gradients of the noted piece, and of the repeated one (True).
+        self.sums: dict[
+            bool, list[tuple[int, int]]
+        ] = {}  # Of the gradients of the noted piece, and of the repeated one (True).
         self._received: torch.Tensor | None = None
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return ReduceScatterTraits(adds_wide=False, holds_second_buffer=True)
+
+    def memory_of_passes(self) -> tuple[MemoryOfPass, ...]:
+        """As if each rank had as many pieces, which use all of the group."""
+        layout, passes = self.group.layout, list[MemoryOfPass]()
+        shard = layout.shard_numel * self.group.reduce_dtype.itemsize
+        whole, of_all = layout.ranks * shard, self._leaves * shard
+        for number in range(self.rounds):
+            turn, place = divmod(number, self._subtree)
+            kept = len(_begins_of(place))  # Unsharded gradients of this rank.
+            if place < self._subtree - 1:
+                kept_next = len(_begins_of(place + 1))
+                passes.append({"reduce_scatter": (((kept_next - kept) * whole,), ())})
+                continue
+            leaves = turn * self._leaves
+            nodes = _begins_of(leaves + self._leaves)
+            copies = sum(begin >= leaves for begin in nodes)
+            joined = len(_begins_of(leaves)) - (len(nodes) - copies)
+            received = (-joined * shard, copies * shard)
+            if self.group.dp.has_replicas:
+                passes.append({"reduce_scatter": ((-kept * whole, whole), ())})
+                passes[-1]["all_reduce"] = (of_all,), (*received, -of_all - whole)
+            else:
+                passes.append({"reduce_scatter": ((-kept * whole, whole), (*received, -whole))})
+        return tuple(passes)
 
     def reduce_scatter(
         self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup | None = None
@@ -158,9 +191,10 @@ class PieceCollectives(WrappedCollectives):
         if self._subtree > 1:
             for _ in range(place - self._kept):  # Rounds without this group, as of a module that no rank has used.
                 self._own.add(None)
-            self._own.add(None if is_absent else buffer if is_last else buffer.clone())
+            self._own.add(None if is_absent else buffer)
             self._kept = place + 1
         if not is_last:
+            self._own.keep(buffer)
             with torch.no_grad():
                 output.fill_(_ABSENT)
             return Then(done, functools.partial(_hold, buffer))
@@ -203,7 +237,7 @@ class PieceCollectives(WrappedCollectives):
             work.wait()
         self._take(received)
 
-    def _sums(self, buffer: torch.Tensor) -> list[Sums]:
+    def _sums(self, buffer: torch.Tensor) -> list[tuple[int, int]]:
         """Of the gradient of each parameter in the group's buffer."""
         parts = zip(self.group.params, self.group.layout.offsets, self.group.layout.tensors)
         return [sums_of(buffer[start : start + each.numel]) if param.was_used else (0, 0) for param, start, each in parts]
@@ -236,7 +270,7 @@ class PieceCollectives(WrappedCollectives):
         with torch.no_grad():
             for leaf in received.unbind():
                 self._tree.add(leaf)
-            self._tree.keep()
+            self._tree.keep(received)
 
     def start(self) -> None:
         """A step begins."""
@@ -245,16 +279,25 @@ class PieceCollectives(WrappedCollectives):
         self.round, self._received, self._sent, self._kept = -1, None, 0, 0
         self.sums = {}
 
-    def finish(self, rounds: int, divisor: int) -> torch.Tensor | None:
+    def finish(self) -> torch.Tensor | None:
         """The mean over the pieces of this rank's shard, or None if no piece has used the group."""
         if self._kept:
             self._send_late()
         # Absent leaves, also those of ranks without a piece, are at the end, and adding them changes no bit. So this tree has
         # the value of the tree with as many leaves as pieces.
-        for _ in range(self._leaves * (rounds // self._subtree - self._sent)):
+        for _ in range(self._leaves * (self.rounds // self._subtree - self._sent)):
             self._tree.add(None)
         root = self._tree.root()
-        return None if root is None else root.div_(divisor)
+        return None if root is None else root.div_(self._divisor)
+
+
+def _begins_of(leaves: int) -> list[int]:
+    """The first leaf of each node of a tree that has so many leaves: a node has a power of two of them."""
+    begins, rest = [], leaves
+    while rest:
+        begins.append(leaves - rest)
+        rest -= 1 << rest.bit_length() - 1
+    return begins
 
 
 def _hold(tensor: torch.Tensor) -> None:

@@ -75,12 +75,19 @@ class ReduceScatterTraits(NamedTuple):
     holds_second_buffer: bool
 
 
+MemoryOfPass = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+"""The bytes that a collective allocates (or frees, if negative) when it is issued, and in its wait, by its name."""
+
+
 class Collectives:
     """The collectives that a group calls. All calls return at once. A subclass overrides what it carries, or :meth:`issue`.
 
     The caller must keep their tensors alive, and must not write to them, until ``wait()``. Argument ``group``: a process group
     of some of the ranks; None for all ranks that share the buffer.
     """
+
+    pieces: int | None = None
+    """If gradients are the mean over so many pieces of a step, and not what the reduction's divisor says."""
 
     def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
         """Issue the collective with that name and these arguments. ``largest``: its largest tensor."""
@@ -114,6 +121,10 @@ class Collectives:
         """The properties of reduce-scatters on ``device``."""
         raise NotImplementedError
 
+    def memory_of_passes(self) -> tuple[MemoryOfPass, ...]:
+        """What the backward passes of a step allocate here, if there are several that reduce, in their order."""
+        return ()
+
 
 class WrappedCollectives(Collectives):
     """The collectives of ``inner``. A subclass overrides :meth:`issue`, or what it carries itself."""
@@ -122,7 +133,7 @@ class WrappedCollectives(Collectives):
     """Whether its owner wraps the collectives of the model's next mesh too, so that the model may move."""
 
     def __init__(self, inner: Collectives) -> None:
-        self.inner = inner
+        self.inner, self.pieces = inner, inner.pieces
 
     def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
         work: Work = getattr(self.inner, name)(*arguments)
@@ -130,6 +141,9 @@ class WrappedCollectives(Collectives):
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return self.inner.reduce_scatter_traits(device)
+
+    def memory_of_passes(self) -> tuple[MemoryOfPass, ...]:
+        return self.inner.memory_of_passes()
 
 
 @dataclass(frozen=True, eq=False)

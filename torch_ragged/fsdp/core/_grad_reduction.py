@@ -409,6 +409,7 @@ class GradReduction:
                 scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
         if reduced not in shards.values():
             self._log.note(-reduced.nbytes)
+        unused = {*shards.values()}  # Of which nothing becomes ``.grad``: they are added to what is there, and freed.
         for param, (begin, end), is_used in zip(self.params, self.intervals, used_anywhere):
             param.was_used = False
             sharded: Any = param.sharded
@@ -425,9 +426,14 @@ class GradReduction:
             for hook in (sharded._backward_hooks or {}).values():
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
-            sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
+            if sharded.grad is None:
+                sharded.grad = gradient
+                unused.discard(shard)
+            else:
+                sharded.grad.add_(gradient)
             for hook in (sharded._post_accumulate_grad_hooks or {}).values():
                 hook(sharded)
+        self._log.note(-sum(each.nbytes for each in unused))
 
     def gradient(self, param: FSDPParam, flat: torch.Tensor) -> DTensor:
         local, like = param.distribution.local(flat), param.sharded

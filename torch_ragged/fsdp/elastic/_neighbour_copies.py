@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged import transfer
 from torch_ragged._ranks.agreement import agreement, before_groups, reduce_min
-from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, timeout_of
+from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, groups_of, timeout_of
+from torch_ragged._ranks.peers import PeerError
 from torch_ragged._ranks.standstill import announce
 from torch_ragged._ranks.survivors import agree_on_survivors
 from torch_ragged._register._torch import local_tensor
@@ -102,18 +103,20 @@ class NeighbourCopies:
     a call, its next copy is an error on all ranks. The last copy stays valid until the next one has arrived on all ranks. So a
     death at any time leaves one step of which all shards exist, if no rank died together with the rank that keeps its copy.
 
+    With replicas (HSDP), each rank copies its own shards, and sends none: a replica has those of a rank that dies.
+
     Memory: two generations of own and kept shards: per rank about 4 times its shards of parameters and optimizer states, on
-    their device. Time: one copy of the shards per update; sending goes on in the background.
+    their device, or 2 times with replicas. Time: one copy of the shards per update; sending goes on in the background.
 
     Args:
-        model: sharded by :func:`fully_shard` on a 1-D mesh of at least 2 ranks. Under HSDP, other replicas have each shard.
+        model: sharded by :func:`fully_shard` on a mesh of at least 2 ranks.
         optimizer, stateful: as for :func:`reshard_to`. Each rank copies its own.
         every: copy in every so-many-th call of :meth:`update`.
         distance: rank ``i`` of the mesh sends its copy to rank ``i + distance``. None: ``LOCAL_WORLD_SIZE``, the ranks of a
-            host, as torchrun sets it, if the mesh has more ranks; otherwise 1.
+            host, as torchrun sets it, if the mesh has more ranks; otherwise 1. With replicas, leave it out.
 
     Raises:
-        ValueError: the model is not sharded, has replicas, or was sharded with what :func:`reshard_to` does not support, such
+        ValueError: the model is not sharded, or was sharded with what :func:`reshard_to` does not support, such
             as ``Offload``; ``every`` or ``distance`` does not fit, or they, the model or the optimizers differ between ranks.
         TypeError: as :func:`reshard_to`.
 
@@ -136,36 +139,40 @@ class NeighbourCopies:
         self._model, self._optimizer, self._every = model, optimizer, every
         with before_groups(_CALL):
             dp = mesh_of_states(checked_states(model, _CALL), _CALL)
-            if dp.mesh.ndim != 1 or dp.ranks < 2 or not dp.is_member:
-                raise ValueError(f"NeighbourCopies takes a 1-D mesh of at least 2 ranks, with this rank, got {dp.mesh}")
-        mesh_group = dp.shard_group
-        assert mesh_group is not None
-        self._device = device_of_messages(mesh_group)
-        with agreement([mesh_group], self._device, _CALL) as claim:
+            if dp.mesh.size() < 2 or not dp.is_member:
+                raise ValueError(f"NeighbourCopies takes a mesh of at least 2 ranks, with this rank, got {dp.mesh}")
+        mesh_groups = groups_of(dp.mesh)
+        self._device = device_of_messages(mesh_groups[0])
+        self._replicas, ranks = dp.mesh.size() // dp.ranks, dp.mesh.size()
+        with agreement(mesh_groups, self._device, _CALL) as claim:
             self._stateful = list(stateful) if isinstance(stateful, (list, tuple)) else stateful
             move = self._move(None)
             local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            distance = (local if local < dp.ranks else 1) if distance is None else distance
+            if dp.mesh.ndim > 1 and distance is not None:
+                raise ValueError(f"NeighbourCopies(distance={distance!r}) on {dp.mesh}: with replicas, leave the distance out")
+            distance = (local if local < ranks else 1) if distance is None else distance
             whole = all(isinstance(each, int) and not isinstance(each, bool) for each in (every, distance))
-            if not whole or every < 1 or not 0 < distance < dp.ranks:
+            if not whole or every < 1 or not 0 < distance < ranks:
                 raise ValueError(
-                    f"NeighbourCopies(every={every!r}, distance={distance!r}) on {dp.ranks} ranks: expected "
-                    f"integers, every >= 1 and a distance between 1 and {dp.ranks - 1}"
+                    f"NeighbourCopies(every={every!r}, distance={distance!r}) on {ranks} ranks: expected "
+                    f"integers, every >= 1 and a distance between 1 and {ranks - 1}"
                 )
             claim.append(f"every={every}, distance={distance}")
             claim += move.lines()  # Or the copies of two models, or of two dtypes, would meet.
         announce()  # So that other ranks can ask whether this process lives.
         self._mesh = dp.mesh
-        self._ranks = tuple(dp.mesh.mesh.tolist())
+        self._ranks = tuple(dp.mesh.mesh.flatten().tolist())
         self._rank, self._distance = dist.get_rank(), distance
         place = self._ranks.index(self._rank)
-        self._keeper, self._kept = self._ranks[(place + distance) % dp.ranks], self._ranks[place - distance]
+        self._keeper, self._kept = self._ranks[(place + distance) % ranks], self._ranks[place - distance]
         # A number that no rank uses: so the groups of deleted NeighbourCopies are used again. Ranks may have others, with other
         # ranks, or may not have deleted one yet.
         lowest = torch.tensor([-max(NeighbourCopies._numbers, default=0) - 1], device=self._device)
-        reduce_min(lowest, mesh_group, _CALL)
+        for each in mesh_groups:
+            reduce_min(lowest, each, _CALL)
         number = -int(lowest)
-        self._group = group_of(sorted(self._ranks), f"neighbour copies {number}", mesh_group)
+        parent = mesh_groups[0] if len(mesh_groups) == 1 else None
+        self._group = group_of(sorted(self._ranks), f"neighbour copies {number}", parent)
         NeighbourCopies._numbers.add(number)
         self._frees_number = weakref.finalize(self, NeighbourCopies._numbers.discard, number)
         self._calls = 0
@@ -260,8 +267,9 @@ class NeighbourCopies:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups of the model, and that of the copies."""
-        found = {group.dp.shard_group for state in checked_states(self._model, _CALL, runs=True) for group in state.groups}
-        return [self._group, *(group for group in found - {self._group} if group is not None)]
+        states = checked_states(self._model, _CALL, runs=True)
+        found = {each for state in states for group in state.groups for each in groups_of(group.dp.mesh)}
+        return [self._group, *(found - {self._group})]
 
     @property
     def has_copy(self) -> bool:
@@ -276,9 +284,9 @@ class NeighbourCopies:
         may be called again.
 
         Args:
-            mesh: a 1-D mesh of ranks of the old mesh, of those that are left and call this. None: of :meth:`ranks_left`, with a
-                process group that has the timeout of the old one.
-            group: of these ranks; None: that of ``mesh``.
+            mesh: a mesh of ranks of the old mesh, of those that are left and call this. None: a 1-D one of :meth:`ranks_left`,
+                with a process group that has the timeout of the old one.
+            group: of these ranks; None: that of ``mesh``, which is 1-D then.
 
         Returns:
             the number of the call of :meth:`update` whose state it is.
@@ -300,16 +308,18 @@ class NeighbourCopies:
         own = (self._rank, dist.get_rank(), [(each.step, each.steps) for each in self._generations if each.step >= 0])
         answers: list[Any] = [None] * group.size()
         dist.all_gather_object(answers, own, group=group)
-        holders = _holders({old: now for old, now, _ in answers}, self._ranks, self._distance)
+        left_now = {old: now for old, now, _ in answers}
+        if self._mesh.ndim > 1:
+            holders = _replica_holders(left_now, self._mesh.mesh.view(self._replicas, -1).tolist())
+        else:
+            holders = _holders(left_now, self._ranks, self._distance)
         common = set.intersection(*(set(steps) for _, _, steps in answers))
         if not common:
             raise CopiesLost("recover(): the ranks that are left have no complete copy in common: load a checkpoint")
         step, _ = max(common)
         generation = next(each for each in self._generations if each.step == step)
         assert generation.told is not None
-        self._model.reset_iter_state()  # type: ignore[operator]
-        for param in self._model.parameters():
-            param.grad = None
+        _drop_step(self._model)
         move = self._move(mesh)
         move.make_groups(generation.told)
         move.load_stateful(generation.told)
@@ -318,7 +328,7 @@ class NeighbourCopies:
             RelocatedSide.key(name, rank): shards.view(name)
             for rank, shards in ((self._rank, generation.own), (self._kept, generation.kept))
             for name in generation.specs
-            if holders[rank] == dist.get_rank()
+            if holders.get(rank) == dist.get_rank() and shards.index
         }
         with torch.no_grad():
             transfer.plan(RelocatedSide(generation.specs, holders), target, group=group).run(source, target)
@@ -358,8 +368,9 @@ class NeighbourCopies:
         try:
             if problem is not None:
                 raise problem
-            self._exchange_indices(generation, watch)
-            self._exchange(generation.own.buffer, generation.kept.buffer, watch)
+            if self._mesh.ndim == 1:
+                self._exchange_indices(generation, watch)
+                self._exchange(generation.own.buffer, generation.kept.buffer, watch)
             # Before the all-reduce and not after it. If a rank dies, the all-reduce may end on some ranks and fail on others.
             # Ranks where it has ended overwrite the older copy next. Then this one must count on the other ranks, too, or
             # recover() finds no copy that all have.
@@ -404,12 +415,22 @@ class NeighbourCopies:
         watch.wait(dist.batch_isend_irecv(messages) if messages else [])
 
 
+def _drop_step(model: nn.Module) -> None:
+    """Forget the step that a death has ended, and its gradients."""
+    while True:
+        try:
+            model.reset_iter_state()  # type: ignore[operator]
+            break
+        except PeerError:  # A reduction in flight had the dead rank. It is forgotten: the next call goes on behind it.
+            continue
+    for param in model.parameters():
+        param.grad = None
+
+
 def move_empty(model: nn.Module, optimizer: Any, mesh: DeviceMesh) -> None:
     """Put ``model`` on ``mesh``, full of zeros: a checkpoint is loaded next. The ranks of ``mesh`` call it together."""
     states = checked_states(model, _CALL, runs=True)
-    model.reset_iter_state()  # type: ignore[operator]
-    for param in model.parameters():
-        param.grad = None
+    _drop_step(model)
     old, new = mesh_of_states(states, _CALL), DataParallelMesh.of(mesh)
     move = ModelMove(model, states, optimizer, old, new, _CALL)
     told = move.description()
@@ -419,6 +440,16 @@ def move_empty(model: nn.Module, optimizer: Any, mesh: DeviceMesh) -> None:
         for tensor in target.values():
             local_tensor(tensor).zero_()
     move.finish(told, target, mesh.get_group(), takes_told=True)
+
+
+def _replica_holders(left: Mapping[int, int], replicas: Sequence[Sequence[int]]) -> dict[int, int]:
+    """For each rank of the old mesh that is left, the rank that has its shards now: itself."""
+    for number, ranks in enumerate(zip(*replicas)):
+        if not left.keys() & set(ranks):
+            raise CopiesLost(
+                f"recover(): ranks {list(ranks)}, which had all replicas of shard {number}, are gone: load a checkpoint"
+            )
+    return dict(left)
 
 
 def _holders(left: Mapping[int, int], ranks: Sequence[int], distance: int) -> dict[int, int]:

@@ -87,8 +87,8 @@ def reshard_to(
             ``mesh`` may be the present one.
         stateful: objects with a ``state_dict`` that is equal on all ranks, such as schedulers and a ``GradScaler``, in one
             order. A rank outside of the old mesh loads the states of its lowest rank, with tensors on the CPU.
-        left: the ranks that have shards now, equal on all ranks, if ranks of a 1-D mesh have died since the models of ranks
-            that join were made. None: the ranks of the models' mesh.
+        left: the ranks that have shards now, equal on all ranks, if ranks have died since the models of ranks that join were
+            made. None: the ranks of the models' mesh.
 
     Memory: until the call ends, old and new shards exist together.
 
@@ -203,6 +203,7 @@ class ModelMove:
     ) -> None:
         self._model, self._states, self._old, self._new = model, states, old, new
         self.old_ranks = list(left or _ranks_in(old.mesh))
+        self._old_shape = "any shape" if left else tuple(old.mesh.shape)  # A rank that joins may know that of before a death.
         self._call = call
         self.stateful: list[Any] = list(stateful) if isinstance(stateful, (list, tuple)) else [stateful]
         for each in self.stateful:
@@ -245,8 +246,8 @@ class ModelMove:
 
     def lines(self) -> list[str]:
         """The move in lines that must be equal on all ranks, also on those without shards."""
-        old, new = tuple(self._old.mesh.shape), tuple(self._new.mesh.shape)
-        lines = [f"from a mesh of {old if len(old) > 1 else len(self.old_ranks)} over ranks {self.old_ranks}"]
+        new = tuple(self._new.mesh.shape)
+        lines = [f"from a mesh of {self._old_shape} over ranks {self.old_ranks}"]
         lines.append(f"to a mesh of {new} over ranks {_ranks_in(self._new.mesh)}")
         lines.append(f"weights {self._weights}")
         for group, plan in zip(self._groups, self._plans):

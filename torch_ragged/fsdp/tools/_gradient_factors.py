@@ -29,7 +29,7 @@ class GradientFactor:
     Attributes:
         name: of the parameter.
         summed_over: the mesh dimensions that gradients are summed over, as ``"replicas (2) x shards (4)"``.
-        ranks: how many ranks these are.
+        ranks: how many ranks these are; with ``SameBits``, pieces.
         divided_by: the number that the sum is divided by.
         factor: what one rank's gradient is multiplied by: the ``loss_scale`` over ``divided_by``.
         hook: whether a hook of ``set_all_reduce_hook`` changes the result further.
@@ -83,7 +83,8 @@ def gradient_factors(model: nn.Module, *, loss_scale: float = 1.0, check: bool =
     Factors should be equal: then each token counts once, for all parameters. Here they are not. Tokens of all 4 ranks reach the
     experts, and their gradients are twice as large as they should be: ``set_gradient_divide_factor(4)`` makes them right.
 
-    Sums over dimensions of the model (tensor parallelism) are no part of this: DTensor makes them, and they divide by nothing.
+    With ``SameBits``, gradients are summed over the pieces of a step. Sums over dimensions of the model (tensor parallelism)
+    are no part of this: DTensor makes them, and they divide by nothing.
 
     Args:
         model: a module that ``fully_shard`` or ``parallelize`` was called on, or one that holds such modules.
@@ -104,6 +105,8 @@ def gradient_factors(model: nn.Module, *, loss_scale: float = 1.0, check: bool =
     for name, group in named.items():
         summed, ranks = _summed(group)
         divisor = group.settings.reduction.divisor or ranks
+        if (pieces := group.collectives.pieces) is not None:
+            summed, ranks, divisor = f"pieces ({pieces})", pieces, pieces
         has_hook = group.settings.reduce_hook is not None
         factors.append(GradientFactor(name, summed, ranks, float(divisor), loss_scale / divisor, has_hook))
     if check and groups:

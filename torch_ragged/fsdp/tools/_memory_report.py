@@ -102,7 +102,8 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
     It does not communicate. The prediction runs one step of the groups' own code on the meta device, with stand-ins for
     computation and collectives, in the order of the last forward, or of ``named_modules``. A step is one forward and one
     backward. If ``set_requires_gradient_sync(False)`` was called before (or ``set_is_last_backward(False)`` with ``ZERO1``, or
-    ``set_requires_all_reduce(False)``), it is several, of which the last one reduces: a gradient accumulation.
+    ``set_requires_all_reduce(False)``), it is several, of which the last one reduces: a gradient accumulation. With
+    ``SameBits``, it is one for each of its rounds, and its sums of pieces count as ``gradients``.
 
     The prediction is exact if all of these conditions hold:
 

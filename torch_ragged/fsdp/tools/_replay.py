@@ -100,6 +100,7 @@ class Replay:
         self._clock = MemoryLog()
         self._clock.start()
         self.labels: list[str] = []  # The names of the moments that began, in order, such as "backward of blocks.0".
+        self._collectives: list[_NoCollectives] = []
         self._kept = MemoryLog()
         if activations is not None:
             self._kept.start()
@@ -153,7 +154,8 @@ class Replay:
         twin.settings.max_reductions = group.settings.max_reductions
         twin.settings.requires_all_reduce = group.settings.requires_all_reduce
         memory = twin.memory
-        twin.collectives = _NoCollectives(group.collectives, group.device, memory.gradients)
+        twin.collectives = made = _NoCollectives(group.collectives, group.device, memory.gradients)
+        self._collectives.append(made)
         for kind, log in (("gathered", memory.gathered), ("gradients", memory.gradients), ("grad", memory.reduced)):
             log.start()
             self._logs.append((kind, log))
@@ -218,7 +220,8 @@ class Replay:
                 state.requires_gradient_sync = state.is_last_backward = True
             for group in groups:
                 group.settings.requires_all_reduce = True
-        self._pass(calls)
+        for _ in range(max((len(each.passes) for each in self._collectives), default=1) or 1):
+            self._pass(calls)
         kinds = ("gathered", "gradients", "grad", *(kind for kind, _ in self._logs))
         moment, held = high_water(self._logs, dict.fromkeys(kinds, 0))
         begun = [label for (when, _), label in zip(self._clock.events, self.labels) if when <= moment]
@@ -312,16 +315,27 @@ class _Compute(torch.autograd.Function):
 
 
 class _NoCollectives(Collectives):
-    """Collectives that send nothing. They log the second buffer that those of ``inner`` would allocate on ``device``."""
+    """Collectives that send nothing. They log what those of ``inner`` would allocate on ``device``."""
 
     def __init__(self, inner: Collectives, device: torch.device, log: MemoryLog) -> None:
         self._traits, self._log = inner.reduce_scatter_traits(device), log
+        self.passes = inner.memory_of_passes()
+        self._number = -1
 
     def issue(self, name: str, largest: torch.Tensor, *arguments: Any) -> Work:
-        if name != "reduce_scatter" or not self._traits.holds_second_buffer:
-            return done
-        self._log.note(largest.nbytes)
-        return Then(done, functools.partial(self._log.note, -largest.nbytes))
+        self._number += name == "reduce_scatter"
+        now: tuple[int, ...] = ()
+        later: tuple[int, ...] = ()
+        if self.passes:
+            now, later = self.passes[self._number % len(self.passes)].get(name, (now, later))
+        elif name == "reduce_scatter" and self._traits.holds_second_buffer:
+            now, later = (largest.nbytes,), (-largest.nbytes,)
+        self._note(now)
+        return Then(done, functools.partial(self._note, later)) if later else done
+
+    def _note(self, nbytes: Iterable[int]) -> None:
+        for each in nbytes:
+            self._log.note(each)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return self._traits
