@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged.fsdp import SameBits
-from torch_ragged.fsdp.bits._sums import sums_of
+from torch_ragged.fsdp.bits._sums import StillTensors, sums_of
 
 PIECES = 4
 
@@ -65,6 +65,15 @@ class CorruptionTest(unittest.TestCase):
         self.assertNotEqual(sums_of(values), sums_of(values.flip(0)))
         self.assertEqual(sums_of(torch.empty(0)), (0, 0))
 
+    def test_what_was_noted_before_is_forgotten(self):
+        still, tensors = StillTensors(), {name: torch.ones(2) for name in "ab"}
+        still.note(tensors.items())
+        still.note([("a", tensors["a"])])
+        flip(tensors["b"])
+        self.assertEqual(still.changed(tensors.items()), [])
+        flip(tensors["a"])
+        self.assertEqual(still.changed(tensors.items()), ["a"])
+
     @ranks(3)
     def test_a_bit_that_memory_changes_is_found_at_the_next_read():
         rank = dist.get_rank()
@@ -91,9 +100,9 @@ class CorruptionTest(unittest.TestCase):
             flip(weight.grad)
         same.clip_grad_norm_(1.0)
         optimizer.step()
-        assert "memory of rank 1 has changed, and nothing has written to it: the gradient of layers.1.1.weight" in error_of(
-            same.verify
-        )
+        for _ in range(2):
+            text = error_of(same.verify)
+            assert "rank 1 has changed, and nothing has written to it: the gradient of layers.1.1.weight" in text, text
         optimizer.zero_grad()
         same.note()  # The gradient was applied.
         with torch.no_grad():
@@ -192,6 +201,33 @@ class CorruptionTest(unittest.TestCase):
         assert text.startswith("CorruptionFound: SameBits: ranks 0 and 1, ranks 1 and 0 compute other bits of one piece"), text
         assert "the gradient of layers.0.0.weight" in text and "layers.1" not in text and "the loss" not in text, text
         assert "so rank" not in text, text
+
+    @ranks(2)
+    def test_what_differs_is_named_and_nothing_else():
+        model, _, same = made(verify_every=1)
+
+        def step(more=0):
+            for _ in same.pieces():
+                loss = model(torch.zeros(1, 2, dtype=torch.long)).sum()
+                loss.backward()
+                same.add_loss(loss + more)
+
+        text = error_of(step, dist.get_rank())
+        assert text.endswith("compute other bits of one piece: the loss"), text
+        model.zero_grad()
+        if dist.get_rank() == 1:  # The output is the same.
+            more = lambda module, _, output: output + (module.weight - module.weight.detach()).sum()  # noqa: E731
+            model.layers[1][1].register_forward_hook(more)
+        text = error_of(step)
+        assert text.endswith("compute other bits of one piece: the gradient of layers.1.1.weight"), text
+
+    @ranks(2)
+    def test_ranks_that_hold_other_tensors_are_told():
+        model, _, same = made()
+        if dist.get_rank() == 1:
+            model.register_buffer("own", torch.ones(1))
+        text = error_of(same.verify)
+        assert "SameBits.verify was called differently on different ranks" in text, text
 
     @ranks(2)
     def test_the_log_names_it_and_training_goes_on():

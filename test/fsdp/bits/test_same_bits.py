@@ -29,7 +29,9 @@ from torch_ragged.fsdp import (
     rows,
     same_sum,
 )
+from torch_ragged.fsdp.bits._cut import depends_on_cut
 from torch_ragged.fsdp.bits._exact import ExactSum, sum_of
+from torch_ragged.fsdp.bits._same_bits import facts, generators_kept, seed_generators
 from torch_ragged.fsdp.bits._tree import PieceCollectives, TreeSum
 
 
@@ -192,7 +194,8 @@ class SameBitsTest(unittest.TestCase):
         assert "holds another optimizer" in refusal(model, lambda params: Holds(adamw(params)))
         assert "a trial of LBFGS on a matrix and on vectors has raised TypeError" in refusal(model, torch.optim.LBFGS)
         assert "not of this model" in refusal(model, lambda params: adamw(nn.Linear(3, 3).parameters()))
-        assert "is no torch.optim.Optimizer" in error_of(SameBits, model, None, pieces=2)
+        for wrong in (None, [adamw(model.parameters()), "adamw"]):
+            assert "is no torch.optim.Optimizer" in error_of(SameBits, model, wrong, pieces=2)
         sparse = fully_shard(nn.Embedding(16, 16, sparse=True), mesh=mesh)
         assert "sparse gradients" in refusal(sparse)
         # What differs on one rank is an error on both.
@@ -248,6 +251,8 @@ class SameBitsTest(unittest.TestCase):
         model.set_requires_gradient_sync(False)
         assert "set_requires_gradient_sync" in error_of(lambda: next(same.pieces()))
         assert "norm_type" in error_of(same.clip_grad_norm_, 1.0, 3)
+        text = error_of(same.clip_grad_norm_, 1.0 + dist.get_rank())
+        assert "max_norm: 1.0 on rank 0, 2.0 on rank 1" in text, text
         model.set_requires_gradient_sync(True)
         assert same.step == before  # A step that did not end is not counted: it may be repeated.
         for piece in same.pieces():
@@ -353,6 +358,32 @@ class TreeTest(unittest.TestCase):
                         found.add(leaf)
                     found.keep()
                 self.assertTrue(found.root().equal(expected), (count, part))
+
+    def test_what_is_kept_does_not_lie_in_the_memory_of_what_was_received(self):
+        received, found = torch.arange(4.0).view(2, 2), TreeSum()
+        for leaf in (None, None, received[0], received[1], None):
+            found.add(leaf)
+        found.keep()
+        received.zero_()
+        self.assertEqual(found.root().tolist(), [2.0, 4.0])
+
+
+class FactsTest(unittest.TestCase):
+    def test_generators_have_the_states_of_every_version(self):
+        with generators_kept():
+            seed_generators(7, "a")
+            found = torch.initial_seed(), random.random(), numpy.random.rand()
+        self.assertEqual(found, (3404285928390962683, 0.7066850088411541, 0.724161805207337))
+
+    def test_a_scheduler_that_wraps_the_step_is_left_out_of_the_trial(self):
+        param = nn.Parameter(torch.ones(3))
+        optimizer = adamw([param])
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.assertIsNone(depends_on_cut(optimizer))
+
+    def test_a_gpu_is_among_the_facts(self):
+        with mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"):
+            self.assertIn("device: a GPU", facts(torch.device("cuda")))
 
 
 if __name__ == "__main__":

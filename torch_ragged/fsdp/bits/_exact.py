@@ -64,7 +64,7 @@ class ExactSum:
             if not largest < _HUGE:
                 largest = self._add_huge(rest)
             power, left = math.frexp(largest)[1] - _FIRST_WIDTH, cuts
-            while largest and left:
+            while largest:
                 power = max(power, _LOWEST)
                 # The bits of rest + shift are those of shift, plus the nearest integer to rest / 2**power.
                 shift = math.ldexp(1.5, 52 + power)

@@ -70,10 +70,6 @@ class TreeSum:
             self._join()
         return self._nodes.pop()[1]
 
-    def clear(self) -> None:
-        """Forget all leaves."""
-        self._nodes = []
-
 
 class Round(NamedTuple):
     """What a rank computes now.
@@ -121,9 +117,14 @@ class PieceCollectives(WrappedCollectives):
         super().__init__(inner)
         self.group, self._now, self._subtree = group, now, subtree
         self._leaves = group.dp.mesh.size()  # Of each time that ranks send.
-        self._tree, self._sent = TreeSum(), 0  # How many times they have sent.
-        self._own, self._kept = TreeSum(), 0  # Of unsharded gradients that this rank adds, and how many leaves it has.
+        self.start()
+
+    def start(self) -> None:
+        """A step begins."""
+        self._tree = TreeSum()
+        self._own = TreeSum()  # Of unsharded gradients that this rank adds.
         self.round = -1  # The last one in which the group was reduced.
+        self._sent = self._kept = 0  # How many times ranks have sent, and how many leaves this rank's own sum has.
         self.sums: dict[bool, list[Sums]] = {}  # Of the gradients of the noted piece, and of the repeated one (True).
         self._received: torch.Tensor | None = None
 
@@ -237,13 +238,6 @@ class PieceCollectives(WrappedCollectives):
             for leaf in received.unbind():
                 self._tree.add(leaf)
             self._tree.keep()
-
-    def start(self) -> None:
-        """A step begins."""
-        self._tree.clear()
-        self._own.clear()
-        self.round, self._received, self._sent, self._kept = -1, None, 0, 0
-        self.sums = {}
 
     def finish(self, rounds: int, divisor: int) -> torch.Tensor | None:
         """The mean over the pieces of this rank's shard, or None if no piece has used the group."""
