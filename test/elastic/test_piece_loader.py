@@ -92,6 +92,9 @@ class PieceLoaderTest(unittest.TestCase):
         for epoch in (first, second):
             self.assertEqual(sorted(epoch[:, 0].tolist()), list(range(SAMPLES)))
         self.assertNotEqual(first[:, 0].tolist(), second[:, 0].tolist())
+        self.assertEqual(
+            first[:5, 0].tolist(), [7, 4, 20, 13, 21]
+        )  # In each version of the package: runs go on with another one.
         self.assertEqual(set(first[:, 1].tolist()) & set(second[:, 1].tolist()), set())
         plain = all_ranks(1, steps=1, shuffle=False)
         self.assertEqual(torch.cat([plain[key] for key in sorted(plain)])[:, 0].tolist(), list(range(PIECES * SIZE)))
@@ -147,7 +150,9 @@ class PieceLoaderTest(unittest.TestCase):
         rank = Rank(0, 1)
         for stream in (Stream(), StreamOfSomeLength(), object()):
             self.assertIn("samples of a stream have no numbers", error_of(PieceLoader, stream, rank, 2))
-        self.assertIn("PieceLoader sets drop_last, sampler itself", error_of(PieceLoader, [1], rank, 2, sampler=1, drop_last=1))
+        taken = ("batch_sampler", "drop_last", "generator", "sampler", "worker_init_fn")
+        text = error_of(PieceLoader, [1], rank, 2, **dict.fromkeys(taken, 1))
+        self.assertIn(f"PieceLoader sets {', '.join(taken)} itself", text)
         self.assertIn("batch_size=0", error_of(PieceLoader, [1], rank, 0))
         self.assertIn("of 0 samples", error_of(PieceLoader, [], rank, 1))
 

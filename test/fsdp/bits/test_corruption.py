@@ -63,6 +63,9 @@ class CorruptionTest(unittest.TestCase):
             self.assertNotEqual(sums_of(changed), sums_of(words), bit)
         values = torch.tensor([1, 2, 3])
         self.assertNotEqual(sums_of(values), sums_of(values.flip(0)))
+        raw = torch.arange(40, dtype=torch.uint8)
+        for start in range(20):  # Words begin at each byte of a line.
+            self.assertEqual(sums_of(raw[start : start + 16]), sums_of(raw[start : start + 16].clone()))
         self.assertEqual(sums_of(torch.empty(0)), (0, 0))
 
     def test_what_was_noted_before_is_forgotten(self):

@@ -135,6 +135,8 @@ class SameBitsTest(unittest.TestCase):
         same = SameBits(alone, optimizer, pieces=4, seed=7)
         same.load_state_dict(kept)
         assert train(same, alone, optimizer, 4, range(2, STEPS)) == expected[2:]
+        for wrong in ({}, [kept]):
+            assert "takes what state_dict() has returned" in error_of(same.load_state_dict, wrong)
         for other, text in (({"pieces": 5}, "pieces 5"), ({"tree": 0}, "tree 0"), ({"facts": []}, r"facts \[\]")):
             assert re.search(text, error_of(same.load_state_dict, {**kept, **other})), text
 
@@ -186,10 +188,13 @@ class SameBitsTest(unittest.TestCase):
         assert "wire dtype" in refusal(wire)
         odd = fully_shard(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 5)), mesh=mesh, orig_param_policy=lambda *_: rows(3))
         assert "begins elsewhere within 64 bytes" in refusal(odd), refusal(odd)
+        columns = nn.Sequential(*[nn.Linear(1, 35, bias=False) for _ in range(5)])
+        fully_shard(columns, mesh=mesh, orig_param_policy=lambda *_: rows(2))
+        assert "begins elsewhere within 64 bytes" in refusal(columns), refusal(columns)
         model = whole()
         text = refusal(model, lambda params: torch.optim.AdamW(params, fused=True))
         assert "AdamW with {'fused': True} gives" in text and "if a matrix is cut" in text, text
-        assert "no positive number of pieces" in refusal(model, pieces=0)
+        assert "no positive number of pieces" in refusal(model, pieces=0) and not refusal(whole(), pieces=1)
         assert "Centred with its options gives" in refusal(model, Centred), refusal(model, Centred)
         assert "holds another optimizer" in refusal(model, lambda params: Holds(adamw(params)))
         assert "a trial of LBFGS on a matrix and on vectors has raised TypeError" in refusal(model, torch.optim.LBFGS)
