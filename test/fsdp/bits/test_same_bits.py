@@ -176,6 +176,9 @@ class SameBitsTest(unittest.TestCase):
         )
         assert "two mesh dimensions (HIERARCHICAL)" in refusal(levels)
         assert "cut by the model" in refusal(whole(shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None))
+        both, partly = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), nn.Linear(16, 16)
+        partly.weight = nn.Parameter(distribute_tensor(partly.weight.detach(), both["tp"], [Shard(0)]))
+        assert "cut by the model" in refusal(fully_shard(partly, mesh=both["dp"]))
         narrow = whole(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
         assert "reduced in torch.bfloat16" in refusal(narrow)
         assert "offloaded" in refusal(whole(offload_policy=CPUOffloadPolicy()))
@@ -278,9 +281,10 @@ class SameBitsTest(unittest.TestCase):
             getattr(changed, setter)(value)
             found = error_of(lambda: next(late.pieces()))  # noqa: B023
             assert text in found, found
-        optimizer.param_groups[0]["fused"] = True
-        assert "of an optimizer has changed" in error_of(lambda: next(same.pieces()))
-        optimizer.param_groups[0]["fused"] = None
+        for name in ("foreach", "fused", "capturable"):
+            kept, optimizer.param_groups[0][name] = optimizer.param_groups[0][name], True
+            assert "of an optimizer has changed" in error_of(lambda: next(same.pieces())), name
+            optimizer.param_groups[0][name] = kept
         with monitor(model, optimizer):
             for _ in same.pieces():
                 model(torch.ones(2, 16)).sum().backward()
@@ -349,6 +353,10 @@ class ExactSumTest(unittest.TestCase):
         assert "same_sum adds a plain, dense floating-point tensor" in text, text
         expected = math.nan if rank == 3 else math.inf
         assert same_sum(torch.tensor([math.inf if rank == 1 else 1.0])) == expected
+
+    @ranks(2)
+    def test_two_ranks_get_one_sum():
+        assert same_sum(torch.tensor([1.0 + dist.get_rank()])) == 3.0
 
 
 class TreeTest(unittest.TestCase):
