@@ -194,6 +194,8 @@ class SameBitsTest(unittest.TestCase):
         columns = nn.Sequential(*[nn.Linear(1, 35, bias=False) for _ in range(5)])
         fully_shard(columns, mesh=mesh, orig_param_policy=lambda *_: rows(2))
         assert "begins elsewhere within 64 bytes" in refusal(columns), refusal(columns)
+        vectors = nn.Sequential(*[nn.RMSNorm(35) for _ in range(5)])
+        assert not refusal(fully_shard(vectors, mesh=mesh, orig_param_policy=lambda *_: rows(2)))
         model = whole()
         text = refusal(model, lambda params: torch.optim.AdamW(params, fused=True))
         assert "AdamW with {'fused': True} gives" in text and "if a matrix is cut" in text, text
@@ -388,11 +390,12 @@ class FactsTest(unittest.TestCase):
             found = torch.initial_seed(), random.random(), numpy.random.rand()
         self.assertEqual(found, (3404285928390962683, 0.7066850088411541, 0.724161805207337))
 
-    def test_a_scheduler_that_wraps_the_step_is_left_out_of_the_trial(self):
-        param = nn.Parameter(torch.ones(3))
-        optimizer = adamw([param])
-        torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    def test_schedulers_and_hooks_are_left_out_of_the_trial(self):
+        optimizer, hook = adamw([nn.Parameter(torch.ones(3))]), mock.Mock()
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)  # It wraps step().
+        optimizer.register_step_pre_hook(hook)
         self.assertIsNone(depends_on_cut(optimizer))
+        hook.assert_not_called()
 
     def test_a_gpu_is_among_the_facts(self):
         with mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"):
