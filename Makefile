@@ -33,7 +33,7 @@ demo: $(DEMO_READY)
 	$(TORCHRUN) --nproc-per-node 2 examples/train_moe.py --steps 120 --resume $(OUT)/checkpoint --out $(OUT)
 
 # Two runs at once: most tests of the first are one process each, which leaves a core to the ranks of the second.
-BESIDE = test/checkpoint test/house test/kernels test/offline test/rehearsal
+BESIDE = test/checkpoint test/house test/kernels test/offline test/optim test/rehearsal test/transfer
 QUICK = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow"
 
 test: $(READY)
