@@ -391,11 +391,11 @@ class FactsTest(unittest.TestCase):
         self.assertEqual(found, (3404285928390962683, 0.7066850088411541, 0.724161805207337))
 
     def test_schedulers_and_hooks_are_left_out_of_the_trial(self):
-        optimizer, hook = adamw([nn.Parameter(torch.ones(3))]), mock.Mock()
+        optimizer, calls = adamw([nn.Parameter(torch.ones(3))]), []
         torch.optim.lr_scheduler.StepLR(optimizer, 2)  # It wraps step().
-        optimizer.register_step_pre_hook(hook)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
         self.assertIsNone(depends_on_cut(optimizer))
-        hook.assert_not_called()
+        self.assertEqual(calls, [])
 
     def test_a_gpu_is_among_the_facts(self):
         with mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"):
