@@ -144,7 +144,7 @@ class ForgedColumnsTest(Untrusted):
             (put("start", first, value=2**64), "expected integers >= 0"),
             (put("start", first, value=1.0), "expected integers >= 0"),
             (put("length", first, value=end), "which the manifest does not list"),
-            (put("length", first, value=1), f"{name} has 48 bytes in its chunk at (0, 0), but 1 are stored"),
+            (put("length", first, value=47), f"{name} has 48 bytes in its chunk at (0, 0), but 47 are stored"),
             (put("length", value=[]), "its column length has 0 numbers, expected"),
             (put("sizes", value=None), "its sizes is None, expected list"),
             (put("tensors", name, value=["float32", [4, 4], 1]), f"the chunks of {name} do not have the 16 elements"),

@@ -411,6 +411,13 @@ class DamageTest(unittest.TestCase):
             folder = run_ranks(2, run_whole, path, 0.0)[0][0]
             run_ranks(2, check_all_refused, path, damaged_copies(folder, into))
 
+    def test_another_model_is_no_damage(self):
+        """So no other checkpoint is named in its place."""
+        with tempfile.TemporaryDirectory() as path:
+            checkpoint.save(path, checkpoint.TrainState(torch.nn.Linear(2, 2)))
+            text = error_of(checkpoint.load, path, checkpoint.TrainState(torch.nn.Linear(3, 2)))
+            self.assertTrue(text.startswith("CheckpointError: ") and "complete checkpoint" not in text, text)
+
     def test_any_flipped_bit_is_found(self):
         with tempfile.TemporaryDirectory() as path:
             state = make_state(0)

@@ -12,6 +12,7 @@ import importlib
 import itertools
 import os
 import sys
+import threading
 import time
 import traceback
 import unittest
@@ -83,7 +84,9 @@ def _worker(rank: int, pipe: Connection, port: int) -> None:
             answer = (False, f"rank {rank} of {size}:\n{traceback.format_exc()}")
         finally:
             if dist.is_initialized():
+                groups = list(dist.distributed_c10d._world.pg_map)
                 dist.destroy_process_group()
+                threading.Thread(target=groups.clear).start()  # 20 ms each, for which no call waits.
             as_before()
             debug._clear_sharding_prop_cache()  # It holds meshes, whose groups are gone now.
             # A group in a cycle keeps its connections open. Another rank, whose collective is left in flight after an error,

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-_REPOSITORY = pathlib.Path(__file__).parents[2]
+_REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\S+\.(?:py|yaml|json))\n")
 _PIECE = re.compile(r"^<!-- (not run|ranks|needs): (.*?)-->\n|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -2,13 +2,14 @@
 
 import random
 import unittest
+from unittest import mock
 
 import numpy
 import torch
 from common import error_of
 from torch.utils.data import Dataset, IterableDataset
 
-from torch_ragged.elastic import PieceLoader
+from torch_ragged.elastic import PieceLoader, _loader
 
 SAMPLES, PIECES, SIZE = 22, 5, 3
 
@@ -24,6 +25,11 @@ class Samples(Dataset):
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(9))
+
+
+class StreamOfSomeLength(Stream):
+    def __len__(self):
+        return 9
 
 
 class Rank:
@@ -86,6 +92,9 @@ class PieceLoaderTest(unittest.TestCase):
         for epoch in (first, second):
             self.assertEqual(sorted(epoch[:, 0].tolist()), list(range(SAMPLES)))
         self.assertNotEqual(first[:, 0].tolist(), second[:, 0].tolist())
+        self.assertEqual(
+            first[:5, 0].tolist(), [7, 4, 20, 13, 21]
+        )  # In each version of the package: runs go on with another one.
         self.assertEqual(set(first[:, 1].tolist()) & set(second[:, 1].tolist()), set())
         plain = all_ranks(1, steps=1, shuffle=False)
         self.assertEqual(torch.cat([plain[key] for key in sorted(plain)])[:, 0].tolist(), list(range(PIECES * SIZE)))
@@ -96,9 +105,12 @@ class PieceLoaderTest(unittest.TestCase):
             rank = Rank(0, 2)
             loader = PieceLoader(Samples(), rank, SIZE, num_workers=workers)
             found = {}
+            began = mock.Mock(wraps=_loader.DataLoader)
             before = torch.get_rng_state(), random.getstate()
-            for each in steps_of(rank, loader, 3):
-                found |= each
+            with mock.patch.object(_loader, "DataLoader", began):
+                for each in steps_of(rank, loader, 3):
+                    found |= each
+            began.assert_called_once()  # It loads ahead.
             rank.step = 1
             for each in steps_of(rank, loader, 2):
                 self.assert_same(each, {key: expected[key] for key in each})
@@ -136,8 +148,11 @@ class PieceLoaderTest(unittest.TestCase):
 
     def test_what_it_cannot_number_is_refused(self):
         rank = Rank(0, 1)
-        self.assertIn("samples of a stream have no numbers", error_of(PieceLoader, Stream(), rank, 2))
-        self.assertIn("PieceLoader sets drop_last, sampler itself", error_of(PieceLoader, [1], rank, 2, sampler=1, drop_last=1))
+        for stream in (Stream(), StreamOfSomeLength(), object()):
+            self.assertIn("samples of a stream have no numbers", error_of(PieceLoader, stream, rank, 2))
+        taken = ("batch_sampler", "drop_last", "generator", "sampler", "worker_init_fn")
+        text = error_of(PieceLoader, [1], rank, 2, **dict.fromkeys(taken, 1))
+        self.assertIn(f"PieceLoader sets {', '.join(taken)} itself", text)
         self.assertIn("batch_size=0", error_of(PieceLoader, [1], rank, 0))
         self.assertIn("of 0 samples", error_of(PieceLoader, [], rank, 1))
 

@@ -34,11 +34,12 @@ def tensor_parallel(mesh):
 def named_dimension_errors():
     from torch.distributed.fsdp import DataParallelMeshDims
 
-    mesh = dp_and_tp()
+    mesh, other = dp_and_tp(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     return [
         error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")),
         error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="x")),
         error_of(fully_shard, tensor_parallel(mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="tp")),
+        error_of(fully_shard, tensor_parallel(other), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")),
     ]
 
 
@@ -143,6 +144,7 @@ class MeshTest(unittest.TestCase):
                 "must be DTensors on the full mesh",
                 "'x' not found",
                 "Expected Replicate() on data-parallel mesh dimension",
+                "expected it on the mesh passed to fully_shard",
             )
             for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)

@@ -8,7 +8,7 @@ from op_conformance import check
 
 class PlanConformanceTest(unittest.TestCase):
     def test_sampled_ops_under_a_plan_do_too(self):
-        check(self, samples=2, one=True, share=13, least=30, timeout=400, family="plan")
+        check(self, samples=2, one=True, share=23, least=15, timeout=400, family="plan")
 
     @pytest.mark.slow
     def test_all_ops_under_a_plan_do_too(self):

@@ -29,7 +29,9 @@ from torch_ragged.fsdp import (
     rows,
     same_sum,
 )
+from torch_ragged.fsdp.bits._cut import depends_on_cut
 from torch_ragged.fsdp.bits._exact import ExactSum, sum_of
+from torch_ragged.fsdp.bits._same_bits import facts, generators_kept, seed_generators
 from torch_ragged.fsdp.bits._tree import PieceCollectives, TreeSum
 
 
@@ -132,6 +134,8 @@ class SameBitsTest(unittest.TestCase):
         same = SameBits(alone, optimizer, pieces=4, seed=7)
         same.load_state_dict(kept)
         assert train(same, alone, optimizer, 4, range(2, STEPS)) == expected[2:]
+        for wrong in ({}, [kept]):
+            assert "takes what state_dict() has returned" in error_of(same.load_state_dict, wrong)
         for other, text in (
             ({"pieces": 5}, "pieces 5, and this one has 4: bits would differ, unless"),
             ({"tree": 0}, "tree 0"),
@@ -180,6 +184,9 @@ class SameBitsTest(unittest.TestCase):
         )
         assert "two mesh dimensions (HIERARCHICAL)" in refusal(levels)
         assert "cut by the model" in refusal(whole(shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None))
+        both, partly = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), nn.Linear(16, 16)
+        partly.weight = nn.Parameter(distribute_tensor(partly.weight.detach(), both["tp"], [Shard(0)]))
+        assert "cut by the model" in refusal(fully_shard(partly, mesh=both["dp"]))
         narrow = whole(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
         assert "reduced in torch.bfloat16" in refusal(narrow)
         assert "offloaded" in refusal(whole(offload_policy=CPUOffloadPolicy()))
@@ -192,15 +199,21 @@ class SameBitsTest(unittest.TestCase):
         assert "wire dtype" in refusal(wire)
         odd = fully_shard(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 5)), mesh=mesh, orig_param_policy=lambda *_: rows(3))
         assert "begins elsewhere within 64 bytes" in refusal(odd), refusal(odd)
+        columns = nn.Sequential(*[nn.Linear(1, 35, bias=False) for _ in range(5)])
+        fully_shard(columns, mesh=mesh, orig_param_policy=lambda *_: rows(2))
+        assert "begins elsewhere within 64 bytes" in refusal(columns), refusal(columns)
+        vectors = nn.Sequential(*[nn.RMSNorm(35) for _ in range(5)])
+        assert not refusal(fully_shard(vectors, mesh=mesh, orig_param_policy=lambda *_: rows(2)))
         model = whole()
         text = refusal(model, lambda params: torch.optim.AdamW(params, fused=True))
         assert "AdamW with {'fused': True} gives" in text and "if a matrix is cut" in text, text
-        assert "no positive number of pieces" in refusal(model, pieces=0)
+        assert "no positive number of pieces" in refusal(model, pieces=0) and not refusal(whole(), pieces=1)
         assert "Centred with its options gives" in refusal(model, Centred), refusal(model, Centred)
         assert "holds another optimizer" in refusal(model, lambda params: Holds(adamw(params)))
         assert "a trial of LBFGS on a matrix and on vectors has raised TypeError" in refusal(model, torch.optim.LBFGS)
         assert "not of this model" in refusal(model, lambda params: adamw(nn.Linear(3, 3).parameters()))
-        assert "is no torch.optim.Optimizer" in error_of(SameBits, model, None, pieces=2)
+        for wrong in (None, [adamw(model.parameters()), "adamw"]):
+            assert "is no torch.optim.Optimizer" in error_of(SameBits, model, wrong, pieces=2)
         sparse = fully_shard(nn.Embedding(16, 16, sparse=True), mesh=mesh)
         assert "sparse gradients" in refusal(sparse)
         # What differs on one rank is an error on both.
@@ -256,6 +269,8 @@ class SameBitsTest(unittest.TestCase):
         model.set_requires_gradient_sync(False)
         assert "set_requires_gradient_sync" in error_of(lambda: next(same.pieces()))
         assert "norm_type" in error_of(same.clip_grad_norm_, 1.0, 3)
+        text = error_of(same.clip_grad_norm_, 1.0 + dist.get_rank())
+        assert "max_norm: 1.0 on rank 0, 2.0 on rank 1" in text, text
         model.set_requires_gradient_sync(True)
         assert same.step == before  # A step that did not end is not counted: it may be repeated.
         for piece in same.pieces():
@@ -276,9 +291,10 @@ class SameBitsTest(unittest.TestCase):
             getattr(changed, setter)(value)
             found = error_of(lambda: next(late.pieces()))  # noqa: B023
             assert text in found, found
-        optimizer.param_groups[0]["fused"] = True
-        assert "of an optimizer has changed" in error_of(lambda: next(same.pieces()))
-        optimizer.param_groups[0]["fused"] = None
+        for name in ("foreach", "fused", "capturable"):
+            kept, optimizer.param_groups[0][name] = optimizer.param_groups[0][name], True
+            assert "of an optimizer has changed" in error_of(lambda: next(same.pieces())), name
+            optimizer.param_groups[0][name] = kept
         with monitor(model, optimizer):
             for _ in same.pieces():
                 model(torch.ones(2, 16)).sum().backward()
@@ -355,6 +371,10 @@ class ExactSumTest(unittest.TestCase):
         expected = math.nan if rank == 3 else math.inf
         assert same_sum(torch.tensor([math.inf if rank == 1 else 1.0])) == expected
 
+    @ranks(2)
+    def test_two_ranks_get_one_sum():
+        assert same_sum(torch.tensor([1.0 + dist.get_rank()])) == 3.0
+
 
 class TreeTest(unittest.TestCase):
     def test_the_tree_depends_on_the_number_of_leaves_alone(self):
@@ -368,6 +388,33 @@ class TreeTest(unittest.TestCase):
                         found.add(leaf)
                     found.keep(received)
                 self.assertTrue(found.root().equal(expected), (count, part))
+
+    def test_what_is_kept_does_not_lie_in_the_memory_of_what_was_received(self):
+        received, found = torch.arange(4.0).view(2, 2), TreeSum()
+        for leaf in (None, None, received[0], received[1], None):
+            found.add(leaf)
+        found.keep(received)
+        received.zero_()
+        self.assertEqual(found.root().tolist(), [2.0, 4.0])
+
+
+class FactsTest(unittest.TestCase):
+    def test_generators_have_the_states_of_every_version(self):
+        with generators_kept():
+            seed_generators(7, "a")
+            found = torch.initial_seed(), random.random(), numpy.random.rand()
+        self.assertEqual(found, (3404285928390962683, 0.7066850088411541, 0.724161805207337))
+
+    def test_schedulers_and_hooks_are_left_out_of_the_trial(self):
+        optimizer, calls = adamw([nn.Parameter(torch.ones(3))]), []
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)  # It wraps step().
+        optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+        self.assertIsNone(depends_on_cut(optimizer))
+        self.assertEqual(calls, [])
+
+    def test_a_gpu_is_among_the_facts(self):
+        with mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"):
+            self.assertIn("device: a GPU", facts(torch.device("cuda")))
 
 
 if __name__ == "__main__":

@@ -688,7 +688,7 @@ def _problems(model: nn.Module, groups: list[FSDPParamGroup], optimizers: Sequen
                 "of few rows depend on it: give its unit no orig_param_policy, or blocks and matrices of whole multiples"
             )
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             yield f"{name} has sparse gradients: leave sparse=True out"
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         yield f"optimizer={optimizers!r} is no torch.optim.Optimizer, nor several of them"

@@ -74,10 +74,6 @@ class TreeSum:
             self._join()
         return self._nodes.pop()[1]
 
-    def clear(self) -> None:
-        """Forget all leaves."""
-        self._nodes = []
-
 
 class Round(NamedTuple):
     """What a rank computes now.
@@ -128,13 +124,16 @@ class PieceCollectives(WrappedCollectives):
         self._divisor = self.pieces = pieces
         self._leaves = group.dp.mesh.size()  # Of each time that ranks send.
         self.rounds = -(-pieces // (self._leaves * subtree)) * subtree  # Of a step.
-        self._tree, self._sent = TreeSum(), 0  # How many times they have sent.
+        self.start()
+
+    def start(self) -> None:
+        """A step begins."""
+        self._tree, self._sent = TreeSum(), 0  # How many times ranks have sent.
         self._own, self._kept = TreeSum(), 0  # Of unsharded gradients that this rank adds, and how many leaves it has.
         self.round = -1  # The last one in which the group was reduced.
-        self.sums: dict[
-            bool, list[tuple[int, int]]
-        ] = {}  # Of the gradients of the noted piece, and of the repeated one (True).
         self._received: torch.Tensor | None = None
+        # Of the gradients of the noted piece, and of the repeated one (True).
+        self.sums: dict[bool, list[tuple[int, int]]] = {}
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return ReduceScatterTraits(adds_wide=False, holds_second_buffer=True)
@@ -271,13 +270,6 @@ class PieceCollectives(WrappedCollectives):
             for leaf in received.unbind():
                 self._tree.add(leaf)
             self._tree.keep(received)
-
-    def start(self) -> None:
-        """A step begins."""
-        self._tree.clear()
-        self._own.clear()
-        self.round, self._received, self._sent, self._kept = -1, None, 0, 0
-        self.sums = {}
 
     def finish(self) -> torch.Tensor | None:
         """The mean over the pieces of this rank's shard, or None if no piece has used the group."""

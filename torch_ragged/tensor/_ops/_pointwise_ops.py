@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._cut_placement import has_flat, has_own_rules
 from torch_ragged.tensor._ops._rows import has_ragged_rows
-from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, OpRule, Sharding, Spec, averages, tensor_leaves
+from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, OpRule, Sharding, Spec, tensor_leaves
 
 __all__ = ["family_rule", "pointwise_rule"]
 
@@ -51,8 +51,6 @@ def _is_pointwise_name(name: str) -> bool:
 
 def pointwise_rule(call: OpCall, with_views: bool = False) -> Sharding:
     """All tensors follow the leader; every output has its shape and placements. ``with_views``: so do strided views."""
-    if averages(call):
-        raise NoLocalWay("it averages over all elements")
     specs = tensor_leaves(call)
     leader = _leader(call, specs, with_views)
     _check_out(call, specs, leader)

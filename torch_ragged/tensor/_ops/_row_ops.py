@@ -30,7 +30,6 @@ from torch_ragged.tensor._ops._rules import (
     OpCall,
     Sharding,
     Spec,
-    averages,
     fits_out,
     is_random,
     is_row_major,
@@ -97,8 +96,6 @@ def row_rule(call: OpCall) -> Sharding:
         raise NoLocalWay("a tensor that is both interleaved and ragged can only run element-wise ops")
     if is_random(call.op):
         raise NoLocalWay("its random numbers would depend on the placement")
-    if averages(call):
-        raise NoLocalWay("it averages over all elements")
     if call.argument("beta", 1) == 0:
         raise NoLocalWay("beta=0 is not supported: the kernel would still check the shape of the first argument")
     leader = specs[0] if call.is_inplace else ragged[0]

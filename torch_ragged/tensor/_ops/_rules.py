@@ -23,7 +23,6 @@ __all__ = [
     "Spec",
     "Torch",
     "argument_position",
-    "averages",
     "decomposition",
     "decomposition_of",
     "dims_from_the_front",
@@ -267,11 +266,6 @@ def fits_out(call: OpCall, placements: Sequence[Optional[OutputPlacements]]) -> 
     """Whether each tensor given as ``out=`` has the placements of its output."""
     given = [call.kwargs.get(a.name) for a in call.op._schema.arguments if a.is_out]
     return all(out is None or tuple(out.placements) == wanted for out, wanted in zip(given, placements))
-
-
-def averages(call: OpCall) -> bool:
-    """Whether the op divides by the number of elements that it sees (``reduction="mean"`` of losses and their backward)."""
-    return call.argument("reduction", 0) == 1
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
