@@ -42,9 +42,9 @@ class ClusterCosts(PartCosts):
 
     ranks: int = 1
 
-    def of(self, moment: Moment, is_backward: bool) -> float:
+    def of(self, moment: Moment, is_backward: bool) -> tuple[float, float]:
         reduces = CLUSTER.all_reduce if moment.key[0].startswith("all_reduce") else CLUSTER.all_gather
-        return self.factor * reduces(moment.nbytes, self.ranks)
+        return self.factor * reduces(moment.nbytes, self.ranks), 0.0
 
     @property
     def factor(self) -> float:
@@ -68,7 +68,7 @@ def costs_of(states: Mapping[str, FSDPState], groups: Sequence[GroupCost], ranks
     for name, group in zip(names, groups, strict=True):
         seconds[("forward", name)], seconds[("backward", name)] = group.forward, group.backward + group.copy_in
     marks = [moment.key for moment in trace.moments if moment.what == "mark"]
-    return ClusterCosts({key: seconds.get(key, 0.0) for key in marks}, {_FACTOR: 1.0}, ranks)
+    return ClusterCosts({key: seconds.get(key, 0.0) for key in marks}, {_FACTOR: 1.0}, ranks=ranks)
 
 
 def fsdp2_by_hand(groups: Sequence[GroupCost], extra: int) -> float:

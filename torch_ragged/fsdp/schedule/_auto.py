@@ -164,13 +164,15 @@ class AutoSchedule:
         A collective waits for the last rank that issues it, on which it takes its own time: the least of all ranks.
         """
         own = [statistics.median(values) for values in zip(*(costs.seconds for costs in self._costs))]
-        count = len(self._costs[0].compute)
+        first = self._costs[0]
+        count, end = len(first.compute), len(first.compute) + len(first.collectives)
         for group in groups:
             numbers = torch.tensor([int(1e9 * value) for value in own], dtype=torch.int64, device=device_of_messages(group))
             columns = list(zip(*gather_numbers(numbers, group, _CALL)))
-            own = [(max if at < count else min)(column) / 1e9 for at, column in enumerate(columns)]
-        first = self._costs[0]
-        return PartCosts(dict(zip(first.compute, own)), dict(zip(first.collectives, own[count:])))
+            own = [(min if count <= at < end else max)(column) / 1e9 for at, column in enumerate(columns)]
+        return PartCosts(
+            dict(zip(first.compute, own)), dict(zip(first.collectives, own[count:])), dict(zip(first.issues, own[end:]))
+        )
 
     def _spread(self, numbers: list[int], groups: Sequence[dist.ProcessGroup]) -> list[int]:
         """``numbers`` of the rank that is the first one of each group."""

@@ -27,10 +27,12 @@ class PartCosts:
     Attributes:
         compute: of the computation that follows a mark, by the mark's key.
         collectives: by ("forward" or "backward", kind, group).
+        issues: of the host, which computes nothing while it issues a collective. 0 on a GPU, whose host is ahead.
     """
 
     compute: Mapping[tuple[str, str], float]
     collectives: Mapping[tuple[str, str, str], float]
+    issues: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -39,14 +41,15 @@ class PartCosts:
 
     @property
     def seconds(self) -> list[float]:
-        """In the order of ``compute``, then of ``collectives``."""
-        return [*self.compute.values(), *self.collectives.values()]
+        """In the order of ``compute``, then of ``collectives``, then of ``issues``."""
+        return [*self.compute.values(), *self.collectives.values(), *self.issues.values()]
 
-    def of(self, moment: Moment, is_backward: bool) -> float:
-        """Of a collective. If a module stayed unsharded in the recorded passes, its all-gather in backward is as in forward."""
+    def of(self, moment: Moment, is_backward: bool) -> tuple[float, float]:
+        """Of a collective, and of its issue. An all-gather that no recorded backward has had is as in forward."""
         phases = ("backward", "forward") if is_backward else ("forward", "backward")
         keys = [(phase, moment.key[0], moment.key[1]) for phase in phases]
-        return next((self.collectives[key] for key in keys if key in self.collectives), 0.0)
+        known = next((key for key in keys if key in self.collectives), None)
+        return (0.0, 0.0) if known is None else (self.collectives[known], self.issues.get(known, 0.0))
 
 
 @dataclass
@@ -66,6 +69,7 @@ def recorded_costs(moments: Sequence[Moment], seconds: Callable[[object], float]
     """The costs of a pass in which each collective was waited for at once. ``seconds`` of a moment of its clock."""
     compute: dict[tuple[str, str], float] = {}
     collectives: dict[tuple[str, str, str], float] = {}
+    issues: dict[tuple[str, str, str], float] = {}
     last, phase, spent = None, "forward", 0.0
     for moment in moments:
         if moment.what == "mark":
@@ -76,10 +80,11 @@ def recorded_costs(moments: Sequence[Moment], seconds: Callable[[object], float]
             phase = "backward" if moment.key[0] not in _FORWARD else phase
         elif moment.what == "issue":
             took = seconds(moment.end) - seconds(moment.begin)
-            collectives[phase, moment.key[0], moment.key[1]] = took
+            key = phase, moment.key[0], moment.key[1]
+            collectives[key], issues[key] = took, seconds(moment.issued) - seconds(moment.begin)
             spent += took
     compute[END] = 0.0
-    return PartCosts(compute, collectives)
+    return PartCosts(compute, collectives, issues)
 
 
 def play(moments: Sequence[Moment], costs: PartCosts) -> Played:
@@ -105,8 +110,10 @@ def play(moments: Sequence[Moment], costs: PartCosts) -> Played:
             if moment.key[0] in _COMPUTED_FIRST:
                 now, later = compute(later), 0.0
         elif moment.what == "issue":
+            took, issue = costs.of(moment, is_backward)
             begin = max(now, free[moment.link])
-            end = begin + costs.of(moment, is_backward)
+            end = begin + took
+            now += issue
             ends[moment.key] = free[moment.link] = end
             kind, name = moment.key
             played.spans.append(TimelineSpan(kind if kind in _TIMELINE_KINDS else "other", name, begin, end))
@@ -164,7 +171,7 @@ def _chains(
             if moment.key[0] in ("forward", "again runs", "backward"):
                 starts.setdefault(moment.key[1].partition("/")[0], done)
         elif moment.what == "issue":
-            took, unit = costs.of(moment, is_backward), moment.key[1].partition("[")[0]
+            took, unit = costs.of(moment, is_backward)[0], moment.key[1].partition("[")[0]
             if is_over:
                 tail[moment.link] += took
             if moment.link == link and moment.key[0] == "all_gather" and not is_over:

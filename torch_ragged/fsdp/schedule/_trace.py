@@ -38,6 +38,7 @@ class Moment(NamedTuple):
             ends", and "again", "again runs" and "again ends" if a checkpoint runs a forward in backward. The last one is
             :data:`END`. Of a collective, (kind, group).
         begin, end: by the clock. Only an "issue" takes time: that of the whole collective, if it is waited for at once.
+        issued: by the clock, when the host had issued the collective.
         link: the process group that carries a collective. Collectives of one link run one after the other.
         nbytes: of a collective's larger buffer.
     """
@@ -46,6 +47,7 @@ class Moment(NamedTuple):
     key: tuple[str, str]
     begin: Any = None
     end: Any = None
+    issued: Any = None
     link: int = 0
     nbytes: int = 0
 
@@ -258,9 +260,10 @@ class Trace:
             return issue()
         begin = self._clock()
         work = issue()
+        issued = self._clock()
         if self._in_turn:
             work.wait()
-        self.moments.append(Moment("issue", key, begin, self._clock(), link, nbytes))
+        self.moments.append(Moment("issue", key, begin, self._clock(), issued, link, nbytes))
         return _TracedWork(work, self, key)
 
     def waited(self, key: tuple[str, str]) -> None:
