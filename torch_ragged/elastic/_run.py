@@ -427,9 +427,8 @@ class _Training:
         self._group = group = group_of(self._members, f"elastic {self._number}, failure {self._failures}")
         model = self.state.model
         present = mesh_of_states(checked_states(model, _CALL, runs=True), _CALL).mesh.mesh.flatten().tolist()
-        if (
-            present != list(self._members) or self._copies
-        ):  # Or this rank was alone, and a spare has died that would have joined.
+        # Or this rank was alone, and a spare has died that would have joined.
+        if present != list(self._members) or self._copies:
             mesh = self._mesh_of(self._members, group, f"failure {self._failures}")
             # The newest copies that all ranks have. A rank has dropped older ones only if the newer are complete on all ranks.
             complete: list[Any] = [None] * len(left)
