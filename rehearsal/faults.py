@@ -49,7 +49,7 @@ NOT_FOUND = {
         "_StreamCopies.__init__",
     ): "the ranks' agreement at the end of offloaded() waits for the stream, too",
     ("fsdp/core/_fsdp_param_group.py", "FSDPParamGroup.make_room"): "gloo: over NCCL, a reduction has no second buffer",
-    ("fsdp/tools/_monitor.py", "_Clock.seconds"): "a wait of the host for an event: the step before has waited",
+    ("fsdp/tools/_timeline.py", "StreamClock.seconds"): "a wait of the host for an event: the step before has waited",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.update"): "the host waits for its own thread",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.recover"): "the host waits for its own thread, after a death",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies._send"): "orders ranks: none overwrites a copy that others need",

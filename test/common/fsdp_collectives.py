@@ -66,6 +66,9 @@ class NoCollectives:
     def reduce_scatter_traits(self, device):
         return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
 
+    def memory_of_passes(self):
+        return ()
+
 
 def delay_collectives(model):
     for module in model.modules():
