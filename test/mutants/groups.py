@@ -75,7 +75,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     # Not elastic/_run.py: the ranks of its tests die, and are no forks.
     "bits": (
         ["torch_ragged/fsdp/bits/*.py", "torch_ragged/elastic/_loader.py"],
-        ["bits/test_*.py", "elastic/test_piece_loader.py"],
+        ["bits/test_*.py", "elastic/test_piece_loader.py", "tools/test_memory_report.py"],
     ),
     "offload": (["torch_ragged/fsdp/offload/*.py", "torch_ragged/fsdp/files/*.py"], ["offload/test_*.py", "files/test_*.py"]),
     "comm": (

@@ -131,17 +131,20 @@ class CorruptionTest(unittest.TestCase):
                 assert text.startswith("CorruptionFound: SameBits: " if rank == 1 else "RuntimeError: SameBits: "), text
             if rank == 1:
                 flip(find())
-        for _ in same.pieces():
-            model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
-        if rank == 1:
-            flip(weight.grad)
-        same.clip_grad_norm_(1.0)
-        optimizer.step()
-        for _ in range(2):
-            text = error_of(same.verify)
-            assert "rank 1 has changed, and nothing has written to it: the gradient of layers.1.1.weight" in text, text
-        optimizer.zero_grad()
-        same.note()  # The gradient was applied.
+        for is_after_clip in (False, True):
+            for _ in same.pieces():
+                model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+            if rank == 1 and not is_after_clip:
+                flip(weight.grad)
+            same.clip_grad_norm_(1e-3)  # It writes to all gradients.
+            if rank == 1 and is_after_clip:
+                flip(weight.grad)
+            optimizer.step()
+            for _ in range(2):
+                text = error_of(same.verify)
+                assert "rank 1 has changed, and nothing has written to it: the gradient of layers.1.1.weight" in text, text
+            optimizer.zero_grad()
+            same.note()  # The gradient was applied.
         with torch.no_grad():
             weight.mul_(2.0)  # A program may write.
             model.scale.add_(1.0)
