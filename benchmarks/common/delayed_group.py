@@ -2,7 +2,7 @@
 
 Collectives of a group run one after the other, as on one communicator. The network is a clock: a collective is issued to gloo
 at once, and ``wait()`` sleeps until its time on the network has passed. So a wait leaves the cores to other ranks, and both
-packages have the same network, whatever gloo takes for them. Bytes have to be few enough that gloo is faster than the network.
+packages have the same network, not gloo's own times. Bytes have to be few enough that gloo is faster than the network.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.schedule._play import PartCosts
 from torch_ragged.fsdp.schedule._search import ScheduleSearch
 from torch_ragged.fsdp.schedule._trace import Moment, Trace
-from torch_ragged.fsdp.tools._replay import Replay
+from torch_ragged.fsdp.tools._replay import CallFacts, Replay
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class ClusterCosts(PartCosts):
 
 
 _FACTOR = ("", "factor", "")
-_GET_TOKENS = ("root", "embedding")
-"""Modules whose inputs have no gradient."""
+_CALLS = CallFacts(without_gradient=frozenset(("root", "embedding")), passes_on=frozenset(["root"]))
+"""The root and the embedding get tokens, and the root returns what the head returns."""
 
 
 def costs_of(states: Mapping[str, FSDPState], groups: Sequence[GroupCost], ranks: int) -> ClusterCosts:
     """Of all parts of a pass, in its order."""
-    replay = Replay(dict(states), without_gradient=_GET_TOKENS)
+    replay = Replay(dict(states), calls=_CALLS)
     trace = Trace(replay.states)
     trace.start()
     replay.play(list(states.values()))
@@ -98,7 +98,7 @@ def rows_of(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str
         largest = max(group.layout.numel * 2 for state in states.values() for group in state.groups)
         for extra in options.extra:
             order = list(states.values())
-            search = ScheduleSearch(states, order, costs, {}, without_gradient=_GET_TOKENS, extra_bytes=extra * largest)
+            search = ScheduleSearch(states, order, costs, {}, calls=_CALLS, extra_bytes=extra * largest)
             knobs = search.best()
             found = search.start if knobs is None else search.evaluate(knobs)
             by_hand = fsdp2_by_hand(groups["FSDP2"], extra)

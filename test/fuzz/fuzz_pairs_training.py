@@ -315,7 +315,7 @@ class PairTraining:
         elif knob == "set_collectives":
             model.set_collectives("copy_engine")
         elif knob == "set_schedule":
-            # Found after the second step, whatever the times were, so that the last steps run under it.
+            # Found after the second step, for all times, so that the last steps run under it.
             self.closes.enter_context(mock.patch.object(_auto, "_PASSES", 1))
             wide = Knobs(forward=2**20, backward=2**20, reductions=3, unsharded=1)
             self.closes.enter_context(mock.patch.object(ScheduleSearch, "best", lambda search: wide))

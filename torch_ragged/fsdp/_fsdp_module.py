@@ -415,7 +415,8 @@ class FSDPModule(TorchFSDPModule):
             ValueError: an argument is none of these, ranks pass different ones, or the schedule is of other modules.
             RuntimeError: this is not the root, or :meth:`set_persistent_buffers` was called before.
 
-        Collectives: an all-reduce of 24 bytes per process group; after the recorded steps, another one, and two all-gathers.
+        Collectives: an all-reduce of 24 bytes per process group; after the recorded steps, two of them, and two all-gathers, of
+        the recorded times and of the search's result.
         """
         self._root_state("set_schedule must be called on the root, the outermost fully_shard module")
         before = self.__dict__.get(_SCHEDULE)

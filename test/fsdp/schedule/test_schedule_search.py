@@ -85,7 +85,8 @@ class Unit(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, width, bias=False), nn.Linear(width, WIDTH, bias=False)
         self.inner = nn.ModuleList(inner)
         self.call = lambda module, x: module(x)
-        self.begins = True
+        # Without an end of its own, it returns the output of the last module inside.
+        self.begins, self.ends = True, not inner or rng.random() < 0.5
 
     def forward(self, x):
         if self.begins:
@@ -93,7 +94,7 @@ class Unit(nn.Module):
             x = self.down(x)
         for module in self.inner:
             x = self.call(module, x)
-        return Tick.apply(x, self.clock, *self.seconds[2:])
+        return Tick.apply(x, self.clock, *self.seconds[2:]) if self.ends else x
 
 
 CHECKPOINTS = (None, "inside", "around", "reentrant")
@@ -118,7 +119,7 @@ def random_model(clock, rng, mesh, checkpointed=None):
     elif checkpointed is not None:
         root.call = lambda module, x: checkpoint(module, x, use_reentrant=checkpointed == "reentrant")
     root.input_has_gradient = rng.random() < 0.3
-    # Otherwise the inputs of the first unit may have no gradient, with which a reentrant checkpoint would have none at all.
+    # Without them, the inputs of the first unit may have no gradient. A reentrant checkpoint needs one.
     root.begins = rng.random() < 0.7 or checkpointed == "reentrant"
     latency, bandwidth = rng.random(), 10 ** rng.uniform(2, 5)
     for group in named_groups(root).values():
@@ -143,7 +144,7 @@ def search_of(root, clock, extra_bytes=0):
     assert trace.is_over and not trace.problem, trace.problem
     costs = recorded_costs(trace.moments, float)
     order = next(iter(states.values())).context.order.states
-    how = trace.activations, trace.recomputed, trace.without_gradient, extra_bytes
+    how = trace.activations, trace.calls, extra_bytes
     return ScheduleSearch(states, order, costs, *how), trace
 
 
@@ -205,9 +206,7 @@ class PredictionTest(unittest.TestCase):
         with fake_group(8):
             root = random_model(clock, rng, init_device_mesh("cpu", (8,)))
             search, trace = search_of(root, clock)
-            search = ScheduleSearch(
-                module_states(root), search._order, search._costs, {}, trace.recomputed, trace.without_gradient
-            )
+            search = ScheduleSearch(module_states(root), search._order, search._costs, {}, trace.calls)
             for _ in range(6):
                 knobs = random_knobs(rng, search)
                 search.schedule(knobs).set_on(module_states(root))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from common import error_of, ranks, run_ranks
 from fsdp_common import Boom
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -100,7 +100,7 @@ def settings_of(model):
 
 
 def choose(knobs):
-    """The search finds this, whatever the times were."""
+    """The search finds this, for all times."""
     return mock.patch.object(ScheduleSearch, "best", lambda search: knobs)
 
 
@@ -248,6 +248,32 @@ class SetScheduleTest(unittest.TestCase):
         model.set_persistent_buffers(places=3)
         train(plain, 5)
         same(train(model, 2), train(plain, 2))
+
+    @ranks(2)
+    def test_a_model_that_has_no_memory_yet():
+        with torch.device("meta"):
+            model = nn.Sequential(Block(), Block())
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        model.set_schedule("auto", extra_bytes=2**20)
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.constant_(param, 0.1)
+        with choose(WIDE):
+            lines = log_of(train, model)
+        assert model.get_schedule() is not None, lines
+
+    @ranks(3)
+    def test_a_rank_outside_of_the_mesh_sets_nothing_and_hinders_no_other():
+        group = dist.new_group([0, 1])
+        mesh = DeviceMesh("cpu", [0, 1])
+        assert group is not None
+        model = build(mesh)
+        if dist.get_rank() == 2:
+            assert "mesh" in error_of(model.set_schedule, "auto")
+            return
+        model.set_schedule("auto", extra_bytes=2**20)
 
     @ranks(2)
     def test_a_second_call_ends_the_recording_of_the_first():

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.agreement import agreement, gather_numbers, text_of
-from torch_ragged._ranks.groups import device_of_messages
+from torch_ragged._ranks.groups import device_of, device_of_messages
 from torch_ragged._ranks.peers import PeerError
 from torch_ragged._register._torch import dynamo_disabled
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
@@ -46,6 +46,12 @@ def set_schedule(states: Mapping[str, FSDPState], schedule: str | Schedule, extr
             raise RuntimeError(
                 f"{_CALL} changes how many modules are unsharded at a time, and persistent buffers have slots for a fixed "
                 "number: call it before set_persistent_buffers or set_collectives"
+            )
+        # A spare of elastic.run would join later without the schedule that the others have found, and issue in another order.
+        if schedule == "auto" and not all(group.dp.is_member for state in states.values() for group in state.groups):
+            raise ValueError(
+                f'{_CALL}("auto") records steps, and rank {dist.get_rank()}, outside of the mesh, makes none: find one '
+                "in a run without this rank, and give it on all ranks"
             )
         if isinstance(schedule, Schedule):
             schedule.check(states)
@@ -130,7 +136,7 @@ class AutoSchedule:
             with agreement(groups, device, _RECORDED) as claim:
                 claim.append("search")
                 order: list[Any] = list(root.context.order.states)
-                how = trace.activations, trace.recomputed, trace.without_gradient, self._extra_bytes
+                how = trace.activations, trace.calls, self._extra_bytes
                 self.search = search = ScheduleSearch(self._states, order, costs, *how)
                 # One rank searches: ranks may differ in the sizes of their shards.
                 knobs = search.best() if all(group.rank() == 0 for group in groups) else None
@@ -189,5 +195,6 @@ def _process_groups(states: Sequence[FSDPState]) -> list[dist.ProcessGroup]:
 
 
 def _device(states: Mapping[str, FSDPState]) -> torch.device:
+    """Of the mesh: parameters may be on the meta device when the schedule is set."""
     groups = [group for state in states.values() for group in state.groups]
-    return groups[0].device if groups else torch.device("cpu")
+    return device_of(groups[0].dp.mesh) if groups else torch.device("cpu")

@@ -197,9 +197,8 @@ def _chains(
 def _saved(units: Sequence[str], seconds: Mapping[str, float], nbytes: Mapping[str, int], room: int) -> float:
     """Most seconds of all-gathers that ``room`` bytes save: those with most seconds a byte, the last one in part."""
     saved, left = 0.0, float(max(room, 0))
-    for unit in sorted(
-        (unit for unit in units if nbytes.get(unit)), key=lambda unit: seconds[unit] / nbytes[unit], reverse=True
-    ):
+    held = [unit for unit in units if nbytes.get(unit)]
+    for unit in sorted(held, key=lambda unit: seconds[unit] / nbytes[unit], reverse=True):
         part = min(1.0, left / nbytes[unit])
         saved += part * seconds[unit]
         left -= part * nbytes[unit]

@@ -6,14 +6,14 @@ It must not touch the model, and communicates nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.schedule._play import PartCosts, Played, least_seconds, play
 from torch_ragged.fsdp.schedule._schedule import Schedule, UnitSchedule
 from torch_ragged.fsdp.schedule._trace import Moment, Trace
-from torch_ragged.fsdp.tools._replay import Activations, Recomputation, Replay
+from torch_ragged.fsdp.tools._replay import Activations, CallFacts, Replay
 
 __all__ = ["Knobs", "ScheduleSearch", "NoSchedule"]
 
@@ -69,8 +69,7 @@ class ScheduleSearch:
         order: the calls of a forward.
         costs: of the parts of the pass.
         activations: bytes that autograd keeps of each module.
-        recomputed: what checkpoints run again.
-        without_gradient: modules whose inputs have no gradient.
+        calls: what the order of the pass depends on.
         extra_bytes: how far the peak of a pass may be above that of the present settings.
 
     Raises:
@@ -83,15 +82,14 @@ class ScheduleSearch:
         order: Sequence[FSDPState],
         costs: PartCosts,
         activations: Mapping[str, int],
-        recomputed: Sequence[Recomputation] = (),
-        without_gradient: Iterable[str] = (),
+        calls: CallFacts = CallFacts(),
         extra_bytes: int = 0,
     ) -> None:
         self._costs, self._order = costs, order
         slower = {key: _SLOWER * seconds for key, seconds in costs.collectives.items()}
         self._slower = dataclasses.replace(costs, collectives=slower)
         kept = {name.partition("/")[0]: Activations(nbytes) for name, nbytes in activations.items()}
-        self._replay = Replay(dict(states), kept, recomputed, without_gradient)
+        self._replay = Replay(dict(states), kept, calls)
         self._states = self._replay.states
         for state in self._states.values():
             state.requires_gradient_sync = state.is_last_backward = True
@@ -115,13 +113,11 @@ class ScheduleSearch:
         }
         free = (name for name in self._backward if _may_change(self._states[name]) and self.nbytes[name])
         self._keepable = [name for name in free if not self._states[name].is_root]
-        self._stays = {name: state.reshard_after_forward for name, state in self._states.items()}
         least = self.evaluate(Knobs(0, 0, 1, 0))
-        # In every schedule, these are in memory between forward and backward.
-        held = sum(activations.values()) + sum(
-            self.nbytes[name] for name, stays in self._stays.items() if name not in self._keepable and stays is False
-        )
-        room = self.limit - held
+        # In every schedule, activations and these modules are in memory between forward and backward: no room for others.
+        stay = [name for name, state in self._states.items() if state.reshard_after_forward is False]
+        held = sum(self.nbytes[name] for name in stay if name not in self._keepable)
+        room = self.limit - sum(activations.values()) - held
         self.bound = least_seconds(least.moments, costs, {name: self.nbytes[name] for name in self._keepable}, room)
 
     def _run(self) -> _Found:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._hooks import tensors_in
-from torch_ragged.fsdp.tools._replay import Recomputation
+from torch_ragged.fsdp.tools._replay import CallFacts, Recomputation
 
 __all__ = ["END", "Moment", "Trace"]
 
@@ -99,7 +100,7 @@ class Trace:
         self.problem, self.is_over = "", False
         self._in_backward = False
         self._calls: Counter[str] = Counter()
-        self._seen: set[tuple[str, str]] = set()
+        self._reached: set[str] = set()
         self.activations: Counter[str] = Counter()
         self._storages: set[int] = set()
         self._open: list[tuple[str, FSDPState]] = []  # The calls in forward that run now.
@@ -190,31 +191,38 @@ class Trace:
 
     @dynamo_disabled_in_backward
     def _after_backward(self, number: int, name: str, gradient: torch.Tensor) -> None:
-        if self._is_open and number == self._pass and ("backward", name) in self._seen:
+        if self._is_open and number == self._pass and name in self._reached:
             # The last of several inputs counts: post-backward waits for all of them.
             self.moments = [moment for moment in self.moments if moment.key != ("backward ends", name)]
             self._mark("backward ends", name)
 
     def _join_recomputation(self, name: str) -> None:
         """A checkpoint runs ``name`` again, and no module around it. With nothing between, it has run the call before, too."""
-        kind, last = next(moment.key for moment in reversed(self.moments) if moment.what == "mark")
-        if kind == "again ends":
+        if next(moment.key[0] for moment in reversed(self.moments) if moment.what == "mark") == "again ends":
             self._regions[-1].names.append(name)
         else:
-            self._regions.append(Recomputation(name in self._reentrant, last if kind == "backward" else "", [name]))
+            self._regions.append(Recomputation(name in self._reentrant, "", [name]))
             self._inside.append(set())
 
     @property
-    def without_gradient(self) -> set[str]:
-        """The modules whose inputs have no gradient: no hook runs at the end of their backward."""
-        ended = {moment.key[1] for moment in self.moments if moment.key[0] == "backward ends"}
-        return {name for kind, name in self._seen if kind == "backward" and name not in ended}
-
-    @property
-    def recomputed(self) -> list[Recomputation]:
-        """What checkpoints have run again. What a module around them needs is no reason for that."""
-        pairs = zip(self._regions, self._inside)
-        return [region if region.trigger in inside else region._replace(trigger="") for region, inside in pairs]
+    def calls(self) -> CallFacts:
+        """What a :class:`Replay` has to know to follow the order of this pass."""
+        marks = [moment.key for moment in self.moments if moment.what == "mark"]
+        at = {key: number for number, key in enumerate(marks)}
+        ended = {name for kind, name in at if kind == "backward ends"}
+        passes_on = set()
+        for outer in self._reached:
+            begin, end = at["forward", outer], at["forward ends", outer]
+            inner = [name for name in self._reached if begin < at["forward", name] < end]
+            # One tensor is the output of both. The inner call has hooked it first.
+            if any(at["backward", name] < at["backward", outer] for name in inner):
+                passes_on.add(outer)
+        regions = []
+        for region, inside in zip(self._regions, self._inside):
+            # The modules that backward has reached last, from the latest on. What one around the checkpoint needs is no reason.
+            reached = itertools.takewhile(lambda key: key[0] == "backward", reversed(marks[: at["again", region.names[0]]]))
+            regions.append(region._replace(trigger=next((name for _, name in reached if name in inside - passes_on), "")))
+        return CallFacts(tuple(regions), frozenset(self._reached - ended), frozenset(passes_on))
 
     def _reach(self, name: str) -> None:
         """Backward has reached an output of the module."""
@@ -222,8 +230,8 @@ class Trace:
             self._in_backward = True
             # Before the root's own callback, which is queued by the hook behind this one.
             Variable._execution_engine.queue_callback(functools.partial(self._end, self._pass))
-        if ("backward", name) not in self._seen:
-            self._seen.add(("backward", name))
+        if name not in self._reached:  # Ranks may differ in which output of a call has its gradient first.
+            self._reached.add(name)
             self._mark("backward", name)
 
     def _end(self, number: int) -> None:

@@ -69,27 +69,39 @@ class Recomputation(NamedTuple):
     names: list[str]
 
 
+class CallFacts(NamedTuple):
+    """What the order of a pass depends on, beyond the order of calls. Names are of modules.
+
+    Attributes:
+        recomputed: what checkpoints run again.
+        without_gradient: modules whose inputs have no gradient.
+        passes_on: modules that return the output of the last module inside as it is, so that backward reaches that one first.
+    """
+
+    recomputed: tuple[Recomputation, ...] = ()
+    without_gradient: frozenset[str] = frozenset()
+    passes_on: frozenset[str] = frozenset()
+
+
 class Replay:
     """Stand-ins of the states of a model, by name, as modules that call each other.
 
     Args:
         states: by name.
         activations: by name, too.
-        recomputed: what checkpoints run again.
-        without_gradient: modules whose inputs have no gradient. None: the root.
+        calls: of a recorded pass. None: no checkpoints, and only the root's inputs have no gradient.
     """
 
     def __init__(
         self,
         states: dict[str, FSDPState],
         activations: Mapping[str, Activations] | None = None,
-        recomputed: Sequence[Recomputation] = (),
-        without_gradient: Iterable[str] | None = None,
+        calls: CallFacts | None = None,
     ) -> None:
-        self._root_has_gradient = without_gradient is not None
-        self.without_gradient = frozenset(without_gradient or ())
-        self.recomputed = {name: each for each in recomputed for name in each.names}
-        self._triggers = {each.trigger for each in recomputed}
+        self.is_recorded = calls is not None
+        self.facts = calls or CallFacts()
+        self._regions = {name: each for each in self.facts.recomputed for name in each.names}
+        self._triggers = {each.trigger for each in self.facts.recomputed}
         self._activations = dict(activations or {})
         self._names = {state: name for name, state in states.items()}
         self._inside = {s: {child for module in s.modules for child in module.modules()} for s in states.values()}
@@ -164,7 +176,7 @@ class Replay:
     def region_of(self, call: _ReplayedCall) -> Recomputation | None:
         """The checkpoint around a call, if it is not around the module that calls it, too."""
         name, index = self._names[call.state], self._modules[call.state].index(call.module)
-        return self.recomputed.get(f"{name}/{index}" if index else name)
+        return self._regions.get(f"{name}/{index}" if index else name)
 
     def begin(self, label: str) -> None:
         self._clock.note(0)
@@ -229,7 +241,7 @@ class Replay:
 
     def _pass(self, calls: Sequence[_ReplayedCall]) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            x = torch.empty(1, device="meta", requires_grad=self._root_has_gradient)
+            x = torch.empty(1, device="meta", requires_grad=self.is_recorded)
             for call in calls:
                 x = call.run(x)
             if x.requires_grad:
@@ -246,9 +258,12 @@ class _ReplayedCall:
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         self.module.replay.begin(f"forward of {self.module.name}")
-        if self.module.name in self.module.replay.without_gradient:
+        if self.module.name in self.module.replay.facts.without_gradient:
             x = x.detach()
-        return self.module.before_backward(f"backward of {self.module.name}", self.module(x, self.inner))
+        output: torch.Tensor = self.module(x, self.inner)
+        if self.module.replay.is_recorded:  # Also the output of the module around it: hooks of both are on this tensor.
+            return output
+        return self.module.before_backward(f"backward of {self.module.name}", output)
 
 
 def _run_calls(calls: Sequence[_ReplayedCall], region: Recomputation | None, x: torch.Tensor) -> torch.Tensor:
@@ -273,12 +288,15 @@ class _StandIn(nn.Module):
         if not x.requires_grad:  # The first module gets tokens. Its stand-in needs a gradient, so that backward reaches it.
             x = x.detach().requires_grad_()
         x = self.before_backward(end, x)
+        params = [param for param in self._parameters.values() if param is not None]
+        passes_on = self.name in self.replay.facts.passes_on
+        if passes_on:
+            x = self.replay.compute(self.name, x, params)
         for region, together in itertools.groupby(calls, lambda call: self.replay.region_of(call)):
             inside = list(together)
             run = functools.partial(_run_calls, inside, region)
             x = run(x) if region is None else checkpoint(run, x, use_reentrant=region.is_reentrant)
-        params = [param for param in self._parameters.values() if param is not None]
-        return self.replay.compute(self.name, x, params)
+        return x if passes_on else self.replay.compute(self.name, x, params)
 
     def before_backward(self, label: str, x: torch.Tensor) -> torch.Tensor:
         """``x``: when backward reaches it, the moment named ``label`` begins."""
