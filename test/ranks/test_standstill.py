@@ -8,6 +8,7 @@ import threading
 import time
 import types
 import unittest
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -306,6 +307,28 @@ class TrackerTest(unittest.TestCase):
         self.assertEqual((found.what, found.ranks()), (f"redistribute of process group {group.group_name}", [0, 1]))
         for other in (frame(own, "all_gather"), frame(own, "gather", group=group), frame("a.py", "all_gather", group=group)):
             self.assertIsNone(peers._call_of_torch([other, *callers]))
+
+    def test_a_look_keeps_no_tensor_of_the_program(self):
+        """Looks come once a second, also while a training loop is in its own lines: what it drops afterwards is freed."""
+        looked, dropped, freed = [], threading.Event(), threading.Event()
+        self.addCleanup(looked.append, None)
+
+        def program():
+            tensor = torch.ones(1)
+            weakref.finalize(tensor, freed.set)
+            self.entered.set()
+            while not looked:  # Without a call: the look finds this function.
+                pass
+            del tensor
+            dropped.set()
+            while not self.end.is_set():
+                pass
+
+        self.in_thread(program)
+        self.tracker.look()
+        looked.append(None)
+        dropped.wait()
+        self.assertTrue(freed.is_set())
 
     def test_the_thread_cannot_run_while_its_stack_is_read(self):
         """The GIL changes hands between bytecodes: a look whose own code gets the first frame could lose it before the next."""

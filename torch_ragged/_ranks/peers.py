@@ -300,9 +300,12 @@ def _call_of_torch(stack: Sequence[FrameType]) -> _CallOfTorch | None:
     The call has the name of the outermost function of torch or of this package, as ``barrier`` or ``full_tensor``.
     """
     frame = stack[0]
-    name, given = frame.f_code.co_name, frame.f_locals.get("group")
-    # A redistribution calls the group itself, by functions of these names.
-    is_own = frame.f_code.co_filename.startswith(_INSIDE[1]) and name in _COLLECTIVES and isinstance(given, dist.ProcessGroup)
+    name, given = frame.f_code.co_name, None
+    # Before Python 3.13, ``f_locals`` holds what it has shown until the function returns: the program's tensors would live on.
+    # So it is read only of functions that end with their collective. A redistribution calls the group itself, by these names.
+    if frame.f_code.co_filename.startswith(_INSIDE[1]) and name in _COLLECTIVES:
+        given = frame.f_locals.get("group")
+    is_own = isinstance(given, dist.ProcessGroup)
     if not is_own and not frame.f_code.co_filename.endswith(_COMMUNICATING):
         return None
     if frame.f_code.co_filename.endswith("_ops.py"):
