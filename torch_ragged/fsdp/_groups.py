@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from torch_ragged._ranks.groups import device_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.gates._untrained import refuse_other_replicas
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["buffer_layouts", "check_replicas_of", "module_states", "named_groups"]
+__all__ = ["buffer_layouts", "check_replicas_of", "device_of_states", "module_states", "named_groups", "process_groups_of"]
 
 
 def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
@@ -34,6 +39,18 @@ def module_states(module: nn.Module) -> dict[str, FSDPState]:
             f"{type(module).__name__} without any: call fully_shard first"
         )
     return states
+
+
+def process_groups_of(states: Iterable[FSDPState]) -> list[dist.ProcessGroup]:
+    """The process groups of shards and replicas, each once, in one order on all ranks."""
+    both = [(group.dp.shard_group, group.dp.replicate_group) for state in states for group in state.groups]
+    return list(dict.fromkeys(one for pair in both for one in pair if one is not None))
+
+
+def device_of_states(states: Iterable[FSDPState]) -> torch.device:
+    """The device of the mesh: parameters may be on the meta device."""
+    groups = [group for state in states for group in state.groups]
+    return device_of(groups[0].dp.mesh) if groups else torch.device("cpu")
 
 
 def check_replicas_of(model: nn.Module) -> None:

@@ -15,8 +15,6 @@ from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp import (
     CPUOffloadPolicy,
-    MemoryReport,
-    MemoryRow,
     Offload,
     fully_shard,
     memory_report,
@@ -291,17 +289,16 @@ class OrdinaryOptimizerTest(unittest.TestCase):
 
 class MemoryTest(unittest.TestCase):
     @ranks(2)
-    def test_a_report_has_host_memory_and_a_fraction_fits_to_it():
+    def test_a_report_has_host_memory():
         plain = memory_report(build(None), torch.optim.AdamW)
         assert "host memory" not in str(plain) and plain.peak.host == 0
-        budget = plain.peak.total - plain.peak.optimizer // 3
-        policy = Offload.fit(plain, device_bytes=budget)
-        assert 1 / 3 <= policy.optimizer <= 1 / 3 + 0.0001
+        policy = Offload(1 / 3)
         model = build(policy)
         optimizer = make(model, torch.optim.AdamW, policy)
         predicted = memory_report(model, optimizer)
         # Each of two groups is cut at the nearest multiple of 64 elements, and a counter is counted once per piece.
-        assert abs(predicted.peak.total - budget) <= 2 * 32 * 8 + 2 * 4 + plain.peak.optimizer // 10_000
+        stays = plain.peak.total - plain.peak.optimizer // 3
+        assert abs(predicted.peak.total - stays) <= 2 * 32 * 8 + 2 * 4
         assert predicted.peak.host >= plain.peak.optimizer // 3 - 2 * 32 * 8
         train(model, optimizer)
         after = memory_report(model, optimizer)
@@ -310,18 +307,6 @@ class MemoryTest(unittest.TestCase):
 
 
 class PolicyTest(unittest.TestCase):
-    def test_what_cannot_fit_is_an_error(self):
-        report = MemoryReport((), MemoryRow("total"), MemoryRow("backward", sharded=100, grad=100, optimizer=200))
-        self.assertEqual(Offload.fit(report, device_bytes=400), Offload(0.0))
-        self.assertEqual(Offload.fit(report, device_bytes=300, host_bytes=100), Offload(0.5))
-        self.assertEqual(Offload.fit(report, device_bytes=200), Offload(1.0))
-        with self.assertRaisesRegex(ValueError, "201 more than device_bytes=199, and all optimizer states have 200"):
-            Offload.fit(report, device_bytes=199)
-        with self.assertRaisesRegex(
-            ValueError, "100 bytes of optimizer states have to leave the device, more than host_bytes=99"
-        ):
-            Offload.fit(report, device_bytes=300, host_bytes=99)
-
     def test_a_policy_is_checked_and_frozen(self):
         self.assertEqual(repr(Offload(optimizer=0.5)), "Offload(optimizer=0.5, parameters=False, to='cpu')")
         self.assertEqual(len({Offload(0.5), Offload(0.5), Offload(1)}), 2)

@@ -41,7 +41,7 @@ from torch_ragged.fsdp.offload._policy import Offload
 from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Tier, TierPiece, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
-__all__ = ["OffloadedOptimizer", "offloaded"]
+__all__ = ["OffloadedOptimizer", "can_offload", "offloaded"]
 
 _CALL = "offloaded"
 # What an optimizer brings that keeps a part of the states elsewhere.
@@ -112,9 +112,8 @@ def offloaded(
     with agreement(ranks, device, _CALL) as claim:
         for group in groups:
             group.check_awake()
-        is_class = isinstance(optimizer, type)
-        has_rules = is_class and (hasattr(optimizer, "piece_optimizer") or hasattr(optimizer, "step_matrices"))
-        if optimizer not in ELEMENT_WISE and not has_rules:
+        if not can_offload(optimizer):
+            is_class = isinstance(optimizer, type)
             given = f"the class {optimizer.__name__}" if is_class else f"an object of {type(optimizer).__name__}"
             raise TypeError(
                 "offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit, AdamW8bit, Muon, Shampoo and SOAP of "
@@ -134,6 +133,12 @@ def offloaded(
         claim += [f"optimizer: {text_of(optimizer)}", f"offload_policy: {text_of(offload)}", f"in_backward: {in_backward}"]
         claim.append(f"{len(result.param_groups)} parameter groups")
     return result
+
+
+def can_offload(optimizer: Any) -> bool:
+    """Whether :func:`offloaded` takes ``optimizer``, a class."""
+    has_rules = hasattr(optimizer, "piece_optimizer") or hasattr(optimizer, "step_matrices")
+    return isinstance(optimizer, type) and (optimizer in ELEMENT_WISE or has_rules)
 
 
 def _process_groups_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.ProcessGroup], torch.device]:

@@ -5,7 +5,6 @@ Neither decides when they are used: the group and the optimizer say it.
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Any
@@ -94,46 +93,6 @@ class Offload(OffloadPolicy, FeaturePart):
         kit.offloads_params = kit.pins_memory = self.parameters is not False
         if self.parameters == "files":
             kit.shards = MappedShards(kit.layout, kit.rank, self.to)
-
-    @classmethod
-    def fit(cls, report: Any, *, device_bytes: int, host_bytes: int | None = None) -> Offload:
-        """The smallest fraction with which a training step fits into ``device_bytes`` per rank::
-
-            report = memory_report(model, torch.optim.AdamW)    # of the model as fully_shard shards it without Offload
-            policy = Offload.fit(report, device_bytes=40 * 2**30, host_bytes=100 * 2**30)
-
-        The model of the report may be on the meta device. What the report does not count needs room beside ``device_bytes``:
-        activations and, on an accelerator, two windows of 8,388,608 elements with their states. Bytes are those of a rank;
-        ``host_bytes=None`` is any number.
-
-        Raises:
-            TypeError: ``report`` is no report, or bytes are no number.
-            ValueError: all states in host memory would not be enough, or there is too little host memory.
-        """
-        if not hasattr(getattr(report, "peak", None), "optimizer"):
-            raise TypeError(
-                f"Offload.fit needs the report of memory_report(model, torch.optim.AdamW), got {report!r}: give the memory of "
-                "the device as device_bytes"
-            )
-        for name, given in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
-            is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0
-            if not is_number and (name, given) != ("host_bytes", None):
-                raise TypeError(f"Offload.fit {name} must be a number of bytes, such as 80 * 2**30, got {given!r}")
-        states, over = report.peak.optimizer, max(0, report.peak.total - device_bytes)
-        if over > states:
-            raise ValueError(
-                f"a step needs {report.peak.total:,} bytes, {over:,} more than device_bytes={device_bytes:,}, and all "
-                f"optimizer states have {states:,}: use more ranks, or Offload(parameters=True)"
-            )
-        # Rounded up to what is read easily: 0.0001 of the states more than needed, at most.
-        fraction = min(1.0, math.ceil(over / states * 10_000) / 10_000) if over else 0.0
-        needed = math.ceil(fraction * states)
-        if host_bytes is not None and needed > host_bytes:
-            raise ValueError(
-                f"{needed:,} bytes of optimizer states have to leave the device, more than host_bytes={host_bytes:,}: use more "
-                "ranks, or Offload(to=folder)"
-            )
-        return cls(optimizer=fraction)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Not a frozen dataclass: torch's OffloadPolicy is none, and Python refuses to mix them.

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.agreement import agreement, gather_numbers, text_of
-from torch_ragged._ranks.groups import device_of, device_of_messages
+from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._ranks.peers import PeerError
 from torch_ragged._register._torch import dynamo_disabled
+from torch_ragged.fsdp._groups import device_of_states, process_groups_of
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.schedule._play import PartCosts, recorded_costs
 from torch_ragged.fsdp.schedule._schedule import Schedule
@@ -36,8 +37,8 @@ _PASSES = 3
 
 def set_schedule(states: Mapping[str, FSDPState], schedule: str | Schedule, extra_bytes: int) -> AutoSchedule | None:
     """See :meth:`FSDPModule.set_schedule`."""
-    groups = _process_groups(list(states.values()))
-    with agreement(groups, _device(states), _CALL) as claim:
+    groups = process_groups_of(states.values())
+    with agreement(groups, device_of_states(states.values()), _CALL) as claim:
         if isinstance(extra_bytes, bool) or not isinstance(extra_bytes, int):
             raise ValueError(f"{_CALL} extra_bytes must be a number of bytes, such as 2 * 2**30, got {extra_bytes!r}")
         if not isinstance(schedule, Schedule) and schedule != "auto":
@@ -79,7 +80,7 @@ class AutoSchedule:
         self.knobs: Knobs | None = None
         self._states, self._extra_bytes = dict(states), extra_bytes
         root = next(iter(states.values()))
-        self._clock = StreamClock(_device(states).type == "cuda")
+        self._clock = StreamClock(device_of_states(states.values()).type == "cuda")
         self._trace = Trace(states, self._clock.mark, in_turn=True)
         self._forwards = 0
         self._costs: list[PartCosts] = []
@@ -123,7 +124,7 @@ class AutoSchedule:
 
     def _decide(self) -> None:
         """Find the schedule from what all ranks have recorded, and set it on all of them, or on none."""
-        groups, device = _process_groups(list(self._states.values())), _device(self._states)
+        groups, device = process_groups_of(self._states.values()), device_of_states(self._states.values())
         root = next(iter(self._states.values()))
         try:
             with agreement(groups, device, _RECORDED) as claim:
@@ -186,15 +187,3 @@ class AutoSchedule:
             sent = torch.tensor(numbers, dtype=torch.int64, device=device_of_messages(group))
             numbers = gather_numbers(sent, group, _CALL)[0]
         return numbers
-
-
-def _process_groups(states: Sequence[FSDPState]) -> list[dist.ProcessGroup]:
-    """The process groups of shards and replicas, each once, in one order on all ranks."""
-    both = [(group.dp.shard_group, group.dp.replicate_group) for state in states for group in state.groups]
-    return list(dict.fromkeys(one for pair in both for one in pair if one is not None))
-
-
-def _device(states: Mapping[str, FSDPState]) -> torch.device:
-    """Of the mesh: parameters may be on the meta device when the schedule is set."""
-    groups = [group for state in states.values() for group in state.groups]
-    return device_of(groups[0].dp.mesh) if groups else torch.device("cpu")

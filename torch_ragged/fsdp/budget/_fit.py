@@ -1,0 +1,477 @@
+"""fit: one budget of memory for activations, optimizer states and unsharded parameters. It must not change a bit of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import logging
+import mmap
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from torch_ragged._ranks.agreement import agreement, gather_numbers, text_of
+from torch_ragged._ranks.groups import device_of_messages
+from torch_ragged._register._torch import dynamo_disabled
+from torch_ragged.fsdp._groups import device_of_states, module_states, process_groups_of
+from torch_ragged.fsdp.budget._choice import Choice, Needs, NothingFits, choose, extremes
+from torch_ragged.fsdp.budget._dry_run import Curve, DryRun, unchanged
+from torch_ragged.fsdp.budget._recompute import InputSizes, Recompute
+from torch_ragged.fsdp.core._fsdp_param import local_of
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
+from torch_ragged.fsdp.core._hooks import tensors_in
+from torch_ragged.fsdp.core._kit import check_pairs
+from torch_ragged.fsdp.files._scratch_file import ScratchFile
+from torch_ragged.fsdp.offload._offloaded_optimizer import can_offload
+from torch_ragged.fsdp.offload._policy import Offload
+from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, WINDOW_NUMEL, WINDOWS
+from torch_ragged.fsdp.tools._memory_report import OptimizerLike, memory_report
+
+__all__ = ["Fit", "FitUnit", "fit"]
+
+_fit_log = logging.getLogger("torch_ragged.fsdp")
+_FITTED = "_ragged_fit"
+"""The attribute under which a model keeps what :func:`fit` has changed."""
+
+_TRIED_BYTES = 1 << 24
+"""So many bytes are copied to measure a tier."""
+
+_CAN_MOVE = "give fit a class that offloaded() takes, such as torch.optim.AdamW, and make the optimizer with offloaded()"
+
+
+@dataclass(frozen=True)
+class FitUnit:
+    """What :func:`fit` has chosen for a module that ``fully_shard`` was called on.
+
+    Attributes:
+        name: its name under the model.
+        recomputes: whether backward runs its forward again.
+        reshards: whether it is resharded after forward.
+        kept_bytes: what autograd keeps of it if it is not recomputed.
+        seconds: of its forward, in the dry run.
+        why: why it is not recomputed in any case; "": it may be.
+    """
+
+    name: str
+    recomputes: bool
+    reshards: bool
+    kept_bytes: int
+    seconds: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What :func:`fit` has chosen, and what it predicts. ``str()`` makes a table of it. Bytes are those of the fullest rank.
+
+    Attributes:
+        units: in the order of forward.
+        offload: the policy that the groups have got, of the states elsewhere; None: all states are on the device.
+        peak_bytes: predicted, with the reserve.
+        moment: when, such as "backward of blocks.0".
+        least_bytes: the smallest ``device_bytes`` that any choice needs.
+        most_bytes: the ``device_bytes`` from which on nothing is recomputed or offloaded.
+        seconds: how much longer a step takes than with ``most_bytes``, by the forward times of units and the tier's bandwidth.
+        notes: on optimizer states that cannot be predicted, and on policies that the model had before.
+    """
+
+    units: tuple[FitUnit, ...]
+    offload: Offload | None
+    device_bytes: int
+    peak_bytes: int
+    moment: str
+    least_bytes: int
+    most_bytes: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines: list[tuple[str, ...]] = [("modules", "activations", "after forward", "kept bytes", "forward ms", "")]
+        # Modules in a row with the same choice are one line, of the mean numbers.
+        for key, run in itertools.groupby(self.units, lambda unit: (unit.recomputes, unit.reshards, unit.why)):
+            units = list(run)
+            name = units[0].name if len(units) == 1 else f"{units[0].name} to {units[-1].name} ({len(units)})"
+            kept = sum(unit.kept_bytes for unit in units) // len(units)
+            took = 1e3 * sum(unit.seconds for unit in units) / len(units)
+            does = "recomputed" if key[0] else "kept", "reshard" if key[1] else "unsharded"
+            lines.append((name, *does, f"{kept:,}", f"{took:.2f}", key[2]))
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+        where = "all on the device" if self.offload is None else repr(self.offload)
+        text.append(f"optimizer states: {where}")
+        text.append(f"predicted peak: {self.peak_bytes:,} of {self.device_bytes:,} bytes, in {self.moment}")
+        text.append(f"least: {self.least_bytes:,} bytes; nothing recomputed or offloaded: {self.most_bytes:,} bytes")
+        text.append(f"predicted cost: {1e3 * self.seconds:.2f} ms a step")
+        return "\n".join([*text, *self.notes])
+
+
+def fit(
+    model: nn.Module,
+    step: Callable[[], Any],
+    optimizer: OptimizerLike | None = None,
+    *,
+    device_bytes: int,
+    host_bytes: int | None = None,
+    file_bytes: int | None = None,
+    to: str | None = None,
+    reserve_bytes: int = 0,
+) -> Fit:
+    """Make training steps of ``model`` fit into ``device_bytes`` per rank, at the least cost of time. Bits do not change. ::
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        print(fit(model, lambda: loss_of(model(batch)).backward(), torch.optim.AdamW, device_bytes=60 * 2**30))
+        optimizer = offloaded(torch.optim.AdamW, model, lr=3e-4)
+
+    ``step`` runs five times, and each unit is recomputed in it: so the dry run itself needs the least memory. A *unit* is a
+    module that ``fully_shard`` was called on, without others inside; the root is none. From the allocator's events ``fit``
+    knows what a step holds at each moment, also if other units are recomputed, and it chooses:
+
+    - which units **recompute** their forward in backward, in place of keeping activations;
+    - which part of the optimizer **states** lies elsewhere: in host memory, or on a mesh of CPUs in files in ``to``. All groups
+      without an ``Offload`` of their own get this policy, which :func:`offloaded` follows;
+    - which units stay **unsharded** from forward to backward in what is left.
+
+    The numbers hold for inputs like those of ``step``: give it the largest batch. If a forward gets more elements, it
+    recomputes all units, and one log line says so. ``reserve_bytes`` is for what is not counted: what the optimizer allocates
+    within its step, other models, memory of the communication library, fragmentation. Another call replaces this one's choice.
+
+    Args:
+        step: a forward and backward, or several, and no step of an optimizer. Gradients are dropped after it; random number
+            generators and buffers are then as before.
+        optimizer: whose states count: a class, or a function that makes an optimizer of a list of parameters; then states may
+            lie elsewhere. Or an optimizer, whose states stay. None: no states count.
+        device_bytes: all of a rank: shards, gradients, states, unsharded parameters, activations and ``reserve_bytes``.
+        host_bytes: the most bytes of states in host memory; None: any number; 0: the optimizer is made without ``offloaded``.
+            Not on a mesh of CPUs: there is one budget, ``device_bytes``.
+        to: on a mesh of CPUs, an existing folder for states in files. Each rank may have its own.
+        file_bytes: the most bytes of states in files; None: any number.
+        reserve_bytes: what others need of ``device_bytes``.
+
+    Returns:
+        what was chosen, for printing.
+
+    Raises:
+        ValueError: no choice fits: the error has the smallest ``device_bytes`` that does. Or an argument is wrong, or ranks
+            differ. All ranks raise, and the model is as before.
+        RuntimeError: parameters are on the meta device, or have gradients.
+        OSError: ``to`` is missing or read-only, or has no space.
+
+    Source: the knapsack view of activation memory is that of ``torch._functorch.partitioners`` (memory budget), for units.
+    Collectives: those of five steps; per process group three all-reduces of 24 bytes, and an all-gather of what was recorded.
+    """
+    states = module_states(model)
+    groups, device = process_groups_of(states.values()), device_of_states(states.values())
+    own = [group for state in states.values() for group in state.groups]
+    with agreement(groups, device, "fit") as claim:
+        budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "file_bytes": file_bytes}
+        budgets["reserve_bytes"] = reserve_bytes
+        _check(budgets, to, device, step)
+        _check_model(own, model)
+        claim.append(f"fit({text_of(list(budgets.items()))}, {'no folder' if to is None else 'a folder'})")
+    before = model.__dict__.pop(_FITTED, None)
+    if before is not None:
+        before.remove()
+    fitted = _Fitted(model, states)
+    try:
+        with unchanged(model, device):
+            curve, seconds = DryRun(fitted.recomputes, device).run(functools.partial(_run_step, model, step))
+        with agreement(groups, device, "fit, after the dry run,") as claim:
+            needs, bound, notes = _needs(model, fitted, curve, seconds, optimizer, budgets, to, device)
+            order = repr((curve.labels, [call[:5] for call in curve.calls]))
+            claim.append(f"calls: {hashlib.sha256(order.encode()).hexdigest()[:12]}")
+        needs = _of_all_ranks(needs, groups)
+        try:
+            choice = choose(needs, device_bytes)
+        except NothingFits as error:
+            advice = "" if needs.elsewhere else " Optimizer states may lie elsewhere if you give their class, and a tier."
+            raise ValueError(
+                f"no choice of fit needs as little as device_bytes={device_bytes:,}: the least is {error.least:,} bytes, with "
+                f"all units recomputed. Give as much, or use more ranks, smaller batches or smaller units.{advice}"
+            ) from None
+    except BaseException:
+        fitted.remove()
+        raise
+    policy = None if bound is None else Offload(choice.fraction, to=bound)
+    fitted.set(choice, policy)
+    model.__dict__[_FITTED] = fitted
+    return _report(needs, fitted, choice, policy, device_bytes, notes)
+
+
+def _check(budgets: Mapping[str, Any], to: Any, device: torch.device, step: Any) -> None:
+    for name, given in budgets.items():
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0
+        if not is_number and (given is not None or name in ("device_bytes", "reserve_bytes")):
+            raise ValueError(f"fit({name}=) takes a number of bytes, such as 60 * 2**30, got {given!r}")
+    if not callable(step):
+        raise ValueError(f"fit takes a function that runs a forward and backward as its second argument, got {step!r}")
+    if device.type == "cpu" and budgets["host_bytes"] is not None:
+        raise ValueError("fit(host_bytes=) is for meshes of accelerators: on the CPU all memory is device_bytes")
+    if device.type != "cpu" and (to is not None or budgets["file_bytes"] is not None):
+        raise ValueError(
+            "fit(to=, file_bytes=) is for meshes of CPUs: the states of parameters on a device may lie in host memory"
+        )
+    if budgets["file_bytes"] is not None and to is None:
+        raise ValueError("fit(file_bytes=) needs the folder of the files: give to=folder")
+
+
+def _check_model(groups: Sequence[FSDPParamGroup], model: nn.Module) -> None:
+    for group in groups:
+        group.check_awake()
+        if group.is_meta:
+            raise RuntimeError(f"{group.names} on the meta device: materialize all parameters before fit()")
+    if any(param.grad is not None for param in model.parameters()):
+        raise RuntimeError("fit drops gradients, and parameters have some: call it before training, or after zero_grad()")
+
+
+def _run_step(model: nn.Module, step: Callable[[], Any]) -> None:
+    versions = [param._version for param in model.parameters()]
+    step()
+    if versions != [param._version for param in model.parameters()]:
+        raise ValueError("fit got a step that changes parameters: leave the optimizer's step out of it")
+    for param in model.parameters():
+        param.grad = None
+
+
+class _Fitted:
+    """What fit has put into a model. It begins with each unit recomputed.
+
+    Attributes:
+        recomputes: of each unit.
+        blocked: the units that must not be recomputed, and why.
+    """
+
+    def __init__(self, model: nn.Module, states: Mapping[str, FSDPState]) -> None:
+        self._sizes, self._is_dry, self._has_told = InputSizes(), True, False
+        self._states = {name: state for name, state in states.items() if _is_unit(state, model)}
+        self._reshards: dict[FSDPState, Any] = {}
+        self._groups = [group for state in states.values() for group in state.groups]
+        self._with_policy: list[FSDPParamGroup] = []
+        self.blocked: dict[str, str] = {}
+        self.recomputes = {
+            name: [Recompute(module, self._sizes, is_on=True) for module in state.modules]
+            for name, state in self._states.items()
+        }
+        self._versions = {name: self._versions_of(name) for name in self._states}
+        self._hook = model.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True)
+
+    def _versions_of(self, name: str) -> dict[str, int]:
+        modules = [each.module for each in self.recomputes[name]]
+        return {
+            key: buffer._version for module in modules for key, buffer in module.named_buffers() if not buffer.is_inference()
+        }
+
+    @dynamo_disabled
+    def _look_at_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        numel = sum(tensor.numel() for tensor in tensors_in((args, kwargs))[0])
+        if self._is_dry:
+            self._sizes.largest = max(self._sizes.largest, numel)
+            return
+        # Each rank for itself: a recomputation inside of the hooks of fully_shard has no collectives.
+        self._sizes.is_exceeded = numel > self._sizes.largest and torch.is_grad_enabled()
+        if self._sizes.is_exceeded and not self._has_told:
+            self._has_told = True
+            _fit_log.warning(
+                "a forward got inputs of %s elements, and fit knows steps of at most %s: all units are recomputed in such "
+                "forwards, whose peak is not known. Call fit with the largest batch",
+                f"{numel:,}",
+                f"{self._sizes.largest:,}",
+            )
+
+    def end_dry_run(self) -> None:
+        self._is_dry = False
+        for name, before in self._versions.items():
+            now = self._versions_of(name)
+            if changed := [key for key in now if now[key] != before.get(key)]:
+                self.blocked[name] = f"its forward writes {changed[0]}"
+
+    def keepable(self) -> dict[str, int]:
+        """Bytes of the units that may stay unsharded."""
+        return {
+            name: sum(group.layout.numel * group.param_dtype.itemsize for group in state.groups)
+            for name, state in self._states.items()
+            if state.reshard_after_forward is True
+            # Persistent buffers have slots for a fixed number of modules.
+            and not any(group.keeper is not None or group.pools[0].is_required for group in state.groups)
+        }
+
+    def set(self, choice: Choice, policy: Offload | None) -> None:
+        for name, recomputes in self.recomputes.items():
+            for each in recomputes:
+                each.is_on = name in choice.recomputed
+            if name in choice.unsharded:
+                state = self._states[name]
+                self._reshards[state] = state.reshard_after_forward
+                state.reshard_after_forward = False
+        if policy is not None:
+            self._with_policy = [group for group in self._groups if group.plan.part(Offload) is None]
+            for group in self._with_policy:
+                group.plan = dataclasses.replace(group.plan, parts=(*group.plan.parts, policy))
+
+    def remove(self) -> None:
+        self._hook.remove()
+        for each in itertools.chain.from_iterable(self.recomputes.values()):
+            each.remove()
+        for state, before in self._reshards.items():
+            state.reshard_after_forward = before
+        for group in self._with_policy:
+            group.plan = dataclasses.replace(
+                group.plan, parts=tuple(part for part in group.plan.parts if not isinstance(part, Offload))
+            )
+
+    def reshards(self, name: str) -> bool:
+        return self._states[name].reshard_after_forward is not False
+
+
+def _is_unit(state: FSDPState, model: nn.Module) -> bool:
+    """Whether the modules may be recomputed as a whole: modules inside with hooks of their own would all-gather again."""
+    inside = [child for module in state.modules for child in module.modules() if child not in state.modules]
+    return not (model in state.modules or state.is_optional or any(state_of(child) for child in inside))
+
+
+def _needs(
+    model: nn.Module,
+    fitted: _Fitted,
+    curve: Curve,
+    seconds: Mapping[str, float],
+    optimizer: OptimizerLike | None,
+    budgets: Mapping[str, Any],
+    to: str | None,
+    device: torch.device,
+) -> tuple[Needs, str | None, list[str]]:
+    """What a step needs on this rank; where states may lie, as ``Offload(to=)`` takes it; and notes."""
+    fitted.end_dry_run()
+    report = memory_report(model, optimizer)
+    notes = [f"{each}" for each in report.notes if "cannot be predicted" in each]
+    groups = [group for state in module_states(model).values() for group in state.groups]
+    numels = {group: sum(local_of(param.sharded).numel() for param in group.params) for group in groups}
+    given = {group: group.plan.part(Offload) for group in groups}
+    for text in dict.fromkeys(repr(policy) for policy in given.values() if policy is not None):
+        notes.append(f"groups with a policy of their own keep it: {text}")
+    total = max(1, sum(numels.values()))
+    states = report.peak.optimizer
+    free = sum(numels[group] for group, policy in given.items() if policy is None) / total
+    stays = sum((1 - policy.optimizer) * numels[group] for group, policy in given.items() if policy is not None) / total
+    tier = None
+    if optimizer is not None and free and (to is not None if device.type == "cpu" else budgets["host_bytes"] != 0):
+        kind = _class_of(optimizer, model)
+        if kind is not None and can_offload(kind):
+            tier = "cpu" if to is None else to
+            for group in groups:
+                if given[group] is None:
+                    check_pairs([*group.plan.parts, Offload(to=tier)])
+        else:
+            notes.append(f"states stay on the device: {_CAN_MOVE}")
+    movable = round(free * states)
+    fixed = _allocated(model, groups, device) + int(budgets["reserve_bytes"]) + round(stays * states)
+    if device.type == "cpu":  # gloo copies what a collective sends.
+        fixed += max(group.layout.numel * group.param_dtype.itemsize for group in groups)
+    rate, most, window, most_windows = 0.0, 0, 0, 0
+    if tier is None:
+        fixed, movable = fixed + movable, 0
+    else:
+        limit = budgets["file_bytes" if device.type == "cpu" else "host_bytes"]
+        most = movable if limit is None else int(limit)
+        rate = _seconds_per_byte(to, device)
+        # A window has a chunk of one group.
+        count, numel = (WINDOWS, FILE_NUMEL) if device.type == "cpu" else (2, WINDOW_NUMEL)
+        largest = max(numel for group, numel in numels.items() if given[group] is None)
+        window, most_windows = (round(count * each * movable / (free * total)) for each in (largest, numel))
+    may = {name: took for name, took in seconds.items() if name not in fitted.blocked}
+    return Needs(curve, may, fitted.keepable(), fixed, movable, most, rate, window, most_windows), tier, notes
+
+
+def _class_of(optimizer: Any, model: nn.Module) -> type[Optimizer] | None:
+    """The class of the optimizer that the program is going to make; None: it has made it, or there are several."""
+    if isinstance(optimizer, type) or isinstance(optimizer, Optimizer) or not callable(optimizer):
+        return optimizer if isinstance(optimizer, type) else None
+    return type(optimizer([param for param in model.parameters() if param.requires_grad]))
+
+
+def _allocated(model: nn.Module, groups: Sequence[FSDPParamGroup], device: torch.device) -> int:
+    """Bytes of the model's parameters and buffers, and of its groups' persistent buffers, on the device now."""
+    storages = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        local = local_of(tensor)
+        if local.device.type == device.type:
+            storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+    nbytes = sum(storages.values()) - sum(group.shards.file_nbytes for group in groups)
+    kinds = (buffers for group in groups for kind, buffers in group.buffers().items() if kind != "sharded")
+    return nbytes + sum(buffer.resident_nbytes for buffers in kinds for buffer in buffers)
+
+
+def _seconds_per_byte(to: str | None, device: torch.device) -> float:
+    """Of a byte of states that is read and written once."""
+    if to is None:
+        host = torch.empty(_TRIED_BYTES, dtype=torch.uint8, pin_memory=True)
+        other = torch.empty_like(host, device=device)
+        other.copy_(host)
+        torch.accelerator.synchronize(device)
+        begin = time.perf_counter()
+        other.copy_(host)
+        host.copy_(other)
+        torch.accelerator.synchronize(device)
+    else:
+        memory = memoryview(mmap.mmap(-1, _TRIED_BYTES))
+        file = ScratchFile(to, dist.get_rank(), _TRIED_BYTES)
+        begin = time.perf_counter()
+        file.write(memory, 0)
+        file.read(memory, 0)
+        file.close()
+    return (time.perf_counter() - begin) / _TRIED_BYTES
+
+
+def _of_all_ranks(needs: Needs, groups: Iterable[dist.ProcessGroup]) -> Needs:
+    """The largest numbers of all ranks. Equal numbers lead to equal choices."""
+    curve, nano, scale = needs.curve, 1e9, 1e18  # Integers carry seconds.
+    parts = [
+        curve.peaks,
+        curve.starts,
+        [call.kept for call in curve.calls],
+        [call.working for call in curve.calls],
+        [int(nano * took) for took in needs.seconds.values()],
+        list(needs.unsharded.values()),
+        # Of the room elsewhere, the least.
+        [needs.fixed, needs.states, -needs.elsewhere, int(scale * needs.seconds_per_byte), needs.window, needs.most_windows],
+    ]
+    numbers = list(itertools.chain.from_iterable(parts))
+    for group in groups:
+        sent = torch.tensor(numbers, dtype=torch.int64, device=device_of_messages(group))
+        numbers = [max(column) for column in zip(*gather_numbers(sent, group, "fit"))]
+    left = iter(numbers)
+    peaks, starts, kept, working, seconds, unsharded, others = (list(itertools.islice(left, len(part))) for part in parts)
+    calls = [call._replace(kept=one, working=other) for call, one, other in zip(curve.calls, kept, working)]
+    fixed, states, elsewhere, rate, *windows = others
+    return Needs(
+        Curve(peaks, starts, curve.labels, calls),
+        {name: took / nano for name, took in zip(needs.seconds, seconds)},
+        dict(zip(needs.unsharded, unsharded)),
+        fixed,
+        states,
+        -elsewhere,
+        rate / scale,
+        *windows,
+    )
+
+
+def _report(
+    needs: Needs, fitted: _Fitted, choice: Choice, policy: Offload | None, device_bytes: int, notes: Sequence[str]
+) -> Fit:
+    kept: dict[str, int] = {}
+    for call in needs.curve.calls:
+        kept[call.unit] = kept.get(call.unit, 0) + call.kept
+    units = []
+    for name in fitted.recomputes:
+        numbers = kept.get(name, 0), needs.seconds.get(name, 0.0)
+        units.append(FitUnit(name, name in choice.recomputed, fitted.reshards(name), *numbers, fitted.blocked.get(name, "")))
+    return Fit(tuple(units), policy, device_bytes, choice.peak, choice.moment, *extremes(needs), choice.seconds, tuple(notes))
