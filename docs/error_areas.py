@@ -35,7 +35,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "Collectives": ("fsdp.comm",),
     "The planner and its layouts": ("fsdp.layout",),
     "Granularity": ("granularity",),
-    "monitor() and memory_report()": ("fsdp.tools",),
+    "monitor(), memory_report() and fit()": ("fsdp.tools", "fsdp.budget"),
     "reshard_to(), NeighbourCopies and elastic.run()": (
         "elastic",
         "fsdp.elastic._neighbour_copies",

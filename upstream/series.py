@@ -313,8 +313,9 @@ SERIES = (
         ),
         ("../examples/moe.py", "common/fsdp_common.py", "fsdp/tools/test_fsdp_monitor.py"),
     ),
-    Step("0022-fsdp-same-bits", ("fsdp/bits/*.py",), ("common/one_process.py", "fsdp/bits/test_same_bits.py")),
-    Step("0023-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
+    Step("0022-fsdp-budget", ("fsdp/budget/*.py",), ("fsdp/budget/test_choice.py",)),
+    Step("0023-fsdp-same-bits", ("fsdp/bits/*.py",), ("common/one_process.py", "fsdp/bits/test_same_bits.py")),
+    Step("0024-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )
 
 MOST_LINES = 2500

@@ -133,6 +133,17 @@ class FitTest(unittest.TestCase):
         assert not model._forward_pre_hooks or len(model._forward_pre_hooks) == len(build()._forward_pre_hooks)
         assert equal(train(model), train(build()))
 
+    @ranks(1)
+    def test_no_memory_for_the_dry_run_is_an_answer():
+        model = build()
+
+        def step():
+            torch.empty(2**50)
+
+        text = error_of(fit, model, step, device_bytes=PLENTY)
+        assert "ValueError: fit finds no choice: rank 0 has no memory for a step with all units recomputed" in text, text
+        assert equal(train(model), train(build()))
+
     @ranks(2)
     def test_states_leave_the_device_before_it_is_full():
         with tempfile.TemporaryDirectory() as folder:

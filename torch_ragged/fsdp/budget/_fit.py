@@ -25,6 +25,7 @@ from torch_ragged.fsdp._groups import device_of_states, module_states, process_g
 from torch_ragged.fsdp.budget._choice import Choice, Needs, NothingFits, choose, extremes
 from torch_ragged.fsdp.budget._dry_run import Curve, DryRun, unchanged
 from torch_ragged.fsdp.budget._recompute import InputSizes, Recompute
+from torch_ragged.fsdp.core._dbuffer import is_out_of_memory
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
@@ -163,7 +164,8 @@ def fit(
 
     Raises:
         ValueError: no choice fits: the error has the smallest ``device_bytes`` that does. Or an argument is wrong, or ranks
-            differ. All ranks raise, and the model is as before.
+            differ. All ranks raise, and the model is as before. Or this rank has no memory for the dry run: others raise a
+            PeerError.
         RuntimeError: parameters are on the meta device, or have gradients.
         OSError: ``to`` is missing or read-only, or has no space.
 
@@ -184,8 +186,18 @@ def fit(
         before.remove()
     fitted = _Fitted(model, states)
     try:
-        with unchanged(model, device):
-            curve, seconds = DryRun(fitted.recomputes, device).run(functools.partial(_run_step, model, step))
+        try:
+            with unchanged(model, device):
+                curve, seconds = DryRun(fitted.recomputes, device).run(functools.partial(_run_step, model, step))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            peak = memory_report(model, optimizer).peak
+            raise ValueError(
+                f"fit finds no choice: rank {dist.get_rank()} has no memory for a step with all units recomputed, before any "
+                f"optimizer state. Without activations, such a step needs {peak.total - peak.optimizer:,} bytes. Use more ranks, "
+                "smaller batches or smaller units"
+            ) from error
         with agreement(groups, device, "fit, after the dry run,") as claim:
             needs, bound, notes = _needs(model, fitted, curve, seconds, optimizer, budgets, to, device)
             order = repr((curve.labels, [call[:5] for call in curve.calls]))
@@ -374,8 +386,8 @@ def _needs(
             notes.append(f"states stay on the device: {_CAN_MOVE}")
     movable = round(free * states)
     fixed = _allocated(model, groups, device) + int(budgets["reserve_bytes"]) + round(stays * states)
-    if device.type == "cpu":  # gloo copies what a collective sends.
-        fixed += max(group.layout.numel * group.param_dtype.itemsize for group in groups)
+    sent = [group.layout.numel * group.param_dtype.itemsize for group in groups if group.layout.ranks > 1]
+    fixed += max(sent, default=0) if device.type == "cpu" else 0  # gloo copies what a collective sends.
     rate, most, window, most_windows = 0.0, 0, 0, 0
     if tier is None:
         fixed, movable = fixed + movable, 0
