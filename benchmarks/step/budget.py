@@ -32,7 +32,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from benchmarks.common.measure import add_malloc, on_ranks, print_table, write_json
 from benchmarks.common.peak import peak_of
 from benchmarks.step.offload import _status
-from torch_ragged.fsdp import Fit, Offload, fit, fully_shard, offloaded
+from torch_ragged.fsdp import MemoryFit, Offload, fit, fully_shard, offloaded
 
 PARTS = [1.0, 0.9, 0.7, 0.5, 0.35]
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -95,7 +95,7 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def unbounded(options: argparse.Namespace) -> Fit:
+def unbounded(options: argparse.Namespace) -> MemoryFit:
     """Of a model that is dropped."""
     model = build(options)
     return fit(model, backward_of(model, options), torch.optim.AdamW, device_bytes=2**50, to=options.folder)

@@ -19,7 +19,7 @@ from torch_ragged.fsdp._upcoming import cpu_offload_by_budget
 from torch_ragged.fsdp.bits._exact import same_sum
 from torch_ragged.fsdp.bits._same_bits import SameBits
 from torch_ragged.fsdp.bits._sums import CorruptionFound
-from torch_ragged.fsdp.budget._fit import Fit, FitUnit, fit
+from torch_ragged.fsdp.budget._fit import FitUnit, MemoryFit, fit
 from torch_ragged.fsdp.codes._float8 import Float4Policy, Float8Policy
 from torch_ragged.fsdp.codes._float8_planes import Float4Planes, Float8Planes
 from torch_ragged.fsdp.codes._float8_weight import Float8Weight, float4_weight, float8_matmul_weight, float8_weight
@@ -60,7 +60,7 @@ __all__ = [
     "DBuffer",
     "FSDPGrad",
     "FSDPModule",
-    "Fit",
+    "MemoryFit",
     "FitUnit",
     "Float8Planes",
     "Float4Planes",

@@ -4,7 +4,7 @@ import itertools
 import random
 import unittest
 
-from torch_ragged.fsdp.budget._choice import Needs, NothingFits, choose, extremes
+from torch_ragged.fsdp.budget._choice import Needs, NothingFits, cheapest, extremes
 from torch_ragged.fsdp.budget._dry_run import Curve, RecordedCall
 
 
@@ -20,7 +20,7 @@ def curve_of(kept, working=None, base=0):
         begin, again = 1 + 2 * index, 1 + 2 * count + 2 * place
         most = kept[index] if working is None else working[index]
         peaks[again], peaks[again + 1] = base + most, base + kept[index]
-        calls.append(RecordedCall(str(index), begin, begin + 1, again, again + 1, kept[index], most))
+        calls.append(RecordedCall(str(index), begin, begin + 1, again, again, again + 1, kept[index], most))
     return Curve(peaks, [base] * len(peaks), labels, calls)
 
 
@@ -51,27 +51,27 @@ class ChoiceTest(unittest.TestCase):
     def test_with_room_nothing_is_recomputed_and_units_stay_unsharded(self):
         needs = Needs(curve_of([10, 20, 30]), {"0": 1.0, "1": 1.0, "2": 1.0}, {"1": 7, "2": 7}, fixed=100)
         self.assertEqual(extremes(needs), (130, 160))
-        choice = choose(needs, 174)
+        choice = cheapest(needs, 174)
         self.assertEqual((choice.recomputed, choice.unsharded, choice.peak), (frozenset(), ("1", "2"), 174))
-        self.assertEqual(choose(needs, 173).unsharded, ("2",))  # The one that backward needs first.
-        choice = choose(needs, 160)
+        self.assertEqual(cheapest(needs, 173).unsharded, ("2",))  # The one that backward needs first.
+        choice = cheapest(needs, 160)
         self.assertEqual((choice.unsharded, choice.peak, choice.moment, choice.seconds), ((), 160, "forward of 2", 0.0))
 
     def test_the_cheapest_bytes_are_recomputed(self):
         needs = Needs(curve_of([10, 20, 30]), {"0": 1.0, "1": 1.5, "2": 9.0}, {}, fixed=0)
-        self.assertEqual(choose(needs, 59).recomputed, {"0"})
-        self.assertEqual(choose(needs, 40).recomputed, {"1"})
-        self.assertEqual(choose(needs, 39).recomputed, {"0", "1"})
-        self.assertEqual(choose(needs, 30).recomputed, {"0", "1"})  # The last one keeps what it would make again at once.
+        self.assertEqual(cheapest(needs, 59).recomputed, {"0"})
+        self.assertEqual(cheapest(needs, 40).recomputed, {"1"})
+        self.assertEqual(cheapest(needs, 39).recomputed, {"0", "1"})
+        self.assertEqual(cheapest(needs, 30).recomputed, {"0", "1"})  # The last one keeps what it would make again at once.
         with self.assertRaises(NothingFits) as caught:
-            choose(needs, 29)
+            cheapest(needs, 29)
         self.assertEqual(caught.exception.least, 30)
 
     def test_what_a_recomputation_needs_beside_counts_for_a_unit_that_keeps(self):
         """In its forward, a unit that keeps its activations holds what the recomputation held at most."""
         needs = Needs(curve_of([10, 10], working=[50, 10]), {"0": 1.0, "1": 1.0}, {}, fixed=0)
         self.assertEqual(extremes(needs), (50, 50))
-        self.assertEqual(choose(needs, 50).recomputed, frozenset())
+        self.assertEqual(cheapest(needs, 50).recomputed, frozenset())
 
     def test_states_leave_if_that_is_cheaper(self):
         cheap, dear = 0.001, 1.0
@@ -79,27 +79,27 @@ class ChoiceTest(unittest.TestCase):
             needs = Needs(curve_of([10]), {"0": 2.0}, {}, fixed=0, states=100, elsewhere=100, seconds_per_byte=rate)
             curve = needs.curve
             curve.peaks[3:] = [0, 0]  # The recomputation is small.
-            choice = choose(needs, 100)
+            choice = cheapest(needs, 100)
             self.assertEqual((choice.recomputed, choice.fraction), chosen)
 
     def test_windows_of_states_elsewhere_count(self):
         needs = Needs(curve_of([0]), {}, {}, 0, states=1600, elsewhere=1600, seconds_per_byte=1.0, window=320, most_windows=50)
-        self.assertEqual(choose(needs, 1600).fraction, 0.0)
-        self.assertEqual(choose(needs, 1520).fraction, 0.0625)  # 100 bytes leave, and windows have 20.
-        self.assertEqual(choose(needs, 50).fraction, 1.0)
+        self.assertEqual(cheapest(needs, 1600).fraction, 0.0)
+        self.assertEqual(cheapest(needs, 1520).fraction, 0.0625)  # 100 bytes leave, and windows have 20.
+        self.assertEqual(cheapest(needs, 50).fraction, 1.0)
         self.assertEqual(extremes(needs)[0], 50)
-        self.assertRaises(NothingFits, choose, needs, 49)
+        self.assertRaises(NothingFits, cheapest, needs, 49)
 
     def test_no_more_states_leave_than_there_is_room_for(self):
         needs = Needs(curve_of([0]), {}, {}, fixed=0, states=100, elsewhere=30, seconds_per_byte=1.0)
-        self.assertEqual(choose(needs, 70).fraction, 0.3)
-        self.assertRaises(NothingFits, choose, needs, 69)
+        self.assertEqual(cheapest(needs, 70).fraction, 0.3)
+        self.assertRaises(NothingFits, cheapest, needs, 69)
 
     def test_a_unit_that_must_keep_its_activations_does(self):
         needs = Needs(curve_of([10, 20]), {"1": 1.0}, {}, fixed=0)
         self.assertEqual(extremes(needs), (30, 30))  # The recomputation of 1 begins while 0 keeps its own.
         needs.curve.peaks[5:7] = [0, 0]
-        self.assertEqual(choose(needs, 10).recomputed, {"1"})
+        self.assertEqual(cheapest(needs, 10).recomputed, {"1"})
 
     def test_random_models_are_near_the_best_of_all_choices(self):
         generator, ratios = random.Random(0), []
@@ -122,12 +122,12 @@ class ChoiceTest(unittest.TestCase):
                 most_windows=generator.choice([0, 20]),
             )
             least, most = extremes(needs)
-            self.assertEqual(choose(needs, most).seconds, 0.0)
-            self.assertLessEqual(choose(needs, least).peak, least)
-            self.assertRaises(NothingFits, choose, needs, least - 1)
+            self.assertEqual(cheapest(needs, most).seconds, 0.0)
+            self.assertLessEqual(cheapest(needs, least).peak, least)
+            self.assertRaises(NothingFits, cheapest, needs, least - 1)
             for part in (0.2, 0.5, 0.8):
                 given = round(least + part * (most - least))
-                best, choice = brute(needs, given), choose(needs, given)
+                best, choice = brute(needs, given), cheapest(needs, given)
                 self.assertLessEqual(choice.peak, given)
                 if best is not None:  # Otherwise, the steps of brute are too coarse.
                     ratios.append((choice.seconds + 1e-9) / (best + 1e-9))

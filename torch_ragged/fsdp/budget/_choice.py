@@ -13,9 +13,9 @@ import torch
 
 from torch_ragged.fsdp.budget._dry_run import Curve
 
-__all__ = ["Choice", "Needs", "NothingFits", "choose", "extremes"]
+__all__ = ["Choice", "Needs", "NothingFits", "cheapest", "extremes"]
 
-_STEPS = 10_000
+_FRACTIONS = 10_000
 """Fractions of states are multiples of 1 / 10,000."""
 
 
@@ -84,7 +84,7 @@ class _Peaks:
 
     def __init__(self, needs: Needs) -> None:
         curve = needs.curve
-        self.least = torch.tensor(curve.peaks, dtype=torch.int64)
+        self.least = torch.tensor(curve.peaks, dtype=torch.int64, device="cpu")
         self.kept: dict[str, torch.Tensor] = {}  # In the order of backward, as the next one.
         self.stays: dict[str, torch.Tensor] = {}
         for call in curve.calls:
@@ -101,7 +101,7 @@ class _Peaks:
         return sum((vector for unit, vector in self.kept.items() if unit not in recomputed), self.least)
 
 
-def choose(needs: Needs, device_bytes: int) -> Choice:
+def cheapest(needs: Needs, device_bytes: int) -> Choice:
     """The choice within ``device_bytes`` that adds the least time, as far as single exchanges find it.
 
     Raises:
@@ -198,13 +198,13 @@ def _fraction(needs: Needs, room: int) -> float | None:
     if needs.states <= room:
         return 0.0
     most = _most_elsewhere(needs)
-    low, high = 1, int(most * _STEPS)
-    if high < 1 or _held_states(needs, high / _STEPS) > room:
+    low, high = 1, int(most * _FRACTIONS)
+    if high < 1 or _held_states(needs, high / _FRACTIONS) > room:
         return None
     while low < high:  # Windows grow with the fraction, and more slowly than what leaves.
         middle = (low + high) // 2
-        low, high = (low, middle) if _held_states(needs, middle / _STEPS) <= room else (middle + 1, high)
-    return low / _STEPS
+        low, high = (low, middle) if _held_states(needs, middle / _FRACTIONS) <= room else (middle + 1, high)
+    return low / _FRACTIONS
 
 
 def _most_elsewhere(needs: Needs) -> float:
@@ -213,7 +213,7 @@ def _most_elsewhere(needs: Needs) -> float:
 
 def extremes(needs: Needs) -> tuple[int, int]:
     """The least bytes of all choices, and the bytes with which nothing is recomputed and no state lies elsewhere."""
-    peaks, most = _Peaks(needs), int(_most_elsewhere(needs) * _STEPS) / _STEPS
+    peaks, most = _Peaks(needs), int(_most_elsewhere(needs) * _FRACTIONS) / _FRACTIONS
     states = min(_held_states(needs, 0.0), _held_states(needs, most))
     least = needs.fixed + int(peaks.of(set(needs.seconds)).max()) + states
     return least, needs.fixed + int(peaks.of(frozenset()).max()) + needs.states

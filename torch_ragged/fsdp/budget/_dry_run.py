@@ -21,12 +21,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import CheckpointError
 
 from torch_ragged.fsdp.budget._recompute import Recompute
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.tools._timeline import StreamClock
 
 __all__ = ["Curve", "DryRun", "RecordedCall", "unchanged"]
 
-_RANGE = "torch_ragged::fit"
-_RECORDED, _TIMED = 2, 2
+_RANGE, _GATHER = "torch_ragged::fit", "torch_ragged::all_gather ("
+_STEPS_FOR_BYTES, _STEPS_FOR_TIMES = 2, 2
 """So many steps are run for their bytes and for their times, after one to warm up."""
 
 
@@ -35,7 +36,8 @@ class RecordedCall(NamedTuple):
 
     Attributes:
         begin, end: of its forward.
-        again, again_ends: of its recomputation in backward. Both are the last moment if there was none.
+        gather: when the all-gather for backward is issued.
+        again, again_ends: of its recomputation in backward.
         kept: bytes that the recomputation has made and autograd holds: what the unit keeps if it is not recomputed.
         working: the most bytes in the recomputation beyond those before it.
     """
@@ -43,6 +45,7 @@ class RecordedCall(NamedTuple):
     unit: str
     begin: int
     end: int
+    gather: int
     again: int
     again_ends: int
     kept: int
@@ -81,7 +84,7 @@ class Curve:
 
     def unsharded_of(self, call: RecordedCall, nbytes: int) -> dict[int, int]:
         """By moment, what stays allocated if the unit's parameters stay unsharded from forward to backward."""
-        return dict.fromkeys(range(call.end, call.again), nbytes)
+        return dict.fromkeys(range(call.end, call.gather), nbytes)
 
 
 class DryRun:
@@ -89,11 +92,14 @@ class DryRun:
 
     Args:
         units: by name.
+        groups: by the name of a unit, those of its parameters.
         device: whose memory counts.
     """
 
-    def __init__(self, units: Mapping[str, Sequence[Recompute]], device: torch.device) -> None:
-        self._units, self._device = units, device
+    def __init__(
+        self, units: Mapping[str, Sequence[Recompute]], groups: Mapping[str, Sequence[FSDPParamGroup]], device: torch.device
+    ) -> None:
+        self._units, self._groups, self._device = units, groups, device
         self._clock = StreamClock(device.type == "cuda")
         self._times: list[list[tuple[str, Any, Any]]] = []  # Of each timed step.
 
@@ -106,9 +112,9 @@ class DryRun:
         try:
             step()
             with self._watched(self._named):
-                curves = [self._recorded(step) for _ in range(_RECORDED)]
+                curves = [self._recorded(step) for _ in range(_STEPS_FOR_BYTES)]
             with self._watched(self._timed):
-                for _ in range(_TIMED):
+                for _ in range(_STEPS_FOR_TIMES):
                     self._times.append([])
                     step()
         except CheckpointError as error:
@@ -174,6 +180,8 @@ class DryRun:
             if name == "[memory]":
                 if (event.device_type() == torch._C._autograd.DeviceType.CPU) == (self._device.type == "cpu"):
                     points.append((begin, 1, "", event.nbytes(), thread))
+            elif name.startswith(_GATHER):
+                points.append((begin, 2, f"gather/{name[len(_GATHER) : -1]}", 0, thread))
             elif name.startswith(_RANGE):
                 what = name[len(_RANGE) + 1 :]
                 points.append((begin, 2, what, 0, thread))
@@ -181,7 +189,8 @@ class DryRun:
         curve = Curve([0], [0], ["forward"], [])
         forwards: dict[str, list[tuple[int, int]]] = {}  # Of each unit, those that were not run again yet: begin and end.
         open_at: dict[str, _Open] = {}
-        held, others = 0, defaultdict[int, _Held](_Held)
+        gathers: dict[str, int] = {}  # The last one of each group.
+        held, others = 0, defaultdict[int, _ThreadBytes](_ThreadBytes)
         ours = {thread for _, _, what, _, thread in points if what}  # Forwards and recomputations run on these.
         for _, _, what, nbytes, thread in sorted(points):
             if not what:
@@ -197,6 +206,10 @@ class DryRun:
             at = len(curve.peaks)
             curve.peaks.append(held - sum(each.own for other, each in others.items() if other not in ours))
             curve.starts.append(curve.peaks[-1])
+            if phase == "gather":  # Only a moment: what begins then has begun before.
+                gathers[name] = at
+                curve.labels.append(curve.labels[-1])
+                continue
             after = "after " if phase == "forward" and what != start else ""
             curve.labels.append(f"{after}{'forward' if phase == 'forward' else 'backward'} of {name}")
             if what == start:
@@ -206,12 +219,15 @@ class DryRun:
             if phase == "forward":
                 forwards.setdefault(name, []).append((begun.at, at))
             elif forwards.get(name):
-                curve.calls.append(RecordedCall(name, *forwards[name].pop(), begun.at, at, max(0, begun.held), begun.most))
+                begin, end = forwards[name].pop()
+                issued = [gathers.get(group.fqn, 0) for group in self._groups[name]]
+                gather = min([moment for moment in issued if moment > end], default=begun.at)
+                curve.calls.append(RecordedCall(name, begin, end, gather, begun.at, at, max(0, begun.held), begun.most))
         return curve
 
 
 @dataclass
-class _Held:
+class _ThreadBytes:
     """What one thread has allocated and freed since some moment.
 
     Attributes:
@@ -234,7 +250,7 @@ class _Held:
 
 
 @dataclass
-class _Open(_Held):
+class _Open(_ThreadBytes):
     """The same, of the thread of a forward or recomputation, since that began at the moment ``at``."""
 
     at: int = 0

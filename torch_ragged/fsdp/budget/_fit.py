@@ -22,7 +22,7 @@ from torch_ragged._ranks.agreement import agreement, gather_numbers, text_of
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._torch import dynamo_disabled
 from torch_ragged.fsdp._groups import device_of_states, module_states, process_groups_of
-from torch_ragged.fsdp.budget._choice import Choice, Needs, NothingFits, choose, extremes
+from torch_ragged.fsdp.budget._choice import Choice, Needs, NothingFits, cheapest, extremes
 from torch_ragged.fsdp.budget._dry_run import Curve, DryRun, unchanged
 from torch_ragged.fsdp.budget._recompute import InputSizes, Recompute
 from torch_ragged.fsdp.core._dbuffer import is_out_of_memory
@@ -37,7 +37,7 @@ from torch_ragged.fsdp.offload._policy import Offload
 from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, WINDOW_NUMEL, WINDOWS
 from torch_ragged.fsdp.tools._memory_report import OptimizerLike, memory_report
 
-__all__ = ["Fit", "FitUnit", "fit"]
+__all__ = ["MemoryFit", "FitUnit", "fit"]
 
 _fit_log = logging.getLogger("torch_ragged.fsdp")
 _FITTED = "_ragged_fit"
@@ -71,7 +71,7 @@ class FitUnit:
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """What :func:`fit` has chosen, and what it predicts. ``str()`` makes a table of it. Bytes are those of the fullest rank.
 
     Attributes:
@@ -125,7 +125,7 @@ def fit(
     file_bytes: int | None = None,
     to: str | None = None,
     reserve_bytes: int = 0,
-) -> Fit:
+) -> MemoryFit:
     """Make training steps of ``model`` fit into ``device_bytes`` per rank, at the least cost of time. Bits do not change. ::
 
         for block in model.blocks:
@@ -178,8 +178,8 @@ def fit(
     with agreement(groups, device, "fit") as claim:
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "file_bytes": file_bytes}
         budgets["reserve_bytes"] = reserve_bytes
-        _check(budgets, to, device, step)
-        _check_model(own, model)
+        _check_budgets(budgets, to, device, step)
+        _check_can_fit(own, model)
         claim.append(f"fit({text_of(list(budgets.items()))}, {'no folder' if to is None else 'a folder'})")
     before = model.__dict__.pop(_FITTED, None)
     if before is not None:
@@ -188,23 +188,23 @@ def fit(
     try:
         try:
             with unchanged(model, device):
-                curve, seconds = DryRun(fitted.recomputes, device).run(functools.partial(_run_step, model, step))
+                curve, seconds = DryRun(fitted.recomputes, fitted.groups, device).run(functools.partial(_run_step, model, step))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             peak = memory_report(model, optimizer).peak
             raise ValueError(
                 f"fit finds no choice: rank {dist.get_rank()} has no memory for a step with all units recomputed, before any "
-                f"optimizer state. Without activations, such a step needs {peak.total - peak.optimizer:,} bytes. Use more ranks, "
-                "smaller batches or smaller units"
+                f"optimizer state. Without activations, such a step needs {peak.total - peak.optimizer:,} bytes. Use more "
+                "ranks, smaller batches or smaller units"
             ) from error
         with agreement(groups, device, "fit, after the dry run,") as claim:
             needs, bound, notes = _needs(model, fitted, curve, seconds, optimizer, budgets, to, device)
-            order = repr((curve.labels, [call[:5] for call in curve.calls]))
+            order = repr((curve.labels, [call[:6] for call in curve.calls]))
             claim.append(f"calls: {hashlib.sha256(order.encode()).hexdigest()[:12]}")
         needs = _of_all_ranks(needs, groups)
         try:
-            choice = choose(needs, device_bytes)
+            choice = cheapest(needs, device_bytes)
         except NothingFits as error:
             advice = "" if needs.elsewhere else " Optimizer states may lie elsewhere if you give their class, and a tier."
             raise ValueError(
@@ -220,7 +220,7 @@ def fit(
     return _report(needs, fitted, choice, policy, device_bytes, notes)
 
 
-def _check(budgets: Mapping[str, Any], to: Any, device: torch.device, step: Any) -> None:
+def _check_budgets(budgets: Mapping[str, Any], to: Any, device: torch.device, step: Any) -> None:
     for name, given in budgets.items():
         is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0
         if not is_number and (given is not None or name in ("device_bytes", "reserve_bytes")):
@@ -237,7 +237,7 @@ def _check(budgets: Mapping[str, Any], to: Any, device: torch.device, step: Any)
         raise ValueError("fit(file_bytes=) needs the folder of the files: give to=folder")
 
 
-def _check_model(groups: Sequence[FSDPParamGroup], model: nn.Module) -> None:
+def _check_can_fit(groups: Sequence[FSDPParamGroup], model: nn.Module) -> None:
     for group in groups:
         group.check_awake()
         if group.is_meta:
@@ -260,12 +260,14 @@ class _Fitted:
 
     Attributes:
         recomputes: of each unit.
+        groups: of each unit.
         blocked: the units that must not be recomputed, and why.
     """
 
     def __init__(self, model: nn.Module, states: Mapping[str, FSDPState]) -> None:
         self._sizes, self._is_dry, self._has_told = InputSizes(), True, False
         self._states = {name: state for name, state in states.items() if _is_unit(state, model)}
+        self.groups = {name: state.groups for name, state in self._states.items()}
         self._reshards: dict[FSDPState, Any] = {}
         self._groups = [group for state in states.values() for group in state.groups]
         self._with_policy: list[FSDPParamGroup] = []
@@ -425,7 +427,7 @@ def _allocated(model: nn.Module, groups: Sequence[FSDPParamGroup], device: torch
 def _seconds_per_byte(to: str | None, device: torch.device) -> float:
     """Of a byte of states that is read and written once."""
     if to is None:
-        host = torch.empty(_TRIED_BYTES, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(_TRIED_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
         other = torch.empty_like(host, device=device)
         other.copy_(host)
         torch.accelerator.synchronize(device)
@@ -478,7 +480,7 @@ def _of_all_ranks(needs: Needs, groups: Iterable[dist.ProcessGroup]) -> Needs:
 
 def _report(
     needs: Needs, fitted: _Fitted, choice: Choice, policy: Offload | None, device_bytes: int, notes: Sequence[str]
-) -> Fit:
+) -> MemoryFit:
     kept: dict[str, int] = {}
     for call in needs.curve.calls:
         kept[call.unit] = kept.get(call.unit, 0) + call.kept
@@ -486,4 +488,6 @@ def _report(
     for name in fitted.recomputes:
         numbers = kept.get(name, 0), needs.seconds.get(name, 0.0)
         units.append(FitUnit(name, name in choice.recomputed, fitted.reshards(name), *numbers, fitted.blocked.get(name, "")))
-    return Fit(tuple(units), policy, device_bytes, choice.peak, choice.moment, *extremes(needs), choice.seconds, tuple(notes))
+    return MemoryFit(
+        tuple(units), policy, device_bytes, choice.peak, choice.moment, *extremes(needs), choice.seconds, tuple(notes)
+    )
