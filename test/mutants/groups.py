@@ -78,6 +78,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["bits/test_*.py", "elastic/test_piece_loader.py", "tools/test_memory_report.py"],
     ),
     "offload": (["torch_ragged/fsdp/offload/*.py", "torch_ragged/fsdp/files/*.py"], ["offload/test_*.py", "files/test_*.py"]),
+    "schedule": (["torch_ragged/fsdp/schedule/*.py"], ["schedule/test_*.py"]),
     "comm": (
         ["torch_ragged/fsdp/comm/*.py"],
         [

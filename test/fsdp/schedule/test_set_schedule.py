@@ -1,5 +1,6 @@
 """set_schedule: training has the same bits with it, all ranks set one schedule or none, and wrong calls change nothing."""
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -16,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from torch_ragged._ranks.peers import PeerError
 from torch_ragged.fsdp import Schedule, UnitSchedule, fully_shard, reshard_to
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.schedule._auto import AutoSchedule
+from torch_ragged.fsdp.schedule._play import PartCosts
 from torch_ragged.fsdp.schedule._search import Knobs, ScheduleSearch
 from torch_ragged.fsdp.tools._timeline import Timeline
 
@@ -165,6 +168,33 @@ class SetScheduleTest(unittest.TestCase):
             assert schedule.peak_bytes <= schedule.start_peak_bytes
 
     @ranks(2)
+    def test_the_slowest_computation_counts_and_the_fastest_collective():
+        model, mark, gather = build(), ("forward", "root"), ("forward", "all_gather", "root")
+        model.set_schedule("auto")
+        auto = model.__dict__["_ragged_schedule"]
+        times = [each + dist.get_rank() for each in (1.0, 6.0, 2.0)]
+        auto._costs = [PartCosts({mark: each}, {gather: 2 * each}, {gather: each / 2}) for each in times]
+        groups = [model._ragged_groups(recurse=False)[0].dp.shard_group]
+        assert auto._reduced(groups) == PartCosts({mark: 3.0}, {gather: 4.0}, {gather: 1.5})
+
+    def test_a_schedule_as_text(self):
+        root, last = UnitSchedule("root", None, ("0", "1"), ()), UnitSchedule("2", False, (), ())
+        units = root, UnitSchedule("0", True, ("1",), ("root",)), UnitSchedule("1", True, ("2",), ("0",)), last
+        schedule = Schedule(units, 2, 0.01, 0.008, 0.012, 1234567, 2345678)
+        lines = [
+            "modules     after forward  ahead in forward  ahead in backward",
+            "root        as set         2                 0",
+            "0 to 1 (2)  reshard        1                 1",
+            "2           unsharded      0                 0",
+            "reduce-scatters in flight: 2",
+            "predicted forward and backward: 10.00 ms, before 12.00 ms, no schedule is below 8.00 ms",
+            "predicted peak: 1,234,567 bytes, before 2,345,678",
+            "the next step's all-gathers wait for the optimizer, and all reductions end in their backward",
+        ]
+        self.assertEqual(str(schedule).splitlines(), lines)
+        self.assertEqual(str(Schedule(units, 2)).splitlines(), lines[:5] + lines[-1:])
+
+    @ranks(2)
     def test_a_schedule_of_a_file_is_that_of_the_run_which_saved_it():
         first, second = build(), build()
         first.set_schedule("auto", extra_bytes=2**20)
@@ -187,9 +217,16 @@ class SetScheduleTest(unittest.TestCase):
         assert settings_of(second) == settings_of(first)
 
     def test_calls_that_no_schedule_can_follow_change_nothing(self):
-        for kind in ("twice", "no backward", "varies", "optional"):
+        for kind, reason in (
+            ("twice", "is called more than once in a forward"),
+            ("no backward", "a forward without a backward"),
+            ("two backwards", "a forward has several backwards"),
+            ("varies", "passes differ in their calls"),
+            ("optional", "ranks may skip optional modules"),
+            ("hooks off", "turned off"),
+        ):
             with self.subTest(kind):
-                run_ranks(2, check_unknown, kind)
+                run_ranks(2, check_unknown, kind, reason)
 
     @ranks(2)
     def test_a_backward_that_raises_while_it_is_recorded():
@@ -202,6 +239,13 @@ class SetScheduleTest(unittest.TestCase):
             lines = log_of(train, model, 4)
         assert any("a forward without a backward" in line for line in lines), lines
         assert model.get_schedule() is None
+
+    @ranks(2)
+    def test_a_rank_that_dies_in_the_search_is_an_error_of_training():
+        model = build()
+        model.set_schedule("auto")
+        with mock.patch.object(AutoSchedule, "_reduced", side_effect=PeerError("rank 1 has ended")):
+            assert error_of(train, model) == "PeerError: rank 1 has ended"
 
     @ranks(4)
     def test_a_model_that_moves_while_it_is_recorded_gets_no_schedule():
@@ -223,7 +267,7 @@ class SetScheduleTest(unittest.TestCase):
         for error, *arguments in (
             ("takes \"auto\" or a Schedule, got 'fast'", "fast"),
             ("a number of bytes", "auto", 1.5),
-            ("schedule of 9, which are no fully_shard modules", Schedule((unit,), 1)),
+            ("of 9, which are no fully_shard modules of this model, as root, 1, 2, 3 are: find", Schedule((unit,), 1)),
         ):
             got = error_of(model.set_schedule, arguments[0], **dict(zip(["extra_bytes"], arguments[1:])))
             assert error in got, got
@@ -296,7 +340,7 @@ def check_bits(options):
     assert planned.get_schedule() is not None, options
 
 
-def check_unknown(kind):
+def check_unknown(kind, reason):
     if kind == "optional":
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -321,18 +365,24 @@ def check_unknown(kind):
     before = settings_of(model)
     model.set_schedule("auto", extra_bytes=2**20)
     with choose(WIDE):
-        if kind == "no backward":
+        if kind.endswith("backward") or kind.endswith("backwards"):
 
             def steps():
                 for _ in range(STEPS):
-                    model(torch.ones(1, WIDTH))
-                    model(torch.ones(1, WIDTH)).sum().backward()
+                    loss = model(torch.ones(1, WIDTH)).sum()
+                    if kind == "two backwards":
+                        loss.backward(retain_graph=True)
+                    else:
+                        loss = model(torch.ones(1, WIDTH)).sum()
+                    loss.backward()
                     model.zero_grad()
 
             lines = log_of(steps)
         else:
-            lines = log_of(train, model)
-    assert any("has found no schedule" in line for line in lines), lines
+            off = torch.autograd.graph.disable_saved_tensors_hooks("turned off")
+            with off if kind == "hooks off" else contextlib.nullcontext():
+                lines = log_of(train, model)
+    assert any("has found no schedule" in line and reason in line for line in lines), lines
     assert model.get_schedule() is None
     after = settings_of(model)
     # The first forward has found the root's own default.

@@ -162,7 +162,7 @@ def _chains(
     gathers: dict[str, float] = {}  # By module.
     reductions: list[tuple[float, float]] = []  # Seconds, and the computation before the issue.
     tail: dict[int, float] = defaultdict(float)  # By link, what is issued when all is computed.
-    starts: dict[str, float] = {}  # The computation before each module.
+    starts: dict[str, float] = defaultdict(float)  # The computation before each module.
     total, done, next_part, is_over = _compute_of(moments, costs), 0.0, 0.0, False
     for moment in moments:
         if moment.what == "mark":
@@ -181,10 +181,10 @@ def _chains(
     # (Computation before it, seconds of all-gathers before it), in the order in which modules begin, not of issue.
     begins = [(0.0, 0.0)]
     known: list[str] = []
-    for unit in sorted(gathers, key=lambda unit: starts.get(unit, 0.0)):
+    for unit in sorted(gathers, key=lambda unit: starts[unit]):
         known.append(unit)
         least = sum(gathers[each] for each in known) - _saved(known, gathers, keepable, room)
-        begins.append((starts.get(unit, 0.0), least))
+        begins.append((starts[unit], least))
     # (Computation before it, seconds of all reductions from there on).
     ends, behind = [(total, max(tail.values(), default=0.0))], 0.0
     for took, before in reversed(reductions):

@@ -88,16 +88,13 @@ class ScheduleSearch:
         self._costs, self._order = costs, order
         slower = {key: _SLOWER * seconds for key, seconds in costs.collectives.items()}
         self._slower = dataclasses.replace(costs, collectives=slower)
-        kept = {name.partition("/")[0]: Activations(nbytes) for name, nbytes in activations.items()}
+        kept = {name: Activations(nbytes) for name, nbytes in activations.items()}
         self._replay = Replay(dict(states), kept, calls)
         self._states = self._replay.states
-        for state in self._states.values():
-            state.requires_gradient_sync = state.is_last_backward = True
-            for group in state.groups:
-                group.settings.requires_all_reduce = True
         self._trace = Trace(self._states)
         self._found: dict[Knobs, _Found] = {}
-        self._run()  # As the first forward, it finds the order that prefetching follows by itself.
+        # As the first forward, it finds the order that prefetching follows by itself; and it makes micro-batches the last one.
+        self._run()
         self.start = self._run()
         self.limit = self.start.peak + extra_bytes
         marks = [moment.key for moment in self.start.moments if moment.what == "mark"]
@@ -115,8 +112,7 @@ class ScheduleSearch:
         self._keepable = [name for name in free if not self._states[name].is_root]
         least = self.evaluate(Knobs(0, 0, 1, 0))
         # In every schedule, activations and these modules are in memory between forward and backward: no room for others.
-        stay = [name for name, state in self._states.items() if state.reshard_after_forward is False]
-        held = sum(self.nbytes[name] for name in stay if name not in self._keepable)
+        held = sum(self.nbytes[name] for name, state in self._states.items() if state.reshard_after_forward is False)
         room = self.limit - sum(activations.values()) - held
         self.bound = least_seconds(least.moments, costs, {name: self.nbytes[name] for name in self._keepable}, room)
 

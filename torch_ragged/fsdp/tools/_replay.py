@@ -105,7 +105,11 @@ class Replay:
         self._activations = dict(activations or {})
         self._names = {state: name for name, state in states.items()}
         self._inside = {s: {child for module in s.modules for child in module.modules()} for s in states.values()}
-        self._modules = {state: [_StandIn(self, name) for _ in state.modules] for name, state in states.items()}
+        # A trace tells the modules of one state apart, a report does not.
+        self._modules = {
+            state: [_StandIn(self, f"{name}/{at}" if at and self.is_recorded else name) for at, _ in enumerate(state.modules)]
+            for name, state in states.items()
+        }
         self._turns = {state: itertools.cycle(modules) for state, modules in self._modules.items()}
         self._logs: list[tuple[str, MemoryLog]] = []
         # An event of 0 bytes at the beginning of each call: all logs count moments together, so this orders calls and bytes.
