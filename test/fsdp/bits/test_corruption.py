@@ -131,6 +131,11 @@ class CorruptionTest(unittest.TestCase):
                 assert text.startswith("CorruptionFound: SameBits: " if rank == 1 else "RuntimeError: SameBits: "), text
             if rank == 1:
                 flip(find())
+        for is_mended in (False, True):
+            for param in (weight, model.head.weight) if rank == 1 else ():  # Two of one kind, of one element each.
+                flip(optimizer.state[param]["step"], 20)
+            text = error_of(same.verify)
+            assert ("nothing has written to it: step of layers.1.1.weight, step of head.weight" in text) != is_mended, text
         for is_after_clip in (False, True):
             for _ in same.pieces():
                 model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()

@@ -73,6 +73,11 @@ class SameBitsTest(unittest.TestCase):
         with mock.patch.object(PieceCollectives, "_send_late", lambda tree: (late.append(1), send(tree))):
             check(Experts, adamw, 11, subtree=4, optional=True)
         assert late  # An expert had no piece in the last rounds in which ranks keep pieces.
+        model = sharded(Dense())
+        same = SameBits(model, adamw(model.parameters()), pieces=4, subtree=2)
+        for piece in same.pieces():
+            model(torch.full((1, 2), piece)).sum().backward()
+            assert piece % 2 or not any(param.grad.to_local().any() for param in model.parameters())  # A sum is kept.
 
     @ranks(3)
     def test_three_ranks():
@@ -90,7 +95,10 @@ class SameBitsTest(unittest.TestCase):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         check(Dense, adamw, 7, BF16, mesh=mesh)
         check(Experts, adamw, 3, mesh=mesh)
-        check(Experts, adamw, 9, mesh=mesh, subtree=2)
+        late, send = [], PieceCollectives._send_late
+        with mock.patch.object(PieceCollectives, "_send_late", lambda tree: (late.append(1), send(tree))):
+            check(Experts, adamw, 9, mesh=mesh, subtree=2, optional=True)
+        assert late
 
     @ranks(3)
     def test_the_example_prints_the_same_lines():

@@ -428,7 +428,7 @@ class SameBits:
         # Names and their order are equal on all ranks, or the counts of one would meet those of another.
         # What a name begins with is its kind: a state, a gradient, a buffer, or a parameter.
         holds = {name: local_of(each).numel() > 0 for name, each in self._still_tensors()}
-        holds |= {f"the gradient of {name}": local_of(param).numel() > 0 for param, name in self._names.items()}
+        holds |= {f"the gradient of {name}": holds[name] for name in self._names.values()}
         with agreement(self._groups, self._device, f"{_CALL}.verify") as claim:
             claim.append(hashlib.sha256(repr(list(holds)).encode()).hexdigest())
         counts = [[name in changed, (self._rank + 1) * (name in changed), held] for name, held in holds.items()]
