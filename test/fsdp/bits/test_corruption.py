@@ -223,6 +223,21 @@ class CorruptionTest(unittest.TestCase):
         assert "memory of rank 0 has changed, and nothing has written to it: embed.weight" in text, text
 
     @ranks(2)
+    def test_what_each_of_several_optimizers_has_written_lies_still():
+        model = sharded(Dense())
+        params = list(model.parameters())
+        optimizers = [adamw(params[::2]), adamw(params[1::2])]
+        same = SameBits(model, optimizers, pieces=2, verify_every=5)
+        for _ in same.pieces():
+            model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            flip(params[1])
+        assert "memory of rank 0 has changed" in error_of(same.verify)
+
+    @ranks(2)
     def test_a_bit_that_changes_in_a_backward_is_found_before_the_step_writes_it():
         cases = {
             "exp_avg_sq of embed.weight": lambda model, optimizer: optimizer.state[model.embed.weight]["exp_avg_sq"],

@@ -15,6 +15,7 @@ from torch_ragged.fsdp import BufferLayout, TensorSpec
 from torch_ragged.fsdp.comm._collectives import Levels
 from torch_ragged.fsdp.core._dbuffer import Borrowed, DBuffer, MemoryLog, allocate_storage, free_storage, in_buffer_form
 from torch_ragged.fsdp.core._neighbours import Neighbours
+from torch_ragged.fsdp.core.encodings._plain import Shards
 from torch_ragged.fsdp.layout._buffer_layout import RowsLayout, rows_layout
 
 CPU = torch.device("cpu")
@@ -144,6 +145,12 @@ class DBufferTest(unittest.TestCase):
         self.assertTrue(one.holds(torch.nn.Parameter(one.tensor(0))))
         self.assertFalse(one.holds(torch.nn.Parameter(two.tensor(0))))
         self.assertFalse(one.holds(torch.ones(3).to_sparse()))
+        shards = Shards(LAYOUT, 0)
+        shards.allocate(torch.float32, CPU, False)
+        for kind in (lambda tensor: tensor, torch.nn.Parameter):
+            self.assertTrue(shards.holds(kind(shards.buffer.tensor(0))))
+            self.assertFalse(shards.holds(kind(torch.ones(6))))
+            self.assertFalse(shards.holds(kind(shards.buffer.tensor(0).to(torch.bfloat16))))
 
     def test_borrowed_memory_is_dropped_and_not_freed(self):
         mine = torch.arange(40.0)

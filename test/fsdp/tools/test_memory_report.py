@@ -349,7 +349,15 @@ class MemoryReportTest(unittest.TestCase):
         """Sums of pieces on their owners, and with ``subtree`` unsharded ones, held between the backwards of a step."""
         line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
         totals = []
-        for mesh, pieces, subtree in ((line, 4, 1), (line, 16, 1), (line, 27, 1), (line, 8, 2), (line, 32, 8), (square, 12, 2)):
+        for mesh, pieces, subtree in (
+            (line, 4, 1),
+            (line, 16, 1),
+            (line, 27, 1),
+            (line, 8, 2),
+            (line, 32, 8),
+            (square, 12, 2),
+            (square, 16, 1),
+        ):
             torch.manual_seed(0)
             model = four_layers(mesh=mesh)
             same = SameBits(model, torch.optim.SGD(model.parameters(), lr=0.1), pieces=pieces, subtree=subtree)
