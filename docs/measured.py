@@ -107,14 +107,16 @@ def mutants(part: str) -> list[str]:
 
 def _modules(answers: list[dict[str, Any]]) -> list[str]:
     rows: list[Sequence[object]] = [
-        ("module", "mutants", "run", "caught", "survived", "equivalent", "caught of those that differ")
+        ("module", "mutants", "run", "caught", "survived", "GPU only", "equivalent", "caught of those that differ")
     ]
     for answer in answers:
         run, caught, total = answer["run"], answer["caught"], answer["total"]
-        kinds = collections.Counter(each["kind"] in ("equivalent", "cost") for each in answer["survivors"])
+        kinds = collections.Counter(each["kind"] for each in answer["survivors"])
         share = "all" if run == total else f"{run} ({run / total:.0%}, seed {answer['seed']})"
-        rate = f"{100 * caught / (caught + kinds[False]):.1f} %" if caught + kinds[False] else "-"
-        rows.append((answer["group"], total, share, caught, kinds[False], kinds[True], rate))
+        same = kinds["equivalent"] + kinds["cost"]
+        survived = run - caught - same - kinds["gpu"]
+        rate = f"{100 * caught / (caught + survived):.1f} %" if caught + survived else "-"
+        rows.append((answer["group"], total, share, caught, survived, kinds["gpu"], same, rate))
     dates, versions, machines = (sorted({answer[field] for answer in answers}) for field in ("date", "torch", "machine"))
     return [*_table(*rows), "", f"Measured on {', '.join(dates)} with torch {', '.join(versions)}, {', '.join(machines)}."]
 

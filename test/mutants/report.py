@@ -48,8 +48,8 @@ def _short(answer: dict[str, Any]) -> dict[str, Any]:
 def line(answer: dict[str, Any]) -> str:
     """One line of counts."""
     short = _short(answer)
-    same = sum(each["kind"] in ("equivalent", "cost") for each in short["survivors"])
-    return f"{short['caught']} caught, {len(short['survivors']) - same} survived, {same} equivalent"
+    kinds = [each["kind"] for each in short["survivors"]]
+    return f"{short['caught']} caught, {kinds.count('open')} survived, {kinds.count('gpu')} GPU only, the others equivalent"
 
 
 def write(out: Path, groups: list[str]) -> None:
