@@ -28,7 +28,14 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "planner": (
         ["torch_ragged/fsdp/layout/*.py"],
-        ["test_planner.py::PlannerTest", "test_segments.py", "test_plan_pictures.py::AdviceTest"],
+        [
+            "core/test_dbuffer.py::RowsTest",
+            "layout/test_bound.py",
+            "layout/test_weighted.py",
+            "test_planner.py::PlannerTest",
+            "test_plan_pictures.py::AdviceTest",
+            "test_segments.py",
+        ],
     ),
     "redistribute": (
         ["torch_ragged/tensor/_redistribute.py"],

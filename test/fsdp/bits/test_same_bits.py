@@ -275,6 +275,10 @@ class SameBitsTest(unittest.TestCase):
         before = same.step
         assert "one loss for each piece" in error_of(same.add_loss, torch.ones(()))
         assert "tensor of one element" in error_of(same.add_loss, 1.0)
+        older, newer = same.pieces(), same.pieces()
+        assert next(older) == next(newer)
+        assert "another loop over pieces() has begun" in error_of(lambda: next(older))
+        newer.close()
         model.zero_grad()
         model.set_requires_gradient_sync(False)
         assert "set_requires_gradient_sync" in error_of(lambda: next(same.pieces()))
