@@ -84,9 +84,16 @@ class WeightedPlannerTest(unittest.TestCase):
         self.assertEqual(layout.local_range(0, 1)[0], layout.local_range(0, 1)[1])
         cuts = [layout.local_range(0, rank)[1] for rank in range(2)]
         self.assertTrue(all(cut % 3 == 0 and (cut // 3 in (0, 6, 8, 10)) for cut in cuts), cuts)
+        layout = plan_layout([fused], 2, weights=[2, 1])
+        self.assertEqual([layout.local_range(0, rank) for rank in range(2)], [(0, 24), (24, 30)])
         whole = tensor().tensor_spec("whole", (7, 3))
         layout = plan_layout([whole], 2, weights=[1, 6])
         self.assertIn(21, [stop - start for start, stop in (layout.local_range(0, rank) for rank in range(2))])
+
+    def test_the_longest_block_must_fit_into_the_largest_shard(self):
+        layout = plan_layout([spec(8, 1), spec(6, 6)], 9, weights=[2] + [1] * 8)
+        self.assertEqual((layout.lower_bound, layout.shard_numel), (6, 6))
+        self.assertIn("a block of 6 elements must fit into the largest shard", layout.forced_by)
 
     def test_equal_weights_have_the_layout_of_equal_shards(self):
         tensors = [spec(9, 3), spec(5, 1)]
@@ -103,7 +110,7 @@ class WeightedPlannerTest(unittest.TestCase):
         ):
             with self.assertRaisesRegex(ValueError, text):
                 WeightedLayout(**{**arguments, **change})
-        for weights in ([1], [1, -1], [0, 0], [1, 2.0], "ab", [1, True]):
+        for weights in ([1], [1, -1], [0, 0], [1, 2.0], "ab", [1, True], {1, 2}, 3):
             with self.assertRaisesRegex(ValueError, "weights"):
                 plan_layout([spec(4, 1)], 2, weights=weights)
         with self.assertRaisesRegex(ValueError, "threshold"):
