@@ -33,6 +33,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "set_collectives",
         "prefetch",
         "set_schedule",
+        "fit",
         "monitor",
     ),
     # The model.

@@ -31,6 +31,8 @@ from torch_ragged import fsdp
 from torch_ragged._kernels import float4, float8
 from torch_ragged._kernels.tiles import TileRun, TileTable
 from torch_ragged.fsdp import FSDPModule, fully_shard
+from torch_ragged.fsdp.budget import _fit
+from torch_ragged.fsdp.budget._choice import Choice
 from torch_ragged.fsdp.schedule import _auto
 from torch_ragged.fsdp.schedule._search import Knobs, ScheduleSearch
 from torch_ragged.optim import SOAP, AdamW8bit, Muon, Shampoo, matrix_groups, muon_policy
@@ -49,6 +51,11 @@ _LOW = {
     "Float4Policy": (torch.bfloat16, torch.float32),
 }
 _meshes: dict[Any, DeviceMesh] = {}
+
+
+def _half(needs: Any, device_bytes: int) -> Choice:
+    """What fit might choose: all units but the first are recomputed, and that one stays unsharded."""
+    return Choice(frozenset(list(needs.seconds)[1:]), 0.0, tuple(needs.unsharded)[:1], 0, "", 0.0)
 
 
 class Wrapped(torch.Tensor):
@@ -320,6 +327,9 @@ class PairTraining:
             wide = Knobs(forward=2**20, backward=2**20, reductions=3, unsharded=1)
             self.closes.enter_context(mock.patch.object(ScheduleSearch, "best", lambda search: wide))
             model.set_schedule("auto", extra_bytes=2**20)
+        elif knob == "fit":
+            self.closes.enter_context(mock.patch.object(_fit, "cheapest", _half))
+            fsdp.fit(model, lambda: self.loss(self.forward(0)[0]).backward(), device_bytes=2**40)
         elif knob == "monitor":
             self.watch = self.closes.enter_context(fsdp.monitor(model))
         elif knob:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import random
+import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,10 +69,10 @@ class Curve:
     labels: list[str]
     calls: list[RecordedCall]
 
-    def with_peaks_of(self, others: Sequence[Curve]) -> Curve:
-        """The largest peaks of several steps with equal calls: threads of gloo free buffers sooner or later."""
+    def least(self, others: Sequence[Curve]) -> Curve:
+        """The least peaks of steps with equal calls: threads of gloo, and Python's garbage collector, free sooner or later."""
         alike = [other for other in others if other.labels == self.labels]
-        peaks = [max(column) for column in zip(self.peaks, *(other.peaks for other in alike))]
+        peaks = [min(column) for column in zip(self.peaks, *(other.peaks for other in alike))]
         return dataclasses.replace(self, peaks=peaks)
 
     def kept_of(self, call: RecordedCall) -> dict[int, int]:
@@ -127,9 +129,11 @@ class DryRun:
         for calls in zip(*self._times):  # One call, in each of the steps: the fastest one was disturbed least.
             name = calls[0][0]
             seconds[name] = seconds.get(name, 0.0) + min(self._clock.seconds(begin, end) for _, begin, end in calls)
-        return curves[0].with_peaks_of(curves[1:]), seconds
+        # The last ones: modules of a static plan are on trial in their first calls.
+        return curves[-1].least(curves[:-1]), seconds
 
     def _recorded(self, step: Callable[[], Any]) -> Curve:
+        gc.collect()  # Otherwise, cycles of earlier steps may be freed in this one.
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step()
         return self._curve(profiler)
@@ -157,7 +161,7 @@ class DryRun:
                     traceback.clear_frames(error.__traceback__)
                     raise
 
-        return run
+        return _untraced(run)
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +174,7 @@ class DryRun:
                 runs.append(None)
 
         runs: list[None] = []
-        return run
+        return _untraced(run)
 
     def _curve(self, profiler: Any) -> Curve:
         """From the allocator's events, and the ranges around forwards and recomputations."""
@@ -255,6 +259,12 @@ class _Open(_ThreadBytes):
 
     at: int = 0
     thread: int = 0
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which a compiled module calls as it is; what it calls may be compiled."""
+    is_loaded = "torch._dynamo" in sys.modules  # It takes a second, and nothing is compiled without it.
+    return torch.compiler.disable(function, recursive=False) if is_loaded else function
 
 
 @contextlib.contextmanager

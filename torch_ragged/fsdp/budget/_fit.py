@@ -145,7 +145,7 @@ def fit(
 
     The numbers hold for inputs like those of ``step``: give it the largest batch. If a forward gets more elements, it
     recomputes all units, and one log line says so. ``reserve_bytes`` is for what is not counted: what the optimizer allocates
-    within its step, other models, memory of the communication library, fragmentation. Another call replaces this one's choice.
+    within its step, other models, memory of the communication library, fragmentation. Another call drops this choice first.
 
     Args:
         step: a forward and backward, or several, and no step of an optimizer. Gradients are dropped after it; random number
