@@ -7,6 +7,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -104,6 +105,91 @@ def between(fitted, part):
     return round(fitted.least_bytes + part * (fitted.most_bytes - fitted.least_bytes))
 
 
+def check_together(*names):
+    """With what a program may have beside: the bits of the same program without fit, within the budget."""
+    for name in names:
+        make, how = BESIDE[name]
+        free = fit(model := make(), how(model), device_bytes=PLENTY)
+        model, other = make(), make()
+        fitted = fit(model, how(model), device_bytes=between(free, 0.5))
+        assert any(unit.recomputes for unit in fitted.units) or name == "checkpoints inside", (name, str(fitted))
+        held = measured(model, how(model))
+        assert held <= 1.03 * fitted.device_bytes, (name, held, str(fitted))
+        found = []
+        for each in (model, other):
+            params = [param for param in each.parameters() if param.requires_grad]
+            found.append(train(each, torch.optim.AdamW(params, lr=0.01), step=how(each)))
+        assert equal(*found), name
+
+
+def compiled():
+    model = build()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+def listed():
+    torch.manual_seed(0)
+    model = Model()
+    fully_shard(list(model.blocks[:2]))
+    fully_shard(list(model.blocks[2:]))
+    return fully_shard(model)
+
+
+def persistent():
+    model = build()
+    model.set_persistent_buffers()
+    return model
+
+
+def frozen():
+    torch.manual_seed(0)
+    model = Model()
+    model.words.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def planned(mode):
+    torch.manual_seed(0)
+    plan = Plan()
+    plan.unit(r"blocks\.\d+", "dp")
+    plan.shard("<in:tokens>", Shard(0), "dp")
+    return parallelize(Model(), plan, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), mode=mode)
+
+
+def accumulating(model):
+    def step():
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            backward_of(model)()
+
+    return step
+
+
+def whole(model):
+    return lambda: model(torch.arange(TOKENS) % WORDS).backward()
+
+
+BESIDE = {
+    "checkpoints inside": (lambda: build(lambda: Block(checkpointed=True)), backward_of),
+    "compiled": (compiled, backward_of),
+    "bfloat16": (lambda: build(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), backward_of),
+    "HSDP": (lambda: build(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))), backward_of),
+    "resharded to 1 rank": (lambda: build(reshard_after_forward=1), backward_of),
+    "never resharded": (lambda: build(reshard_after_forward=False), backward_of),
+    "lists": (listed, backward_of),
+    "persistent": (persistent, backward_of),
+    "frozen": (frozen, backward_of),
+    "accumulation": (build, accumulating),
+    "eager plan": (lambda: planned("eager"), whole),
+    "static plan": (lambda: planned("static"), whole),
+}
+
+
 class FitTest(unittest.TestCase):
     @ranks(2)
     def test_steps_keep_within_the_budget_with_the_bits_of_other_steps():
@@ -161,7 +247,8 @@ class FitTest(unittest.TestCase):
             held = optimizer.tier_nbytes()
             states = held["device"] + held["windows"]
             real = measured(model, backward_of(model, 8)) + states
-            assert abs(real - fitted.peak_bytes) <= 0.05 * fitted.peak_bytes, (real, held, str(fitted))
+            # It counts one buffer that gloo may hold, 5 % of this small model.
+            assert 0.9 * fitted.peak_bytes <= real <= 1.03 * fitted.peak_bytes, (real, held, str(fitted))
             # There is no room in files, or the class is none that offloaded() takes: states stay, and are counted.
             for optimizer, options in (
                 (torch.optim.AdamW, {"to": folder, "file_bytes": 0}),
@@ -292,77 +379,14 @@ class FitTest(unittest.TestCase):
 
     @ranks(2)
     def test_it_composes():
-        """With what a program may have beside: the bits of the same program without fit, within the budget."""
+        check_together("bfloat16", "persistent", "frozen", "accumulation", "static plan")
 
-        def compiled():
-            model = build()
-            for block in model.blocks:
-                block.compile(backend="aot_eager")
-            return model
-
-        def listed():
-            torch.manual_seed(0)
-            model = Model()
-            fully_shard(list(model.blocks[:2]))
-            fully_shard(list(model.blocks[2:]))
-            return fully_shard(model)
-
-        def persistent():
-            model = build()
-            model.set_persistent_buffers()
-            return model
-
-        def frozen():
-            torch.manual_seed(0)
-            model = Model()
-            model.words.requires_grad_(False)
-            model.blocks[0].requires_grad_(False)
-            for block in model.blocks:
-                fully_shard(block)
-            return fully_shard(model)
-
-        def planned(mode):
-            torch.manual_seed(0)
-            plan = Plan()
-            plan.unit(r"blocks\.\d+", "dp")
-            plan.shard("<in:tokens>", Shard(0), "dp")
-            return parallelize(Model(), plan, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), mode=mode)
-
-        def accumulating(model):
-            def step():
-                for sync in (False, True):
-                    model.set_requires_gradient_sync(sync)
-                    backward_of(model)()
-
-            return step
-
-        def whole(model):
-            return lambda: model(torch.arange(TOKENS) % WORDS).backward()
-
-        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for name, make, how in (
-            ("checkpoints inside", lambda: build(lambda: Block(checkpointed=True)), backward_of),
-            ("compiled", compiled, backward_of),
-            ("bfloat16", lambda: build(mp_policy=precision), backward_of),
-            ("HSDP", lambda: build(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))), backward_of),
-            ("resharded to 1 rank", lambda: build(reshard_after_forward=1), backward_of),
-            ("never resharded", lambda: build(reshard_after_forward=False), backward_of),
-            ("lists", listed, backward_of),
-            ("persistent", persistent, backward_of),
-            ("frozen", frozen, backward_of),
-            ("accumulation", build, accumulating),
-            ("eager plan", lambda: planned("eager"), whole),
-            ("static plan", lambda: planned("static"), whole),
-        ):
-            free = fit(model := make(), how(model), device_bytes=PLENTY)
-            model, other = make(), make()
-            fitted = fit(model, how(model), device_bytes=between(free, 0.5))
-            assert any(unit.recomputes for unit in fitted.units) or name == "checkpoints inside", (name, str(fitted))
-            assert measured(model, how(model)) <= 1.03 * fitted.device_bytes, (name, measured(model, how(model)), str(fitted))
-            params = [param for param in model.parameters() if param.requires_grad]
-            others = [param for param in other.parameters() if param.requires_grad]
-            one = train(model, torch.optim.AdamW(params, lr=0.01), step=how(model))
-            assert equal(one, train(other, torch.optim.AdamW(others, lr=0.01), step=how(other))), name
+    @pytest.mark.slow
+    @ranks(2)
+    def test_it_composes_with_more():
+        check_together(
+            "checkpoints inside", "compiled", "HSDP", "resharded to 1 rank", "never resharded", "lists", "eager plan"
+        )
 
     @ranks(2)
     def test_a_model_moves_with_its_choice():

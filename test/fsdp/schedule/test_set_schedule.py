@@ -175,7 +175,7 @@ class SetScheduleTest(unittest.TestCase):
         times = [each + dist.get_rank() for each in (1.0, 6.0, 2.0)]
         auto._costs = [PartCosts({mark: each}, {gather: 2 * each}, {gather: each / 2}) for each in times]
         groups = [model._ragged_groups(recurse=False)[0].dp.shard_group]
-        assert auto._reduced(groups) == PartCosts({mark: 3.0}, {gather: 4.0}, {gather: 1.5})
+        assert auto._over_ranks(groups) == PartCosts({mark: 3.0}, {gather: 4.0}, {gather: 1.5})
 
     def test_a_schedule_as_text(self):
         root, last = UnitSchedule("root", None, ("0", "1"), ()), UnitSchedule("2", False, (), ())
@@ -244,7 +244,7 @@ class SetScheduleTest(unittest.TestCase):
     def test_a_rank_that_dies_in_the_search_is_an_error_of_training():
         model = build()
         model.set_schedule("auto")
-        with mock.patch.object(AutoSchedule, "_reduced", side_effect=PeerError("rank 1 has ended")):
+        with mock.patch.object(AutoSchedule, "_over_ranks", side_effect=PeerError("rank 1 has ended")):
             assert error_of(train, model) == "PeerError: rank 1 has ended"
 
     @ranks(4)

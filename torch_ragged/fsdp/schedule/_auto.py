@@ -133,7 +133,7 @@ class AutoSchedule:
                     raise ValueError("ranks may skip optional modules")
                 if self._problem:
                     raise ValueError(self._problem)
-            costs, trace = self._reduced(groups), self._trace
+            costs, trace = self._over_ranks(groups), self._trace
             with agreement(groups, device, _RECORDED) as claim:
                 claim.append("search")
                 order: list[Any] = list(root.context.order.states)
@@ -165,7 +165,7 @@ class AutoSchedule:
         self.schedule.set_on(self._states)
         _schedule_log.info("set_schedule has set:\n%s", self.schedule)
 
-    def _reduced(self, groups: Sequence[dist.ProcessGroup]) -> PartCosts:
+    def _over_ranks(self, groups: Sequence[dist.ProcessGroup]) -> PartCosts:
         """The medians of the passes. Of ranks: the slowest computation, and the fastest collective.
 
         A collective waits for the last rank that issues it, on which it takes its own time: the least of all ranks.
