@@ -149,7 +149,7 @@ def fit(
 
     Args:
         step: a forward and backward, or several, and no step of an optimizer. Gradients are dropped after it; random number
-            generators and buffers are then as before.
+            generators and buffers are then as before. ``SameBits`` counts its steps: set its ``step`` to 0 again.
         optimizer: whose states count: a class, or a function that makes an optimizer of a list of parameters; then states may
             lie elsewhere. Or an optimizer, whose states stay. None: no states count.
         device_bytes: all of a rank: shards, gradients, states, unsharded parameters, activations and ``reserve_bytes``.
