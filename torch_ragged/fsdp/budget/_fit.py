@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from torch_ragged._ranks.agreement import agreement, gather_numbers, text_of
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._torch import dynamo_disabled
-from torch_ragged.fsdp._groups import device_of_states, module_states, process_groups_of
+from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.budget._choice import Choice, Needs, NothingFits, cheapest, extremes
 from torch_ragged.fsdp.budget._dry_run import Curve, DryRun, unchanged
-from torch_ragged.fsdp.budget._recompute import InputSizes, Recompute
+from torch_ragged.fsdp.budget._recompute import Recompute
 from torch_ragged.fsdp.core._dbuffer import is_out_of_memory
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -32,7 +32,7 @@ from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._hooks import tensors_in
 from torch_ragged.fsdp.core._kit import check_pairs
 from torch_ragged.fsdp.files._scratch_file import ScratchFile
-from torch_ragged.fsdp.offload._offloaded_optimizer import can_offload
+from torch_ragged.fsdp.offload._offloaded_optimizer import all_process_groups_of, can_offload
 from torch_ragged.fsdp.offload._policy import Offload
 from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, WINDOW_NUMEL, WINDOWS
 from torch_ragged.fsdp.tools._memory_report import OptimizerLike, memory_report
@@ -143,8 +143,8 @@ def fit(
       without an ``Offload`` of their own get this policy, which :func:`offloaded` follows;
     - which units stay **unsharded** from forward to backward in what is left.
 
-    The numbers hold for inputs like those of ``step``: give it the largest batch. If a forward gets more elements, it
-    recomputes all units, and one log line says so. ``reserve_bytes`` is for what is not counted: what the optimizer allocates
+    The numbers hold for inputs like those of ``step``: give it the largest batch. If a forward gets more elements, one log line
+    says that its peak is not known. ``reserve_bytes`` is for what is not counted: what the optimizer allocates
     within its step, other models, memory of the communication library, fragmentation. Another call drops this choice first.
 
     Args:
@@ -173,8 +173,9 @@ def fit(
     Collectives: those of five steps; per process group three all-reduces of 24 bytes, and an all-gather of what was recorded.
     """
     states = module_states(model)
-    groups, device = process_groups_of(states.values()), device_of_states(states.values())
     own = [group for state in states.values() for group in state.groups]
+    # Ranks of model parallelism decide alike, too: a recomputation makes the collectives of a forward again.
+    groups, device = all_process_groups_of(own)
     with agreement(groups, device, "fit") as claim:
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "file_bytes": file_bytes}
         budgets["reserve_bytes"] = reserve_bytes
@@ -265,7 +266,7 @@ class _Fitted:
     """
 
     def __init__(self, model: nn.Module, states: Mapping[str, FSDPState]) -> None:
-        self._sizes, self._is_dry, self._has_told = InputSizes(), True, False
+        self._largest, self._is_dry, self._has_told = 0, True, False
         self._states = {name: state for name, state in states.items() if _is_unit(state, model)}
         self.groups = {name: state.groups for name, state in self._states.items()}
         self._reshards: dict[FSDPState, Any] = {}
@@ -273,8 +274,7 @@ class _Fitted:
         self._with_policy: list[FSDPParamGroup] = []
         self.blocked: dict[str, str] = {}
         self.recomputes = {
-            name: [Recompute(module, self._sizes, is_on=True) for module in state.modules]
-            for name, state in self._states.items()
+            name: [Recompute(module, is_on=True) for module in state.modules] for name, state in self._states.items()
         }
         self._versions = {name: self._versions_of(name) for name in self._states}
         self._hook = model.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True)
@@ -289,17 +289,15 @@ class _Fitted:
     def _look_at_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         numel = sum(tensor.numel() for tensor in tensors_in((args, kwargs))[0])
         if self._is_dry:
-            self._sizes.largest = max(self._sizes.largest, numel)
-            return
-        # Each rank for itself: a recomputation inside of the hooks of fully_shard has no collectives.
-        self._sizes.is_exceeded = numel > self._sizes.largest and torch.is_grad_enabled()
-        if self._sizes.is_exceeded and not self._has_told:
+            self._largest = max(self._largest, numel)
+        # The choice stays: with another one on this rank alone, its recomputations could wait for other ranks' collectives.
+        elif numel > self._largest and torch.is_grad_enabled() and not self._has_told:
             self._has_told = True
             _fit_log.warning(
-                "a forward got inputs of %s elements, and fit knows steps of at most %s: all units are recomputed in such "
-                "forwards, whose peak is not known. Call fit with the largest batch",
+                "a forward got inputs of %s elements, and fit knows steps of at most %s: the peak of such a forward is not "
+                "known. Call fit with the largest batch",
                 f"{numel:,}",
-                f"{self._sizes.largest:,}",
+                f"{self._largest:,}",
             )
 
     def end_dry_run(self) -> None:

@@ -15,20 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["InputSizes", "Recompute"]
-
-
-@dataclass
-class InputSizes:
-    """Whether the inputs of the current forward are larger than those that the choice was made for.
-
-    Attributes:
-        largest: elements of the tensors that a forward of the model has got in the dry run.
-        is_exceeded: whether the current forward got more.
-    """
-
-    largest: int = 0
-    is_exceeded: bool = False
+__all__ = ["Recompute"]
 
 
 @dataclass(eq=False)
@@ -43,12 +30,11 @@ class Recompute:
     drawn again from the same state.
 
     Attributes:
-        is_on: whether forwards with gradients are recomputed. If ``sizes`` are exceeded, they are in any case.
+        is_on: whether forwards with gradients are recomputed. Equal on all ranks: a forward may have collectives of its own.
         watch: wraps the function that runs in forward and again in backward. None: nothing looks at it.
     """
 
     module: nn.Module
-    sizes: InputSizes
     is_on: bool = False
     watch: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     _before: Any = field(init=False)  # What the program has put in the place of the class's forward.
@@ -59,7 +45,7 @@ class Recompute:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner: Callable[..., Any] = self._before or functools.partial(type(self.module).forward, self.module)
-        if not torch.is_grad_enabled() or not (self.is_on or self.sizes.is_exceeded):
+        if not torch.is_grad_enabled() or not self.is_on:
             return inner(*args, **kwargs)
         if self.watch is not None:
             inner = self.watch(inner)
@@ -71,7 +57,8 @@ class Recompute:
         return inspect.signature(self._before or functools.partial(type(self.module).forward, self.module))
 
     def remove(self) -> None:
-        """The module has its own forward again."""
+        """The module has its own forward again. If the program has wrapped this one since, it recomputes nothing any more."""
+        self.is_on = False
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
             if self._before is not None:

@@ -41,7 +41,7 @@ from torch_ragged.fsdp.offload._policy import Offload
 from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, FileTier, Tier, TierPiece, host_slabs, tier_of, window_numel
 from torch_ragged.tensor._stored_tensor import StoredTensor
 
-__all__ = ["OffloadedOptimizer", "can_offload", "offloaded"]
+__all__ = ["OffloadedOptimizer", "all_process_groups_of", "can_offload", "offloaded"]
 
 _CALL = "offloaded"
 # What an optimizer brings that keeps a part of the states elsewhere.
@@ -108,7 +108,7 @@ def offloaded(
         RuntimeError: parameters are on the meta device, this rank holds no shards, or another rank raised.
     """
     groups = list(named_groups(model).values()) if isinstance(model, nn.Module) else []
-    ranks, device = _process_groups_of(groups)
+    ranks, device = all_process_groups_of(groups)
     with agreement(ranks, device, _CALL) as claim:
         for group in groups:
             group.check_awake()
@@ -141,7 +141,7 @@ def can_offload(optimizer: Any) -> bool:
     return isinstance(optimizer, type) and (optimizer in ELEMENT_WISE or has_rules)
 
 
-def _process_groups_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.ProcessGroup], torch.device]:
+def all_process_groups_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.ProcessGroup], torch.device]:
     """The process groups of the parameters' meshes, model parallelism included, and the device of messages."""
     meshes: dict[Any, None] = dict.fromkeys(param.sharded.device_mesh for group in groups for param in group.params)  # type: ignore
     ranks = dict.fromkeys(each for mesh in meshes for each in groups_of(mesh))
@@ -198,7 +198,7 @@ class OffloadedOptimizer(Optimizer):
         # What must be there in a step: views of these buffers are what is stepped.
         self._buffers = {group: group.sharded.flat for group in groups}
         # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
-        self._ranks, self._device = _process_groups_of(groups)
+        self._ranks, self._device = all_process_groups_of(groups)
         policies = [_policy_of(group) for group in groups]
         self._has_files = any(policy.folder for policy in policies)
         self._form: str | None = None  # Of the states that are read now, see states_as().
