@@ -223,7 +223,7 @@ def values_of_a_step():
 def random_deaths(seed):
     """The ranks of a run, those of its mesh, and one to three deaths, of which two may be at once."""
     choice = random.Random(seed)
-    size, spares = choice.choice([3, 4, 4, 5]), choice.choice([0, 0, 1])
+    size, spares = choice.choice([3, 4, 4, 5, 8]), choice.choice([0, 0, 1])
     victims = choice.sample(range(size - spares), choice.choice([1, 1, 2]) if size - spares > 3 else 1)
     step = choice.randrange(STEPS)
     deaths = []
