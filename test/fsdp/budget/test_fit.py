@@ -1,6 +1,6 @@
 """fit: steps keep within the budget, with the predicted peak and the same bits, and wrong calls change nothing."""
 
-import logging
+import os
 import random
 import sys
 import tempfile
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import error_of, ranks
+from common import error_of, ranks, run_mortal_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -189,6 +189,15 @@ def whole(model):
 run = DryRun.run
 
 
+def larger_on_rank_1():
+    model = build()
+    fit(model, backward_of(model), device_bytes=PLENTY)
+    text = error_of(backward_of(model, 2 * TOKENS if dist.get_rank() else TOKENS))
+    if dist.get_rank():  # The process of a program ends by the error.
+        os._exit(1)
+    return text
+
+
 def slower_elsewhere(curve, seconds):
     """On each rank, another unit takes the longest."""
     return curve, {name: 1.0 + 100 * (at == dist.get_rank()) for at, name in enumerate(seconds)}
@@ -316,23 +325,29 @@ class FitTest(unittest.TestCase):
         train(model)
         assert all(block.calls == 3 for block in model.blocks)
 
+    def test_larger_inputs_raise_on_all_ranks_before_the_forward(self):
+        text = run_mortal_ranks(2, {1}, larger_on_rank_1)[0]
+        self.assertIn("PeerError", text)
+        self.assertIn("rank 1 died: process", text)
+        self.assertIn("has ended", text)
+
     @ranks(2)
-    def test_larger_inputs_are_told_once_and_change_nothing():
-        """Also on one rank alone: all ranks go on with one choice."""
+    def test_larger_inputs_change_nothing():
         model, other = build(), build()
         fitted = fit(model, backward_of(model), device_bytes=PLENTY)
-        fitted = fit(model, backward_of(model), device_bytes=between(fitted, 0.5))
-        count = 2 * TOKENS if dist.get_rank() else TOKENS // 2
+        fit(model, backward_of(model), device_bytes=between(fitted, 0.5))
         with torch.no_grad():
-            model(tokens(3 * TOKENS))
-        with unittest.TestCase().assertLogs("torch_ragged.fsdp", logging.WARNING) as logs:
-            logging.getLogger("torch_ragged.fsdp").warning("at least one line")
-            params = train(model, step=backward_of(model, count))
-        assert len(logs.output) == 1 + dist.get_rank(), logs.output
-        assert not dist.get_rank() or "the peak of such a forward is not known" in logs.output[1], logs.output
-        assert equal(params, train(other, step=backward_of(other, count)))
-        recomputed = {unit.name for unit in fitted.units if unit.recomputes}
-        assert {f"blocks.{at}" for at, block in enumerate(model.blocks) if block.forward.is_on} == recomputed
+            model(tokens(3 * TOKENS))  # Which keeps nothing.
+        text = error_of(backward_of(model, TOKENS + 1))
+        assert (
+            "inputs of 2,049 elements, and fit knows steps with at most 2,048" in text
+            and "Call fit with a step of the largest batch" in text
+        ), text
+        assert all(param.grad is None for param in model.parameters())
+        smaller = [backward_of(each, TOKENS // 2) for each in (model, other)]
+        assert equal(train(model, step=smaller[0]), train(other, step=smaller[1]))
+        fit(model, backward_of(model, TOKENS + 1), device_bytes=PLENTY)
+        backward_of(model, TOKENS + 1)()
 
     @ranks(2)
     def test_another_call_replaces_what_the_last_one_has_set():

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import logging
 import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +38,6 @@ from torch_ragged.fsdp.tools._memory_report import OptimizerLike, memory_report
 
 __all__ = ["MemoryFit", "FitUnit", "fit"]
 
-_fit_log = logging.getLogger("torch_ragged.fsdp")
 _FITTED = "_ragged_fit"
 """The attribute under which a model keeps what :func:`fit` has changed."""
 
@@ -143,9 +141,10 @@ def fit(
       without an ``Offload`` of their own get this policy, which :func:`offloaded` follows;
     - which units stay **unsharded** from forward to backward in what is left.
 
-    The numbers hold for inputs like those of ``step``: give it the largest batch. If a forward gets more elements, one log line
-    says that its peak is not known. ``reserve_bytes`` is for what is not counted: what the optimizer allocates
-    within its step, other models, memory of the communication library, fragmentation. Another call drops this choice first.
+    The numbers hold for inputs like those of ``step``: give it the largest batch. A forward with gradients raises a ValueError
+    before its first collective if its inputs have more elements. ``reserve_bytes`` is for what is not counted: what the
+    optimizer allocates within its step, other models, memory of the communication library, fragmentation. Another call drops
+    this choice first.
 
     Args:
         step: a forward and backward, or several, and no step of an optimizer. Gradients are dropped after it; random number
@@ -266,7 +265,7 @@ class _Fitted:
     """
 
     def __init__(self, model: nn.Module, states: Mapping[str, FSDPState]) -> None:
-        self._largest, self._is_dry, self._has_told = 0, True, False
+        self._largest, self._is_dry = 0, True
         self._states = {name: state for name, state in states.items() if _is_unit(state, model)}
         self.groups = {name: state.groups for name, state in self._states.items()}
         self._reshards: dict[FSDPState, Any] = {}
@@ -277,7 +276,7 @@ class _Fitted:
             name: [Recompute(module, is_on=True) for module in state.modules] for name, state in self._states.items()
         }
         self._versions = {name: self._versions_of(name) for name in self._states}
-        self._hook = model.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(self._look_at_inputs, prepend=True, with_kwargs=True)
 
     def _versions_of(self, name: str) -> dict[str, int]:
         modules = [each.module for each in self.recomputes[name]]
@@ -290,14 +289,11 @@ class _Fitted:
         numel = sum(tensor.numel() for tensor in tensors_in((args, kwargs))[0])
         if self._is_dry:
             self._largest = max(self._largest, numel)
-        # The choice stays: with another one on this rank alone, its recomputations could wait for other ranks' collectives.
-        elif numel > self._largest and torch.is_grad_enabled() and not self._has_told:
-            self._has_told = True
-            _fit_log.warning(
-                "a forward got inputs of %s elements, and fit knows steps of at most %s: the peak of such a forward is not "
-                "known. Call fit with the largest batch",
-                f"{numel:,}",
-                f"{self._largest:,}",
+        # No other choice is made here: on this rank alone, its recomputations could wait for other ranks' collectives.
+        elif numel > self._largest and torch.is_grad_enabled():
+            raise ValueError(
+                f"a forward got inputs of {numel:,} elements, and fit knows steps with at most {self._largest:,}: the peak of "
+                "this one is not known. Call fit with a step of the largest batch, or give this forward a smaller one"
             )
 
     def end_dry_run(self) -> None:
