@@ -310,6 +310,18 @@ class SameBitsTest(unittest.TestCase):
             kept, optimizer.param_groups[0][name] = optimizer.param_groups[0][name], True
             assert "of an optimizer has changed" in error_of(lambda: next(same.pieces())), name
             optimizer.param_groups[0][name] = kept
+        for add, text in (
+            (lambda added: None, "late.weight is a new parameter"),
+            (lambda added: fully_shard(added, mesh=init_device_mesh("cpu", (2,))), "other units or collectives"),
+        ):
+            grown = fully_shard(nn.Sequential(nn.Linear(16, 16)), mesh=init_device_mesh("cpu", (2,)))
+            early = SameBits(grown, adamw(grown.parameters()), pieces=2)
+            grown.late = nn.Linear(16, 16, bias=False)
+            add(grown.late)
+            found = error_of(lambda: next(early.pieces()))  # noqa: B023
+            assert text in found, found
+            grown.late.requires_grad_(False)
+            assert text.startswith("other") or not error_of(lambda: next(early.pieces()))  # noqa: B023
         with monitor(model, optimizer):
             for _ in same.pieces():
                 model(torch.ones(2, 16)).sum().backward()

@@ -117,10 +117,11 @@ class SameBits:
         allow_other_pieces: bool = False,
     ) -> None:
         with before_groups(_CALL):
-            self._states = list(module_states(model).values())
+            module_states(model)
             self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+            self._model = model
             dp = self._model_groups()[0].dp
-        self._model, self._count, self._seed, self.step = model, pieces, seed, 0
+        self._count, self._seed, self.step = pieces, seed, 0
         self._device = device_of(dp.mesh)
         self._trees: list[PieceCollectives] = []
         self._subtree, self._verify_every, self._on_corruption = subtree, verify_every, on_corruption
@@ -143,7 +144,8 @@ class SameBits:
             weakref.finalize(self, handle.remove)
 
     def _model_groups(self) -> list[FSDPParamGroup]:
-        return [group for state in self._states for group in state.groups]
+        """As they are now: the program may add units, or move the model."""
+        return [group for state in module_states(self._model).values() for group in state.groups]
 
     def _attach(self) -> None:
         """Put a tree on each group of the model, on the mesh where the model is now. All its ranks call it, or all raise."""
@@ -177,6 +179,7 @@ class SameBits:
         self._members: list[int] = dp.mesh.mesh.flatten().tolist()
         self._ranks, self._rank = dp.mesh.size(), self._members.index(dist.get_rank())
         known = {param: name for name, param in self._model.named_parameters()}
+        self._known = set(known.values())
         self._names: dict[Any, str] = {
             param.sharded: known.get(param.sharded, param.fqn) for group in groups for param in group.params
         }
@@ -207,7 +210,7 @@ class SameBits:
                 tree.group.collectives = tree.inner
         for hook in self._hooks:
             hook.remove()
-        self._trees, self._states, self._hooks, self._optimizers = [], [], [], []
+        self._trees, self._hooks, self._optimizers = [], [], []
         self._is_closed = True
 
     @property
@@ -307,7 +310,9 @@ class SameBits:
             raise RuntimeError(f"SameBits: {'; '.join(changed)}")
         if _kernels(self._optimizers) != self._kernels:
             raise RuntimeError("SameBits: foreach, fused or capturable of an optimizer has changed: make a new SameBits")
-        for state in self._states:
+        if new := {name for name, param in self._model.named_parameters() if param.requires_grad} - self._known:
+            raise RuntimeError(f"SameBits: {min(new)} is a new parameter of the model: make a new SameBits")
+        for state in module_states(self._model).values():
             keeps = any(not group.settings.requires_all_reduce for group in state.groups)
             if not state.requires_gradient_sync or state.accumulates or keeps:
                 raise RuntimeError(
