@@ -32,8 +32,8 @@ demo: $(DEMO_READY)
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
 	$(TORCHRUN) --nproc-per-node 2 examples/train_moe.py --steps 120 --resume $(OUT)/checkpoint --out $(OUT)
 
-# Two runs at once: most tests of the first are one process each, which leaves a core to the ranks of the second.
-BESIDE = test/checkpoint test/house test/kernels test/offline test/optim test/rehearsal test/transfer
+# Two runs at once, of about equal times: while one starts processes or waits for its ranks, the other computes.
+BESIDE = test/checkpoint test/house test/kernels test/offline test/optim test/random test/rehearsal test/tensor test/transfer
 QUICK = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow"
 
 test: $(READY)
