@@ -68,7 +68,7 @@ REFUSED: list[Rule] = [
     (("placements", "HIERARCHICAL"), ("mesh", ("dp1", "dp2", "dp3", "tp")), "HIERARCHICAL is for a mesh with 2 dimensions"),
     (("placements", ("ZERO1", "ZERO2", "ZERO3")), ("mesh", "hsdp"), "is for a mesh with 1 dimensions"),
     (("type", "complex"), ("optimizer", ("Muon", "Shampoo", "SOAP", "AdamW8bit")), "expected a real"),
-    (("mesh", ("dp1", "hsdp")), ("state", "NeighbourCopies"), "takes a 1-D mesh of at least 2 ranks"),
+    (("mesh", "dp1"), ("state", "NeighbourCopies"), "takes a mesh of at least 2 ranks"),
     (("type", "extension"), ("optimizer", "offloaded"), "does not support the tensor type"),
     (("mesh", "tp"), ("cut", "segments"), "the model cuts segments together"),
     (("knob", ("set_persistent_buffers", "set_keep_unsharded_storage")), ("state", _MOVES), "has persistent buffers"),
@@ -90,7 +90,6 @@ LEFT_OUT: list[Rule] = [
     (("trains", "unused"), ("state", "DCP"), "torch's get_state_dict expects a state of each parameter"),
     (("trains", "frozen later"), ("state", "DCP"), "torch's get_state_dict leaves out states of what is frozen now"),
     (("recompute", "compiled"), ("between", "retain_graph"), "torch's compiled backward runs once"),
-    (("sync", "replicas"), ("state", "NeighbourCopies"), "there are no replicas"),
     (("sync", "replicas"), ("placements", FEATURES["placements"][1:]), "there are no replicas"),
     (("sync", "replicas"), ("mesh", ("dp1", "dp2", "dp3", "tp")), "there are no replicas"),
     (

@@ -245,9 +245,10 @@ class NeighbourCopiesTest(unittest.TestCase):
             assert "expected integers, every >= 1 and a distance between 1 and 3" in error_of(
                 NeighbourCopies, model, optimizer, **options
             )
-        for (model, optimizer), options, factor in ((make(flat), {"distance": 3}, 4), (make(square), {}, 2)):
+        for mesh, other, options, factor in ((flat, square, {"distance": 3}, 4), (square, flat, {}, 2)):
+            model, optimizer = make(mesh)
             copies = NeighbourCopies(model, optimizer, every=2, **options)
-            assert "no complete copy" in error_of(copies.recover, flat)
+            assert "no complete copy" in error_of(copies.recover, other)
             for number in range(6):  # The third copy takes the place of the first one.
                 step(model, optimizer, number)
                 copies.update()
@@ -264,7 +265,7 @@ class NeighbourCopiesTest(unittest.TestCase):
             for each in copies._generations:  # As if a rank had died before the last copy was complete.
                 if each.step == 6 and dist.get_rank() == 1:
                     each.step = -1
-            assert copies.recover(flat) == 4
+            assert copies.recover(other) == 4
             assert all(param.grad is None for param in model.parameters())
             buffers = [name for name, _ in model.named_buffers()]
             got = whole(model, optimizer)

@@ -276,6 +276,10 @@ class NeighbourCopies:
         """Whether this rank has a complete copy."""
         return any(each.step >= 0 for each in self._generations)
 
+    def _group_left(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        # Not new_group(): it names the group after the number of this rank's groups, which may differ between ranks.
+        return group_of(ranks, f"left of {self._group.group_name}", self._group)
+
     def recover(self, mesh: DeviceMesh | None = None, *, group: dist.ProcessGroup | None = None) -> int:
         """Continue on the ranks that are left, with the last copy that all of them have. All of them call it after the error.
 
@@ -286,7 +290,7 @@ class NeighbourCopies:
         Args:
             mesh: a mesh of ranks of the old mesh, of those that are left and call this. None: a 1-D one of :meth:`ranks_left`,
                 with a process group that has the timeout of the old one.
-            group: of these ranks; None: that of ``mesh``, which is 1-D then.
+            group: of these ranks; None: that of ``mesh``, or a new one if it has two dimensions.
 
         Returns:
             the number of the call of :meth:`update` whose state it is.
@@ -298,10 +302,9 @@ class NeighbourCopies:
         """
         check_no_hooks(checked_states(self._model, _CALL, runs=True), "recover()")  # Before anything is changed.
         if mesh is None:
-            # Not new_group(): it names the group after the number of this rank's groups, which may differ between ranks.
-            left = group_of(self.ranks_left(), f"left of {self._group.group_name}", self._group)
-            mesh = DeviceMesh.from_group(left, self._mesh.device_type)
-        group = mesh.get_group() if group is None else group
+            mesh = DeviceMesh.from_group(self._group_left(self.ranks_left()), self._mesh.device_type)
+        if group is None:
+            group = mesh.get_group() if mesh.ndim == 1 else self._group_left(mesh.mesh.flatten().tolist())
         with contextlib.suppress(transfer.TransferError):  # The copy before that one counts.
             self.wait()
         # With the optimizers' steps: of a copy that mixes states of several steps, ranks may know different parts.
