@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
-from common import error_of, ranks
-from one_process import BF16, STEPS, Dense, Experts, adamw, check, in_one_process, sgd, sharded, train, tree
+from common import error_of, ranks, run_ranks
+from one_process import BF16, STEPS, Dense, Experts, adamw, check, digests, in_one_process, sgd, sharded, train, tree
 from tested_device import DEVICE
 from torch import nn
 from torch.distributed._composable import checkpoint as apply_checkpoint
@@ -55,11 +56,27 @@ class Holds(torch.optim.SGD):
         self.base = base
 
 
+def compiled_by_inductor():
+    torch.manual_seed(0)
+    model = Dense()
+    for layer in model.layers:
+        layer.compile()
+    sharded(model)
+    optimizer = adamw(model.parameters())
+    return train(SameBits(model, optimizer, pieces=5, seed=7), model, optimizer, 5), digests(model, optimizer)
+
+
 class SameBitsTest(unittest.TestCase):
     @ranks(1)
     def test_one_rank():
         check(Dense, adamw, 3)
         check(Experts, adamw, 5)
+
+    @pytest.mark.slow
+    def test_units_compiled_by_inductor(self):
+        one, two, three = (run_ranks(count, compiled_by_inductor)[0] for count in (1, 2, 3))
+        self.assertEqual(one, two)
+        self.assertEqual(one, three)
 
     @ranks(2)
     def test_two_ranks():
