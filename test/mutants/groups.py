@@ -87,6 +87,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "offload": (["torch_ragged/fsdp/offload/*.py", "torch_ragged/fsdp/files/*.py"], ["offload/test_*.py", "files/test_*.py"]),
     "schedule": (["torch_ragged/fsdp/schedule/*.py"], ["schedule/test_*.py"]),
+    "budget": (["torch_ragged/fsdp/budget/*.py"], ["budget/test_*.py"]),
     "comm": (
         ["torch_ragged/fsdp/comm/*.py"],
         [
