@@ -95,6 +95,16 @@ class ChoiceTest(unittest.TestCase):
         self.assertEqual(cheapest(needs, 70).fraction, 0.3)
         self.assertRaises(NothingFits, cheapest, needs, 69)
 
+    def test_no_more_states_leave_than_there_are(self):
+        needs = Needs(curve_of([0], base=5), {}, {}, fixed=0, states=100, elsewhere=300, seconds_per_byte=1.0)
+        self.assertEqual(cheapest(needs, 5).fraction, 1.0)
+        self.assertEqual(extremes(needs)[0], 5)
+        self.assertRaises(NothingFits, cheapest, needs, 4)
+
+    def test_of_units_that_cost_as_much_one_is_chosen(self):
+        needs = Needs(curve_of([10, 10, 30]), {"0": 1.0, "1": 1.0}, {}, fixed=0)
+        self.assertEqual(cheapest(needs, 40).recomputed, {"0"})
+
     def test_a_unit_that_must_keep_its_activations_does(self):
         needs = Needs(curve_of([10, 20]), {"1": 1.0}, {}, fixed=0)
         self.assertEqual(extremes(needs), (30, 30))  # The recomputation of 1 begins while 0 keeps its own.

@@ -31,7 +31,7 @@ from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._hooks import tensors_in
 from torch_ragged.fsdp.core._kit import check_pairs
 from torch_ragged.fsdp.files._scratch_file import ScratchFile
-from torch_ragged.fsdp.offload._offloaded_optimizer import all_process_groups_of, can_offload
+from torch_ragged.fsdp.offload._offloaded_optimizer import CUTS_STATES, all_process_groups_of, can_offload
 from torch_ragged.fsdp.offload._policy import Offload
 from torch_ragged.fsdp.offload._tiers import FILE_NUMEL, WINDOW_NUMEL, WINDOWS
 from torch_ragged.fsdp.tools._memory_report import OptimizerLike, memory_report
@@ -362,7 +362,9 @@ def _needs(
     report = memory_report(model, optimizer)
     notes = [f"{each}" for each in report.notes if "cannot be predicted" in each]
     groups = [group for state in module_states(model).values() for group in state.groups]
-    numels = {group: sum(local_of(param.sharded).numel() for param in group.params) for group in groups}
+    numels = {  # Of the parameters that have states.
+        group: sum(local_of(param.sharded).numel() for param in group.params if param.sharded.requires_grad) for group in groups
+    }
     given = {group: group.plan.part(Offload) for group in groups}
     for text in dict.fromkeys(repr(policy) for policy in given.values() if policy is not None):
         notes.append(f"groups with a policy of their own keep it: {text}")
@@ -376,8 +378,8 @@ def _needs(
         if kind is not None and can_offload(kind):
             tier = "cpu" if to is None else to
             for group in groups:
-                if given[group] is None:
-                    check_pairs([*group.plan.parts, Offload(to=tier)])
+                if given[group] is None and group.is_trainable:
+                    check_pairs([CUTS_STATES, *group.plan.parts])
         else:
             notes.append(f"states stay on the device: {_CAN_MOVE}")
     movable = round(free * states)

@@ -1,0 +1,219 @@
+"""What fit counts beside the curve, to the byte, what all ranks take of it, and the table: in one process."""
+
+import unittest
+from unittest import mock
+
+import torch
+from common import enter_fake_group
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
+
+from torch_ragged.fsdp import FitUnit, MemoryFit, Offload, fully_shard
+from torch_ragged.fsdp._groups import module_states
+from torch_ragged.fsdp.budget import _fit
+from torch_ragged.fsdp.budget._choice import Choice, Needs
+from torch_ragged.fsdp.budget._dry_run import Curve, RecordedCall
+from torch_ragged.fsdp.budget._recompute import Recompute
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BUDGETS = {"device_bytes": 1, "host_bytes": None, "file_bytes": None, "reserve_bytes": 0}
+SECONDS = {"0": 1.0, "1": 2.0, "2": 3.0}
+CURVE = Curve([5], [0], ["forward"], [])
+STATES = 2 * 4 * 224 + 3 * 4
+"""AdamW's: two of each element of the shards, and a step of each parameter."""
+
+
+class Pair(TwoTensor):
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        raise NotImplementedError
+
+
+def made(*policies, **knobs):
+    """Blocks of 64, 128 and 256 elements on 2 ranks. The root has no parameters of its own."""
+    model = nn.Sequential(*(nn.Linear(8, rows, bias=False) for rows in (8, 16, 32)))
+    mesh = init_device_mesh("cpu", (2,))
+    for module, policy in zip(model, policies or (None, None, None)):
+        given = {} if policy is None else {"offload_policy": policy}
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, **given, **knobs)
+    return fully_shard(model, mesh=mesh)
+
+
+def fitted(model):
+    return _fit._Fitted(model, module_states(model))
+
+
+def policies_of(model):
+    return [group.plan.part(Offload) for state in module_states(model).values() for group in state.groups]
+
+
+def needs_of(model, optimizer=None, to=None, device=CPU, **budgets):
+    with mock.patch.object(_fit, "_seconds_per_byte", lambda to, device: 0.5):
+        return _fit._needs(model, fitted(model), CURVE, SECONDS, optimizer, {**BUDGETS, **budgets}, to, device)
+
+
+class NeedsTest(unittest.TestCase):
+    def setUp(self):
+        enter_fake_group(self, 2)
+
+    def test_states_that_stay_are_counted_beside_shards_and_what_gloo_copies(self):
+        fixed = 4 * 224 + 4 * 256
+        needs, tier, notes = needs_of(made())
+        unsharded = {"0": 4 * 64, "1": 4 * 128, "2": 4 * 256}
+        self.assertEqual((needs, tier, notes), (Needs(CURVE, SECONDS, unsharded, fixed), None, []))
+        needs, tier, notes = needs_of(made(), torch.optim.AdamW, reserve_bytes=3000.5)
+        self.assertEqual((needs.fixed, needs.states, needs.elsewhere, tier), (fixed + STATES + 3000, 0, 0, None))
+        for optimizer, note in ((torch.optim.Adagrad, "states stay on the device: give fit a class"), (None, "")):
+            needs, tier, notes = needs_of(made(), optimizer, to="folder")
+            self.assertEqual((needs.states, tier, len(notes)), (0, None, bool(note)))
+            self.assertIn(note, "".join(notes))
+
+    def test_states_may_lie_in_files_up_to_a_limit(self):
+        for limit, elsewhere in ((None, STATES), (77, 77)):
+            needs, tier, notes = needs_of(made(), torch.optim.AdamW, to="folder", file_bytes=limit)
+            self.assertEqual((needs.fixed, needs.states, needs.elsewhere), (4 * 224 + 4 * 256, STATES, elsewhere))
+            self.assertEqual((tier, notes, needs.seconds_per_byte), ("folder", [], 0.5))
+            # Three windows, of all states of the largest shard.
+            self.assertEqual(needs.window, round(3 * 128 * STATES / 224))
+            self.assertEqual(needs.most_windows, round(3 * _fit.FILE_NUMEL * STATES / 224))
+
+    def test_on_an_accelerator_states_may_lie_in_host_memory(self):
+        """What lies on the CPU does not count."""
+        for limit, elsewhere in ((None, STATES), (70, 70)):
+            needs, tier, _ = needs_of(made(), torch.optim.AdamW, device=CUDA, host_bytes=limit)
+            self.assertEqual((needs.fixed, needs.states, needs.elsewhere, tier), (0, STATES, elsewhere, "cpu"))
+            self.assertEqual(needs.window, round(2 * 128 * STATES / 224))
+            self.assertEqual(needs.most_windows, round(2 * _fit.WINDOW_NUMEL * STATES / 224))
+        needs, tier, _ = needs_of(made(), torch.optim.AdamW, device=CUDA, host_bytes=0)
+        self.assertEqual((needs.fixed, needs.states, tier), (STATES, 0, None))
+
+    def test_groups_with_a_policy_keep_their_part(self):
+        needs, tier, notes = needs_of(made(None, None, Offload(0.25)), torch.optim.AdamW, device=CUDA)
+        self.assertEqual((needs.fixed, needs.states, tier), (round(0.75 * 128 / 224 * STATES), round(96 / 224 * STATES), "cpu"))
+        self.assertEqual(needs.window, round(2 * 64 * needs.states / 96))
+        self.assertEqual(len(notes), 1)
+        self.assertIn("policy of their own keep it: Offload(optimizer=0.25", notes[0])
+        needs, tier, notes = needs_of(made(*[Offload(0.25)] * 3), torch.optim.AdamW, device=CUDA)
+        self.assertEqual((needs.fixed, needs.states, tier, len(notes)), (round(0.75 * STATES), 0, None, 1))
+
+    def test_frozen_parameters_have_no_states(self):
+        model = made(None, None, Offload())
+        model[2].weight.requires_grad_(False)
+        needs, tier, _ = needs_of(model, torch.optim.AdamW, device=CUDA)
+        states = 2 * 4 * 96 + 2 * 4
+        self.assertEqual((needs.fixed, needs.states, needs.window, tier), (0, states, round(2 * 64 * states / 96), "cpu"))
+
+    def test_states_of_a_tensor_type_cannot_leave(self):
+        """As offloaded() says, but before training."""
+        model = nn.Sequential(nn.Linear(8, 8, bias=False))
+        model[0].weight = nn.Parameter(Pair(torch.ones(8, 8), torch.ones(8, 8)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        with self.assertRaisesRegex(ValueError, "whose states cannot be cut: shard it with Offload"):
+            needs_of(model, torch.optim.AdamW, to="folder")
+
+    def test_one_rank_sends_nothing(self):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
+        self.assertEqual(needs_of(model)[0].fixed, 4 * 64)
+
+    def test_the_optimizer_may_be_a_class_or_a_function_that_makes_one(self):
+        model, adam = made(), torch.optim.AdamW
+        for optimizer in (adam, lambda params: adam(params)):
+            self.assertIs(_fit._class_of(optimizer, model), adam)
+        self.assertIsNone(_fit._class_of(adam(model.parameters()), model))
+        self.assertIsNone(_fit._class_of([adam], model))
+        model[0].weight.requires_grad_(False)
+        _fit._class_of(lambda params: self.assertEqual(len(params), 2), model)
+
+    def test_a_unit_has_no_other_one_inside(self):
+        model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8), nn.Linear(8, 8))
+        for module in (model[0][1], model[0], model[1]):
+            fully_shard(module)
+        fully_shard(model[2], optional=True)
+        fully_shard(model)
+        self.assertEqual(list(fitted(model).recomputes), ["0.1", "1"])
+
+    def test_units_that_write_buffers_are_not_recomputed(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        for module in model:
+            fully_shard(module)
+        each = fitted(fully_shard(model))
+        model[1].running_mean.add_(1)
+        each.end_dry_run()
+        self.assertEqual(each.blocked, {"1": "its forward writes running_mean"})
+
+    def test_a_choice_comes_and_goes(self):
+        model, own = made(None, Offload(0.25), None), Offload(0.5)
+        hooks = len(model._forward_pre_hooks)
+        each = fitted(model)
+        each.set(Choice(frozenset({"0"}), 0.5, ("1",), 0, "", 0.0), own)
+        self.assertEqual([model[at].forward.is_on for at in range(3)], [True, False, False])
+        self.assertEqual([each.reshards(str(at)) for at in range(3)], [True, False, True])
+        self.assertEqual(policies_of(model), [own, Offload(0.25), own])
+        each.remove()
+        self.assertFalse(any(isinstance(vars(module).get("forward"), Recompute) for module in model))
+        self.assertTrue(all(each.reshards(str(at)) for at in range(3)))
+        self.assertEqual(policies_of(model), [None, Offload(0.25), None])
+        self.assertEqual(len(model._forward_pre_hooks), hooks)
+
+
+class RanksTest(unittest.TestCase):
+    def test_the_largest_numbers_of_all_ranks_count_and_the_least_room_elsewhere(self):
+        calls = [RecordedCall("a", 1, 2, 3, 3, 4, 50, 60)]
+        curve = Curve([7, 9, 8], [1, 2, 3], ["x", "y", "z"], calls)
+        mine = Needs(curve, {"a": 1.5}, {"a": 40}, 100, 200, 300, 2.0**-30, 20, 30)
+        other = [[1, 10, 1, 2, 1, 1, 51, 1, 10**9, 41, 1, 201, -299, 1, 21, 1], [2] * 16]
+        with (
+            mock.patch.object(_fit, "device_of_messages", lambda group: CPU),
+            mock.patch.object(_fit, "gather_numbers", lambda sent, group, call: [sent.tolist(), other[group]]),
+        ):
+            found = _fit._of_all_ranks(mine, [0, 1])
+        self.assertEqual(found.curve, Curve([7, 10, 8], [2, 2, 3], curve.labels, [calls[0]._replace(kept=51)]))
+        self.assertEqual((found.seconds, found.unsharded), ({"a": 1.5}, {"a": 41}))
+        self.assertEqual((found.fixed, found.states, found.elsewhere), (100, 201, -2))
+        self.assertEqual((found.seconds_per_byte, found.window, found.most_windows), (int(2.0**-30 * 1e18) / 1e18, 21, 30))
+
+
+class BudgetsTest(unittest.TestCase):
+    def check(self, device=CUDA, to=None, step=print, **budgets):
+        _fit._check_budgets({**BUDGETS, **budgets}, to, device, step)
+
+    def test_zero_bytes_are_a_number(self):
+        self.check(device_bytes=0, reserve_bytes=0.5, host_bytes=0)
+        self.check(CPU, file_bytes=0, to="folder")
+
+    def test_each_kind_of_mesh_has_its_tiers(self):
+        for wrong in ({"to": "folder"}, {"file_bytes": 1}):
+            with self.assertRaisesRegex(ValueError, r"fit\(to=, file_bytes=\) is for meshes of CPUs"):
+                self.check(**wrong)
+        with self.assertRaisesRegex(ValueError, r"fit\(host_bytes=\) is for meshes of accelerators"):
+            self.check(CPU, host_bytes=0)
+        with self.assertRaisesRegex(ValueError, r"fit\(host_bytes=\) takes a number of bytes"):
+            self.check(host_bytes=-1)
+
+
+class TableTest(unittest.TestCase):
+    def test_modules_in_a_row_with_the_same_choice_are_one_line(self):
+        units = [FitUnit("a", True, True, 1000, 0.001), FitUnit("b", True, True, 3001, 0.002)]
+        units += [FitUnit("c", False, False, 10, 0.5, "its forward writes d")]
+        report = MemoryFit(tuple(units), None, 9000, 8000, "forward of a", 7000, 6000, 0.25, ("a note",))
+        self.assertEqual(
+            str(report).splitlines(),
+            [
+                "modules     activations  after forward  kept bytes  forward ms",
+                "a to b (2)  recomputed   reshard        2,000       1.50",
+                "c           kept         unsharded      10          500.00      its forward writes d",
+                "optimizer states: all on the device",
+                "predicted peak: 8,000 of 9,000 bytes, in forward of a",
+                "least: 7,000 bytes; nothing recomputed or offloaded: 6,000 bytes",
+                "predicted cost: 250.00 ms a step",
+                "a note",
+            ],
+        )
+
+
+if __name__ == "__main__":
+    unittest.main()
