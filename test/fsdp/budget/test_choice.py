@@ -4,7 +4,7 @@ import itertools
 import random
 import unittest
 
-from torch_ragged.fsdp.budget._choice import Needs, NothingFits, cheapest, extremes
+from torch_ragged.fsdp.budget._choice import Needs, NothingFits, _exchanges, _Peaks, cheapest, extremes
 from torch_ragged.fsdp.budget._dry_run import Curve, RecordedCall
 
 
@@ -110,6 +110,13 @@ class ChoiceTest(unittest.TestCase):
         self.assertEqual(extremes(needs), (30, 30))  # The recomputation of 1 begins while 0 keeps its own.
         needs.curve.peaks[5:7] = [0, 0]
         self.assertEqual(cheapest(needs, 10).recomputed, {"1"})
+
+    def test_a_unit_is_exchanged_for_any_other_one_and_for_as_many_as_it_takes(self):
+        seconds = {"0": 1.0, "1": 2.0, "2": 3.0, "3": 4.0}
+        needs = Needs(curve_of([10, 30, 10, 30, 40]), seconds, {}, fixed=0)
+        found = list(_exchanges(needs, _Peaks(needs), frozenset({"2", "3"}), "3", 80))
+        # 0 and 1 would replace 3. Beside them, 2 is not needed any more, and it is the dearest.
+        self.assertEqual(found, [{"2"}, {"0", "2"}, {"1", "2"}, {"0", "1"}])
 
     def test_random_models_are_near_the_best_of_all_choices(self):
         generator, ratios = random.Random(0), []

@@ -32,13 +32,13 @@ class Pair(TwoTensor):
         raise NotImplementedError
 
 
-def made(*policies, **knobs):
+def made(*policies, reshards=True):
     """Blocks of 64, 128 and 256 elements on 2 ranks. The root has no parameters of its own."""
     model = nn.Sequential(*(nn.Linear(8, rows, bias=False) for rows in (8, 16, 32)))
     mesh = init_device_mesh("cpu", (2,))
     for module, policy in zip(model, policies or (None, None, None)):
         given = {} if policy is None else {"offload_policy": policy}
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, **given, **knobs)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshards, **given)
     return fully_shard(model, mesh=mesh)
 
 
@@ -108,11 +108,26 @@ class NeedsTest(unittest.TestCase):
 
     def test_states_of_a_tensor_type_cannot_leave(self):
         """As offloaded() says, but before training."""
-        model = nn.Sequential(nn.Linear(8, 8, bias=False))
-        model[0].weight = nn.Parameter(Pair(torch.ones(8, 8), torch.ones(8, 8)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+        def paired(**knobs):
+            model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+            model[0].weight = nn.Parameter(Pair(torch.ones(8, 8), torch.ones(8, 8)))
+            fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)), **knobs)
+            return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
         with self.assertRaisesRegex(ValueError, "whose states cannot be cut: shard it with Offload"):
-            needs_of(model, torch.optim.AdamW, to="folder")
+            needs_of(paired(), torch.optim.AdamW, to="folder")
+        model = paired(offload_policy=Offload(0.0))
+        self.assertEqual(needs_of(model, torch.optim.AdamW, to="folder")[1], "folder")
+        model = paired()
+        model[0].weight.requires_grad_(False)
+        self.assertEqual(needs_of(model, torch.optim.AdamW, to="folder")[1], "folder")
+
+    def test_what_stays_unsharded_anyway_is_no_choice(self):
+        self.assertEqual(needs_of(made(reshards=False))[0].unsharded, {})
+        model = made()
+        model.set_persistent_buffers()
+        self.assertEqual(needs_of(model)[0].unsharded, {})
 
     def test_one_rank_sends_nothing(self):
         model = nn.Sequential(nn.Linear(8, 8, bias=False))
@@ -168,7 +183,7 @@ class RanksTest(unittest.TestCase):
         other = [[1, 10, 1, 2, 1, 1, 51, 1, 10**9, 41, 1, 201, -299, 1, 21, 1], [2] * 16]
         with (
             mock.patch.object(_fit, "device_of_messages", lambda group: CPU),
-            mock.patch.object(_fit, "gather_numbers", lambda sent, group, call: [sent.tolist(), other[group]]),
+            mock.patch.object(_fit, "gather_numbers", lambda sent, group, call: {"fit": [sent.tolist(), other[group]]}[call]),
         ):
             found = _fit._of_all_ranks(mine, [0, 1])
         self.assertEqual(found.curve, Curve([7, 10, 8], [2, 2, 3], curve.labels, [calls[0]._replace(kept=51)]))
