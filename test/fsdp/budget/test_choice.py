@@ -4,7 +4,7 @@ import itertools
 import random
 import unittest
 
-from torch_ragged.fsdp.budget._choice import Needs, NothingFits, _exchanges, _Peaks, cheapest, extremes
+from torch_ragged.fsdp.budget._choice import Needs, NothingFits, _by_effect, _exchanges, _Peaks, cheapest, extremes
 from torch_ragged.fsdp.budget._dry_run import Curve, RecordedCall
 
 
@@ -82,6 +82,11 @@ class ChoiceTest(unittest.TestCase):
             choice = cheapest(needs, 100)
             self.assertEqual((choice.recomputed, choice.fraction), chosen)
 
+    def test_all_that_is_on_the_device_counts(self):
+        needs = Needs(curve_of([10]), {}, {}, fixed=7, states=100, elsewhere=50, window=20, most_windows=5)
+        for given, peak in ((200, 7 + 10 + 100), (80, 80), (72, 7 + 10 + 50 + 5)):
+            self.assertEqual(cheapest(needs, given).peak, peak)
+
     def test_windows_of_states_elsewhere_count(self):
         needs = Needs(curve_of([0]), {}, {}, 0, states=1600, elsewhere=1600, seconds_per_byte=1.0, window=320, most_windows=50)
         self.assertEqual(cheapest(needs, 1600).fraction, 0.0)
@@ -117,6 +122,11 @@ class ChoiceTest(unittest.TestCase):
         found = list(_exchanges(needs, _Peaks(needs), frozenset({"2", "3"}), "3", 80))
         # 0 and 1 would replace 3. Beside them, 2 is not needed any more, and it is the dearest.
         self.assertEqual(found, [{"2"}, {"0", "2"}, {"1", "2"}, {"0", "1"}])
+
+    def test_the_unit_with_most_effect_a_second_is_tried_first(self):
+        needs = Needs(curve_of([10, 30, 20]), {"0": 1.0, "1": 1.0, "2": 4.0}, {}, fixed=0)
+        # The last one would be made again at the peak of backward.
+        self.assertEqual(_by_effect(needs, _Peaks(needs), ["2", "1", "0"]), ["1", "0", "2"])
 
     def test_random_models_are_near_the_best_of_all_choices(self):
         generator, ratios = random.Random(0), []

@@ -2,14 +2,16 @@
 
 import gc
 import random
+import sys
 import unittest
 from itertools import count
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import nn
 
-from torch_ragged.fsdp.budget._dry_run import Curve, DryRun, RecordedCall, unchanged
+from torch_ragged.fsdp.budget._dry_run import Curve, DryRun, RecordedCall, _untraced, unchanged
 from torch_ragged.fsdp.budget._recompute import Recompute
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -36,10 +38,10 @@ def block(name, begin, end, thread=FORWARD):
     )
 
 
-def curve_of(events, device=CPU, groups=("a", "b")):
+def curve_of(events, device=CPU, groups=None):
     events = sorted(events, key=lambda event: -event.start_ns())  # The profiler has no order.
     profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
-    groups = {name: [SimpleNamespace(fqn=name)] for name in groups}
+    groups = groups or {name: [SimpleNamespace(fqn=name)] for name in "ab"}
     return DryRun({}, groups, device)._curve(profiler)
 
 
@@ -96,8 +98,15 @@ class CurveTest(unittest.TestCase):
     def test_calls_of_a_unit_are_recomputed_last_first(self):
         events = [block("fit/forward/a", 10, 20), block("fit/forward/a", 30, 40)]
         events += [block("fit/again/a", 50, 60), block("fit/again/a", 70, 80), block("fit/again/a", 90, 95)]
-        calls = curve_of(events).calls
-        self.assertEqual([call[:3] for call in calls], [("a", 3, 4), ("a", 1, 2)])  # The third has no forward.
+        curve = curve_of(events)
+        self.assertEqual(curve.peaks, [0] * 11)
+        self.assertEqual([call[:3] for call in curve.calls], [("a", 3, 4), ("a", 1, 2)])  # The third has no forward.
+
+    def test_the_first_of_a_units_gathers_counts(self):
+        events = [block("fit/forward/a", 10, 20), block("fit/again/a", 50, 60)]
+        events += [block(f"all_gather (a.{at})", at, at + 1) for at in (5, 30, 40)]
+        groups = {"a": [SimpleNamespace(fqn=f"a.{at}") for at in (40, 5, 30)]}
+        self.assertEqual(curve_of(events, groups=groups).calls[0].gather, 4)
 
     def test_a_unit_that_keeps_holds_what_its_recomputation_made(self):
         call = RecordedCall("a", begin=1, end=3, gather=4, again=5, again_ends=7, kept=30, working=50)
@@ -175,6 +184,15 @@ class StepsTest(unittest.TestCase):
         dry = DryRun({"a": [Recompute(module, is_on=True)]}, {"a": []}, CPU)
         with self.assertRaisesRegex(ValueError, "other tensors when it runs again"):
             dry.run(lambda: module(torch.ones(8, requires_grad=True)).backward())
+
+
+class UntracedTest(unittest.TestCase):
+    def test_the_compiler_is_asked_only_if_it_is_loaded(self):
+        with mock.patch.dict(sys.modules), mock.patch.object(torch.compiler, "disable", lambda function, recursive: recursive):
+            sys.modules["torch._dynamo"] = None
+            self.assertIs(_untraced(len), False)
+            del sys.modules["torch._dynamo"]
+            self.assertIs(_untraced(len), len)
 
 
 class UnchangedTest(unittest.TestCase):

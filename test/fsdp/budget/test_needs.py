@@ -32,10 +32,10 @@ class Pair(TwoTensor):
         raise NotImplementedError
 
 
-def made(*policies, reshards=True):
+def made(*policies, reshards=True, ranks=2):
     """Blocks of 64, 128 and 256 elements on 2 ranks. The root has no parameters of its own."""
     model = nn.Sequential(*(nn.Linear(8, rows, bias=False) for rows in (8, 16, 32)))
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (ranks,))
     for module, policy in zip(model, policies or (None, None, None)):
         given = {} if policy is None else {"offload_policy": policy}
         fully_shard(module, mesh=mesh, reshard_after_forward=reshards, **given)
@@ -129,6 +129,16 @@ class NeedsTest(unittest.TestCase):
         model.set_persistent_buffers()
         self.assertEqual(needs_of(model)[0].unsharded, {})
 
+    def test_buffers_that_are_allocated_count(self):
+        model = made()
+        kinds = [group.buffers() for state in module_states(model).values() for group in state.groups]
+        buffers = [each for kind in kinds for name, several in kind.items() if name != "sharded" for each in several]
+        for each in buffers:
+            each.allocate()
+        nbytes = sum(each.nbytes for each in buffers)
+        self.assertGreaterEqual(nbytes, 4 * (64 + 128 + 256))
+        self.assertEqual(needs_of(model)[0].fixed, 4 * 224 + 4 * 256 + nbytes)
+
     def test_one_rank_sends_nothing(self):
         model = nn.Sequential(nn.Linear(8, 8, bias=False))
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
@@ -173,6 +183,12 @@ class NeedsTest(unittest.TestCase):
         self.assertTrue(all(each.reshards(str(at)) for at in range(3)))
         self.assertEqual(policies_of(model), [None, Offload(0.25), None])
         self.assertEqual(len(model._forward_pre_hooks), hooks)
+
+
+class NeighboursTest(unittest.TestCase):
+    def test_what_ranks_keep_for_neighbours_is_no_choice(self):
+        enter_fake_group(self, 4)
+        self.assertEqual(needs_of(made(reshards=2, ranks=4))[0].unsharded, {})
 
 
 class RanksTest(unittest.TestCase):

@@ -274,7 +274,7 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     generator = random.getstate()
     devices = [] if device.type == "cpu" else [device]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        with torch.random.fork_rng(devices, device_type=device.type):
             yield
     finally:
         random.setstate(generator)
