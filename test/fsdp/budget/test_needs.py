@@ -99,6 +99,18 @@ class NeedsTest(unittest.TestCase):
         needs, tier, notes = needs_of(made(*[Offload(0.25)] * 3), torch.optim.AdamW, device=CUDA)
         self.assertEqual((needs.fixed, needs.states, tier, len(notes)), (round(0.75 * STATES), 0, None, 1))
 
+    def test_a_tier_is_timed_by_one_write_and_one_read(self):
+        file, moments = mock.Mock(), iter((5.0, 7.0))
+        with (
+            mock.patch.object(_fit, "ScratchFile", lambda folder, rank, nbytes: file),
+            mock.patch.object(_fit, "time", mock.Mock(perf_counter=lambda: next(moments))),
+        ):
+            self.assertEqual(_fit._seconds_per_byte("folder", CPU), 2.0 / _fit._TRIED_BYTES)
+        self.assertEqual(
+            [(call[0], call[1][0].nbytes, call[1][1]) for call in file.method_calls],
+            [("write", 1 << 24, 0), ("read", 1 << 24, 0)],
+        )
+
     def test_frozen_parameters_have_no_states(self):
         model = made(None, None, Offload())
         model[2].weight.requires_grad_(False)

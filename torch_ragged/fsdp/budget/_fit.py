@@ -437,7 +437,6 @@ def _seconds_per_byte(to: str | None, device: torch.device) -> float:
         begin = time.perf_counter()
         file.write(memory, 0)
         file.read(memory, 0)
-        file.close()
     return (time.perf_counter() - begin) / _TRIED_BYTES
 
 
