@@ -63,7 +63,7 @@ class ChoiceTest(unittest.TestCase):
         self.assertEqual(cheapest(needs, 40).recomputed, {"1"})
         self.assertEqual(cheapest(needs, 39).recomputed, {"0", "1"})
         self.assertEqual(cheapest(needs, 30).recomputed, {"0", "1"})  # The last one keeps what it would make again at once.
-        with self.assertRaises(NothingFits) as caught:
+        with self.assertRaisesRegex(NothingFits, "the least of all choices needs 30 bytes") as caught:
             cheapest(needs, 29)
         self.assertEqual(caught.exception.least, 30)
 
@@ -99,6 +99,8 @@ class ChoiceTest(unittest.TestCase):
         needs = Needs(curve_of([0]), {}, {}, fixed=0, states=100, elsewhere=30, seconds_per_byte=1.0)
         self.assertEqual(cheapest(needs, 70).fraction, 0.3)
         self.assertRaises(NothingFits, cheapest, needs, 69)
+        needs = Needs(curve_of([0]), {}, {}, fixed=0, states=100_000, elsewhere=10)  # The least fraction.
+        self.assertEqual(cheapest(needs, 99_990).fraction, 0.0001)
 
     def test_no_more_states_leave_than_there_are(self):
         needs = Needs(curve_of([0], base=5), {}, {}, fixed=0, states=100, elsewhere=300, seconds_per_byte=1.0)
@@ -124,9 +126,10 @@ class ChoiceTest(unittest.TestCase):
         self.assertEqual(found, [{"2"}, {"0", "2"}, {"1", "2"}, {"0", "1"}])
 
     def test_the_unit_with_most_effect_a_second_is_tried_first(self):
-        needs = Needs(curve_of([10, 30, 20]), {"0": 1.0, "1": 1.0, "2": 4.0}, {}, fixed=0)
         # The last one would be made again at the peak of backward.
-        self.assertEqual(_by_effect(needs, _Peaks(needs), ["2", "1", "0"]), ["1", "0", "2"])
+        for seconds, order in (((1.0, 1.0, 4.0), ["1", "0", "2"]), ((0.1, 0.6, 4.0), ["0", "1", "2"])):
+            needs = Needs(curve_of([10, 30, 20]), dict(zip("012", seconds)), {}, fixed=0)
+            self.assertEqual(_by_effect(needs, _Peaks(needs), ["2", "1", "0"]), order)
 
     def test_random_models_are_near_the_best_of_all_choices(self):
         generator, ratios = random.Random(0), []

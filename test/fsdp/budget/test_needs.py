@@ -140,6 +140,14 @@ class NeedsTest(unittest.TestCase):
         model = made()
         model.set_persistent_buffers()
         self.assertEqual(needs_of(model)[0].unsharded, {})
+        model = nn.Sequential(nn.Linear(8, 8))
+        model[0].bias = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        fully_shard(model[0], reshard_after_forward=True)
+        fully_shard(model)
+        groups = module_states(model)["0"].groups
+        self.assertEqual((len(groups), needs_of(model)[0].unsharded), (2, {"0": 4 * 64 + 2 * 128}))  # With padding.
+        groups[0].keeper = mock.Mock()
+        self.assertEqual(needs_of(model)[0].unsharded, {})
 
     def test_buffers_that_are_allocated_count(self):
         model = made()
