@@ -99,6 +99,21 @@ class NeedsTest(unittest.TestCase):
         needs, tier, notes = needs_of(made(*[Offload(0.25)] * 3), torch.optim.AdamW, device=CUDA)
         self.assertEqual((needs.fixed, needs.states, tier, len(notes)), (round(0.75 * STATES), 0, None, 1))
 
+    def test_states_that_cannot_be_predicted_are_a_note(self):
+        class Asking(torch.optim.SGD):
+            def step(self):
+                return self.param_groups[0]["params"][0].sum().item()
+
+        notes = needs_of(made(), lambda params: Asking(params, 0.1))[2]
+        self.assertRegex(notes[0], "Asking has no states yet. Those of its first step cannot be predicted")
+        self.assertEqual(needs_of(made(), lambda params: torch.optim.SGD(params, 0.1))[2], [])
+
+    def test_one_gradient_is_enough_to_refuse(self):
+        model = made()
+        model[1].weight.grad = torch.zeros_like(model[1].weight)
+        with self.assertRaisesRegex(RuntimeError, "fit drops gradients, and parameters have some"):
+            _fit._check_can_fit([], model)
+
     def test_a_tier_is_timed_by_one_write_and_one_read(self):
         file, moments = mock.Mock(), iter((5.0, 7.0))
         with (
@@ -147,7 +162,7 @@ class NeedsTest(unittest.TestCase):
         groups = module_states(model)["0"].groups
         self.assertEqual((len(groups), needs_of(model)[0].unsharded), (2, {"0": 4 * 64 + 2 * 128}))  # With padding.
         groups[0].keeper = mock.Mock()
-        self.assertEqual(needs_of(model)[0].unsharded, {})
+        self.assertEqual(fitted(model).keepable(), {})
 
     def test_buffers_that_are_allocated_count(self):
         model = made()
@@ -204,6 +219,16 @@ class NeedsTest(unittest.TestCase):
         self.assertEqual(policies_of(model), [None, Offload(0.25), None])
         self.assertEqual(len(model._forward_pre_hooks), hooks)
 
+    def test_the_report_has_each_unit_with_all_its_calls(self):
+        each, calls = fitted(made()), [RecordedCall("0", 0, 0, 0, 0, 0, kept, kept) for kept in (5, 7)]
+        each.blocked["2"] = "its forward writes a"
+        needs = Needs(Curve([10], [0], ["forward"], calls), {"0": 1.0, "1": 2.0}, {}, fixed=3)
+        choice = Choice(frozenset({"0"}), 0.0, (), 13, "forward", 1.0)
+        found = _fit._report(needs, each, choice, None, 500, ["a note"])
+        units = FitUnit("0", True, True, 12, 1.0), FitUnit("1", False, True, 0, 2.0)
+        units += (FitUnit("2", False, True, 0, 0.0, "its forward writes a"),)
+        self.assertEqual(found, MemoryFit(units, None, 500, 13, "forward", 13, 13, 1.0, ("a note",)))
+
 
 class NeighboursTest(unittest.TestCase):
     def test_what_ranks_keep_for_neighbours_is_no_choice(self):
@@ -249,7 +274,7 @@ class BudgetsTest(unittest.TestCase):
 class TableTest(unittest.TestCase):
     def test_modules_in_a_row_with_the_same_choice_are_one_line(self):
         units = [FitUnit("a", True, True, 1000, 0.001), FitUnit("b", True, True, 3001, 0.002)]
-        units += [FitUnit("c", False, False, 10, 0.5, "its forward writes d")]
+        units += [FitUnit("c", False, False, 10, 0.5, "its forward writes d"), FitUnit("d", False, True, 0, 0.0)]
         report = MemoryFit(tuple(units), None, 9000, 8000, "forward of a", 7000, 6000, 0.25, ("a note",))
         self.assertEqual(
             str(report).splitlines(),
@@ -257,6 +282,7 @@ class TableTest(unittest.TestCase):
                 "modules     activations  after forward  kept bytes  forward ms",
                 "a to b (2)  recomputed   reshard        2,000       1.50",
                 "c           kept         unsharded      10          500.00      its forward writes d",
+                "d           kept         reshard        0           0.00",
                 "optimizer states: all on the device",
                 "predicted peak: 8,000 of 9,000 bytes, in forward of a",
                 "least: 7,000 bytes; nothing recomputed or offloaded: 6,000 bytes",
