@@ -4,7 +4,7 @@ import itertools
 import random
 import unittest
 
-from torch_ragged.fsdp.budget._choice import Needs, NothingFits, _by_effect, _exchanges, _Peaks, cheapest, extremes
+from torch_ragged.fsdp.budget._choice import Needs, NothingFits, _by_effect, _candidates, _exchanges, _Peaks, cheapest, extremes
 from torch_ragged.fsdp.budget._dry_run import Curve, RecordedCall
 
 
@@ -124,6 +124,11 @@ class ChoiceTest(unittest.TestCase):
         found = list(_exchanges(needs, _Peaks(needs), frozenset({"2", "3"}), "3", 80))
         # 0 and 1 would replace 3. Beside them, 2 is not needed any more, and it is the dearest.
         self.assertEqual(found, [{"2"}, {"0", "2"}, {"1", "2"}, {"0", "1"}])
+
+    def test_units_are_tried_in_the_order_of_forward_by_rate_and_by_effect(self):
+        needs = Needs(curve_of([10, 30]), {"0": 1.0, "1": 2.0}, {}, fixed=0)
+        expected = [set(), {"0"}, {"0", "1"}, {"1"}, {"0", "1"}, {"0"}, {"0", "1"}]
+        self.assertEqual(list(_candidates(needs, _Peaks(needs))), expected)
 
     def test_the_unit_with_most_effect_a_second_is_tried_first(self):
         # The last one would be made again at the peak of backward.

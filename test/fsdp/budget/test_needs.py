@@ -1,5 +1,6 @@
 """What fit counts beside the curve, to the byte, what all ranks take of it, and the table: in one process."""
 
+import tempfile
 import unittest
 from unittest import mock
 
@@ -163,6 +164,11 @@ class NeedsTest(unittest.TestCase):
         self.assertEqual((len(groups), needs_of(model)[0].unsharded), (2, {"0": 4 * 64 + 2 * 128}))  # With padding.
         groups[0].keeper = mock.Mock()
         self.assertEqual(fitted(model).keepable(), {})
+
+    def test_parameters_in_files_are_not_in_memory(self):
+        with tempfile.TemporaryDirectory() as folder:
+            needs = needs_of(made(*[Offload(parameters="files", to=folder)] * 3))[0]
+        self.assertEqual(needs.fixed, 4 * 256)
 
     def test_buffers_that_are_allocated_count(self):
         model = made()
