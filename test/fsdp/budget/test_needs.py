@@ -211,6 +211,27 @@ class NeedsTest(unittest.TestCase):
         each.end_dry_run()
         self.assertEqual(each.blocked, {"1": "its forward writes running_mean"})
 
+    def test_inputs_may_be_as_large_as_the_largest_of_the_dry_run(self):
+        model = made()
+        each = fitted(model)
+        each.end_dry_run()
+        with self.assertRaisesRegex(ValueError, "inputs of 1 elements, and fit knows steps with at most 0"):
+            each._look_at_inputs(model, (torch.ones(1),), {})
+        each = fitted(model)
+        for numel in (3, 7, 5):
+            each._look_at_inputs(model, (torch.ones(numel - 1),), {"more": torch.ones(1)})
+        each.end_dry_run()
+        each._look_at_inputs(model, (torch.ones(7),), {})
+        with torch.no_grad():
+            each._look_at_inputs(model, (torch.ones(8),), {})
+        with self.assertRaisesRegex(ValueError, "inputs of 8 elements, and fit knows steps with at most 7"):
+            each._look_at_inputs(model, (torch.ones(7),), {"more": torch.ones(1)})
+
+    def test_gradients_of_a_step_are_dropped_before_the_next_one(self):
+        model = nn.Linear(2, 2)
+        _fit._run_step(model, lambda: model(torch.ones(2)).sum().backward())
+        self.assertTrue(all(param.grad is None for param in model.parameters()))
+
     def test_a_choice_comes_and_goes(self):
         model, own = made(None, Offload(0.25), None), Offload(0.5)
         hooks = len(model._forward_pre_hooks)
