@@ -236,6 +236,7 @@ class UseTest(unittest.TestCase):
             (True, lambda model: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)),
             (True, lambda model: torch._foreach_div_([p.grad for p in model.parameters()], torch.tensor(2.0))),
             (True, lambda model: model.zero_grad(set_to_none=False)),
+            (True, lambda model: [p.grad.fill_(0) for p in model.parameters()]),
             (True, lambda model: model.zero_grad()),
             (False, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.25)),
             (False, lambda model: setattr(model.first.weight, "grad", model.first.weight.grad.clone().mul_(2))),

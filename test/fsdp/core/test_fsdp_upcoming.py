@@ -281,6 +281,22 @@ class UnshardedViewTest(unittest.TestCase):
             model(torch.ones(2, 8))
             self.assertEqual(*self.pointers(model))
 
+    def test_of_two_frozen_parameters_one_may_train_again(self):
+        with fake_group(1):
+            Lent.asked, Lent.declines = 0, False
+            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+            for module in model:
+                module.weight = nn.Parameter(Lent(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
+            policy = MixedPrecisionPolicy(output_dtype=torch.float32)
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+            (group,) = model._ragged_groups(False)
+            for lends in (True, False):
+                model(torch.ones(2, 4))
+                pointers = [(each.unsharded.a.data_ptr(), each.sharded._local_tensor.a.data_ptr()) for each in group.params]
+                self.assertEqual([one == other for one, other in pointers], [True, lends])
+                model.reshard()
+                model[1].weight.requires_grad_(True)
+
     def test_a_type_may_decline_and_must_keep_shape_and_dtype(self):
         with fake_group(1):
             model = self.sharded(Lent)
