@@ -6,15 +6,12 @@ from pathlib import Path
 
 # They take ten minutes once, before the first mutant.
 _FSDP = [
-    "test_dbuffer.py",
+    "core/test_*.py",
+    "memory/test_*.py",
     "test_fsdp*.py",
-    "test_forward_order.py",
-    "test_group_state.py",
     "test_memory_report.py",
     "test_neighbour_copies.py",
     "test_optimizer_states.py",
-    "test_persistent_buffers.py",
-    "test_weight_gradient*.py",
 ]
 
 GROUPS: dict[str, tuple[list[str], list[str]]] = {
