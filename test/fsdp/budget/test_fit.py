@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import sys
 import tempfile
 import unittest
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import Offload, fit, fully_shard, offloaded, reshard_to
@@ -254,11 +256,14 @@ class FitTest(unittest.TestCase):
         model = build()
 
         def step():
-            torch.empty(2**50)
+            model.blocks[2].register_forward_pre_hook(lambda *_: torch.empty(2**50))
+            model(tokens()).backward()
 
         text = error_of(fit, model, step, device_bytes=PLENTY)
         assert "ValueError: fit finds no choice: rank 0 has no memory for a step with all units recomputed" in text, text
-        assert equal(train(model), train(build()))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # Of parameters that are sharded again.
+        model.blocks[2]._forward_pre_hooks.popitem()
+        assert equal(train(model, optimizer), train(build()))
 
     @ranks(2)
     def test_states_leave_the_device_before_it_is_full():
@@ -339,12 +344,76 @@ class FitTest(unittest.TestCase):
         with torch.no_grad():
             model(tokens(3 * TOKENS))  # Which keeps nothing.
         text = error_of(backward_of(model, TOKENS + 1))
-        assert "1,025 elements, and fit knows steps with at most 1,024" in text, text
+        assert "the forward of the model got tensors of shapes (1025,), and the steps of fit had (1024,)" in text, text
         assert all(param.grad is None for param in model.parameters())
         smaller = [backward_of(each, TOKENS // 2) for each in (model, other)]
         assert equal(train(model, step=smaller[0]), train(other, step=smaller[1]))
         fit(model, backward_of(model, TOKENS + 1), device_bytes=PLENTY)
         backward_of(model, TOKENS + 1)()
+
+    @ranks(2)
+    def test_bits_stay_where_a_forward_cannot_run_again_alike():
+        """Units whose values depend on more than their inputs are never recomputed. Buffers that are read are none of that."""
+
+        class Own(Block):
+            def __init__(self):
+                super().__init__()
+                self.is_own, self.average = False, torch.ones(())
+                self.register_buffer("scale", torch.ones(WIDTH).expand(2, WIDTH))
+
+            def begin(self):
+                self.is_own, self.average, self.generator = True, torch.ones(()), torch.Generator().manual_seed(0)
+
+            def body(self, x):
+                if self.is_own:
+                    self.average = 0.9 * self.average + x.detach().mean()
+                    x = x * self.average * torch.rand((), generator=self.generator)
+                return super().body(x * self.scale[0])
+
+        model, other = build(Own), build(Own)
+        for each in (model, other):
+            each.blocks[2].begin()
+        text, why = (
+            error_of(fit, model, backward_of(model), device_bytes=1),
+            "its forward computes other values when it runs again",
+        )
+        assert f"blocks.2 is not: {why}" in text, text
+        least = int(re.search("the least is ([0-9,]+)", text)[1].replace(",", ""))
+        fitted = fit(model, backward_of(model), device_bytes=least)
+        # The last one needs all of its activations at once.
+        assert [unit.recomputes for unit in fitted.units] == [True, True, False, False], str(fitted)
+        assert [unit.why for unit in fitted.units] == ["", "", why, ""], str(fitted)
+        model.blocks[2].begin()
+        assert equal(train(model), train(other))
+
+    @ranks(2)
+    def test_peaks_of_units_that_run_again_twice_or_never():
+        class Two(Model):
+            def forward(self, tokens):
+                x = self.words(tokens)
+                for block in self.blocks[:2]:
+                    x = block(x)
+                kept = self.blocks[2](x).detach()  # Until the end of forward.
+                x = self.blocks[3](x)
+                return F.cross_entropy(self.head(x + 0 * kept), tokens)
+
+        def step():
+            loss = model(tokens())
+            loss.backward(retain_graph=is_twice)
+            if is_twice:
+                loss.backward()
+
+        for is_twice in (False, True):
+            torch.manual_seed(0)
+            model = Two()
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+            free = fit(model, step, device_bytes=PLENTY)
+            for budget in (free.most_bytes, free.least_bytes):
+                fitted = fit(model, step, device_bytes=budget)
+                found = measured(model, step)
+                assert found <= 1.03 * fitted.peak_bytes, (is_twice, found, str(fitted))
 
     @ranks(2)
     def test_another_call_replaces_what_the_last_one_has_set():
@@ -390,6 +459,10 @@ class FitTest(unittest.TestCase):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         text = error_of(fit, model, lambda: (step(), optimizer.step()), device_bytes=PLENTY)
         assert "a step that changes parameters" in text, text
+        with profile():
+            assert "call it outside of the profiler" in error_of(fit, model, step, device_bytes=PLENTY)
+        failing = lambda params: {}[rank]  # noqa: E731
+        assert "KeyError" in error_of(fit, model, step, failing, device_bytes=PLENTY)
         assert "FileNotFoundError" in error_of(fit, model, step, torch.optim.AdamW, device_bytes=PLENTY, to="/no such folder")
         assert equal(train(model), train(build()))
 
@@ -406,7 +479,7 @@ class FitTest(unittest.TestCase):
 
         model = build(Caching)
         text = error_of(fit, model, backward_of(model), device_bytes=PLENTY)
-        assert "fit cannot recompute a module whose forward makes other tensors" in text and "use_cache=False" in text, text
+        assert "fit cannot recompute blocks.3: its forward makes other tensors" in text and "use_cache=False" in text, text
 
     @ranks(2)
     def test_it_composes():
@@ -430,7 +503,7 @@ class FitTest(unittest.TestCase):
     @ranks(4)
     def test_ranks_of_tensor_parallelism_decide_alike():
         """A recomputation has collectives over them. Each rank alone might find another unit the cheapest."""
-        with mock.patch.object(DryRun, "run", lambda dry, step: slower_elsewhere(*run(dry, step))):
+        with mock.patch.object(DryRun, "run", lambda *args: slower_elsewhere(*run(*args))):
             check_together("tensor parallelism")
 
     @ranks(2)

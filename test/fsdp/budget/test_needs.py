@@ -4,6 +4,7 @@ import tempfile
 import unittest
 from unittest import mock
 
+import numpy
 import torch
 from common import enter_fake_group
 from torch import nn
@@ -53,7 +54,8 @@ def policies_of(model):
 
 def needs_of(model, optimizer=None, to=None, device=CPU, **budgets):
     with mock.patch.object(_fit, "_seconds_per_byte", lambda to, device: 0.5):
-        return _fit._needs(model, fitted(model), CURVE, SECONDS, optimizer, {**BUDGETS, **budgets}, to, device)
+        kind = _fit._class_of(optimizer, model)
+        return _fit._needs(model, fitted(model), CURVE, SECONDS, optimizer, kind, {**BUDGETS, **budgets}, to, device)
 
 
 class NeedsTest(unittest.TestCase):
@@ -202,35 +204,52 @@ class NeedsTest(unittest.TestCase):
         fully_shard(model)
         self.assertEqual(list(fitted(model).recomputes), ["0.1", "1"])
 
-    def test_units_that_write_buffers_are_not_recomputed(self):
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-        for module in model:
-            fully_shard(module)
-        each = fitted(fully_shard(model))
-        model[1].running_mean.add_(1)
-        each.end_dry_run()
-        self.assertEqual(each.blocked, {"1": "its forward writes running_mean"})
-
-    def test_inputs_may_be_as_large_as_the_largest_of_the_dry_run(self):
+    def test_units_that_no_choice_changes(self):
         model = made()
         each = fitted(model)
-        each.end_dry_run()
-        with self.assertRaisesRegex(ValueError, "inputs of 1 elements, and fit knows steps with at most 0"):
-            each._look_at_inputs(model, (torch.ones(1),), {})
+        each.end_dry_run({"0": "its forward writes a"}, frozenset({"1"}))
+        with mock.patch.object(_fit, "memory_report", lambda *_: mock.Mock(notes=[], peak=mock.Mock(optimizer=0))):
+            needs = _fit._needs(model, each, CURVE, SECONDS, None, None, BUDGETS, None, CPU)[0]
+        self.assertEqual(needs.seconds, {"2": 3.0})
+        each.set(Choice(frozenset(), 0.0, (), 0, "", 0.0), None)
+        self.assertEqual([module.forward.is_on for module in model], [False, True, False])
+
+    def test_inputs_of_the_model_and_of_units_are_those_of_the_dry_run(self):
+        model = made()
         each = fitted(model)
-        for numel in (3, 7, 5):
-            each._look_at_inputs(model, (torch.ones(numel - 1),), {"more": torch.ones(1)})
-        each.end_dry_run()
-        each._look_at_inputs(model, (torch.ones(7),), {})
+        x = torch.ones(2, 8)
+        hook = lambda: next(iter(model._forward_pre_hooks.values()))(model, (x,), {})  # noqa: E731
+        hook()
+        each.recomputes["1"][0].inputs.look((x,), {})
+        each.end_dry_run({}, frozenset())
+        hook()
+        x = torch.ones(3, 8)
         with torch.no_grad():
-            each._look_at_inputs(model, (torch.ones(8),), {})
-        with self.assertRaisesRegex(ValueError, "inputs of 8 elements, and fit knows steps with at most 7"):
-            each._look_at_inputs(model, (torch.ones(7),), {"more": torch.ones(1)})
+            hook()
+        self.assertRaisesRegex(ValueError, "the forward of the model got", hook)
+        with self.assertRaisesRegex(ValueError, "the forward of 1 got tensors of shapes"):
+            model[1].forward(x)
+        with self.assertRaisesRegex(ValueError, "the forward of 0 got .* and the steps of fit had no such call"):
+            model[0].forward(x)
+
+    def test_another_root_knows_what_was_fitted_to_its_units(self):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Linear(8, 8, bias=False)))
+        for module in (model[0], model[1][0], model[1], model):
+            fully_shard(module)
+        whole = fitted(model)
+        for each in (model, model[0], model[1]):
+            self.assertEqual(_fit._all_fitted(each), [whole])
+        whole.remove()
+        self.assertEqual(_fit._all_fitted(model), [])
+        self.assertFalse(any(isinstance(vars(module).get("forward"), Recompute) for module in model.modules()))
 
     def test_gradients_of_a_step_are_dropped_before_the_next_one(self):
         model = nn.Linear(2, 2)
         _fit._run_step(model, lambda: model(torch.ones(2)).sum().backward())
         self.assertTrue(all(param.grad is None for param in model.parameters()))
+        for step in (lambda: None, lambda: model(torch.ones(2))):
+            with self.assertRaisesRegex(ValueError, "after which no parameter has a gradient"):
+                _fit._run_step(model, step)
 
     def test_a_choice_comes_and_goes(self):
         model, own = made(None, Offload(0.25), None), Offload(0.5)
@@ -248,7 +267,7 @@ class NeedsTest(unittest.TestCase):
 
     def test_the_report_has_each_unit_with_all_its_calls(self):
         each, calls = fitted(made()), [RecordedCall("0", 0, 0, 0, 0, 0, kept, kept) for kept in (5, 7)]
-        each.blocked["2"] = "its forward writes a"
+        each.end_dry_run({"2": "its forward writes a"}, frozenset())
         needs = Needs(Curve([10], [0], ["forward"], calls), {"0": 1.0, "1": 2.0}, {}, fixed=3)
         choice = Choice(frozenset({"0"}), 0.0, (), 13, "forward", 1.0)
         found = _fit._report(needs, each, choice, None, 500, ["a note"])
@@ -281,11 +300,28 @@ class RanksTest(unittest.TestCase):
 
 
 class BudgetsTest(unittest.TestCase):
-    def check(self, device=CUDA, to=None, step=print, **budgets):
-        _fit._check_budgets({**BUDGETS, **budgets}, to, device, step)
+    def check(self, device=CUDA, to=None, step=print, optimizer=torch.optim.AdamW, **budgets):
+        _fit._check_budgets({**BUDGETS, **budgets}, to, device, step, optimizer)
 
-    def test_zero_bytes_are_a_number(self):
+    def test_numbers_of_bytes(self):
         self.check(device_bytes=0, reserve_bytes=0.5, host_bytes=0)
+        self.check(device_bytes=numpy.int64(2**40), reserve_bytes=numpy.float32(1), host_bytes=2**60)
+        for wrong in (float("inf"), float("nan"), 10**20, -1, True, "1"):
+            for name in ("device_bytes", "host_bytes", "reserve_bytes"):
+                with self.assertRaisesRegex(ValueError, rf"fit\({name}=\) takes a number of bytes"):
+                    self.check(**{name: wrong})
+
+    def test_what_makes_the_optimizer(self):
+        model = nn.Linear(2, 2)
+        for right in (torch.optim.AdamW, torch.optim.AdamW(model.parameters()), len, None):
+            self.check(optimizer=right)
+        for wrong in ("AdamW", 3, [torch.optim.AdamW]):
+            with self.assertRaisesRegex(ValueError, "fit takes an optimizer, its class, or a function"):
+                self.check(optimizer=wrong)
+        with self.assertRaisesRegex(ValueError, "is for states of the optimizer: give its class"):
+            self.check(CPU, to="folder", optimizer=None)
+
+    def test_zero_bytes_in_files(self):
         self.check(CPU, file_bytes=0, to="folder")
 
     def test_each_kind_of_mesh_has_its_tiers(self):
@@ -311,7 +347,7 @@ class TableTest(unittest.TestCase):
                 "c           kept         unsharded      10          500.00      its forward writes d",
                 "d           kept         reshard        0           0.00",
                 "optimizer states: all on the device",
-                "predicted peak: 8,000 of 9,000 bytes, in forward of a",
+                "predicted peak: 8,000 of 9,000 bytes (forward of a)",
                 "least: 7,000 bytes; nothing recomputed or offloaded: 6,000 bytes",
                 "predicted cost: 250.00 ms a step",
                 "a note",

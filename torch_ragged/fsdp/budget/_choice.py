@@ -80,17 +80,25 @@ class Choice:
 
 
 class _Peaks:
-    """The curve of a step as vectors over moments."""
+    """The curve of a step as vectors over moments.
+
+    Attributes:
+        units: those with a row in ``kept``, in the order of backward.
+        kept: by unit and moment, what the peak is more if the unit is not recomputed.
+        stays: by unit, what the peaks are more if it stays unsharded.
+    """
 
     def __init__(self, needs: Needs) -> None:
         curve = needs.curve
         self.least = torch.tensor(curve.peaks, dtype=torch.int64, device="cpu")
-        self.kept: dict[str, torch.Tensor] = {}  # In the order of backward, as the next one.
+        kept: dict[str, torch.Tensor] = {}
         self.stays: dict[str, torch.Tensor] = {}
         for call in curve.calls:
-            self._add(self.kept, call.unit, curve.kept_of(call))
+            self._add(kept, call.unit, curve.kept_of(call))
             if needs.unsharded.get(call.unit):
                 self._add(self.stays, call.unit, curve.unsharded_of(call, needs.unsharded[call.unit]))
+        self.units = list(kept)
+        self.kept = torch.stack([*kept.values(), torch.zeros_like(self.least)])  # The last row: there may be no unit.
 
     def _add(self, vectors: dict[str, torch.Tensor], unit: str, more: Mapping[int, int]) -> None:
         vector = vectors.setdefault(unit, torch.zeros_like(self.least))
@@ -98,7 +106,8 @@ class _Peaks:
             vector[at] += nbytes
 
     def of(self, recomputed: frozenset[str] | set[str]) -> torch.Tensor:
-        return sum((vector for unit, vector in self.kept.items() if unit not in recomputed), self.least)
+        keeps = torch.tensor([*(unit not in recomputed for unit in self.units), False], device="cpu")
+        return self.least + self.kept[keeps].sum(0)
 
 
 def cheapest(needs: Needs, device_bytes: int) -> Choice:
@@ -152,7 +161,7 @@ def _exchanges(
     """``recomputed`` without ``out``: with no other unit, with one, and with as many of the cheapest as it takes."""
     rest = recomputed - {out}
     yield rest
-    others = sorted((needs.seconds[unit], unit) for unit in peaks.kept if unit in needs.seconds and unit not in recomputed)
+    others = sorted((needs.seconds[unit], unit) for unit in peaks.units if unit in needs.seconds and unit not in recomputed)
     for _, unit in others:
         yield rest | {unit}
     for _, unit in others:
@@ -167,8 +176,9 @@ def _exchanges(
 
 def _candidates(needs: Needs, peaks: _Peaks) -> Iterator[frozenset[str]]:
     """Sets of units to recompute: the first ones of an order. In forward's order, a peak late in backward falls first."""
-    order = [unit for unit in reversed(list(peaks.kept)) if unit in needs.seconds]
-    by_rate = sorted(order, key=lambda unit: needs.seconds[unit] / max(1, int(peaks.kept[unit].max())))
+    order = [unit for unit in reversed(peaks.units) if unit in needs.seconds]
+    most = dict(zip(peaks.units, peaks.kept.amax(1).tolist()))
+    by_rate = sorted(order, key=lambda unit: needs.seconds[unit] / max(1, most[unit]))
     yield frozenset()
     for units in (order, by_rate, _by_effect(needs, peaks, order)):
         for count in range(1, len(units) + 1):
@@ -178,11 +188,12 @@ def _candidates(needs: Needs, peaks: _Peaks) -> Iterator[frozenset[str]]:
 def _by_effect(needs: Needs, peaks: _Peaks, order: Sequence[str]) -> list[str]:
     """First the unit whose recomputation lowers the peak by most bytes a second, then the next one beside it."""
     left, chosen, held = list(order), [], peaks.of(frozenset())
+    rows = dict(zip(peaks.units, peaks.kept))
     while left:
         top = int(held.max())
-        effects = [(top - int((held - peaks.kept[unit]).max())) / max(needs.seconds[unit], 1e-9) for unit in left]
+        effects = [(top - int((held - rows[unit]).max())) / max(needs.seconds[unit], 1e-9) for unit in left]
         unit = left.pop(effects.index(max(effects)))
-        held = held - peaks.kept[unit]
+        held = held - rows[unit]
         chosen.append(unit)
     return chosen
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import random
 import sys
 import traceback
@@ -20,13 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 
+from torch_ragged._ranks.peers import PeerError
+from torch_ragged._register._torch import backward_id
 from torch_ragged.fsdp.budget._recompute import Recompute
+from torch_ragged.fsdp.core._dbuffer import is_out_of_memory
+from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._hooks import tensors_in
 from torch_ragged.fsdp.tools._timeline import StreamClock
 
-__all__ = ["Curve", "DryRun", "RecordedCall", "unchanged"]
+__all__ = ["Before", "Curve", "DryRun", "RecordedCall", "unchanged"]
 
 _RANGE, _GATHER = "torch_ragged::fit", "torch_ragged::all_gather ("
 _STEPS_FOR_BYTES, _STEPS_FOR_TIMES = 2, 2
@@ -40,7 +46,8 @@ class RecordedCall(NamedTuple):
         begin, end: of its forward.
         gather: when the all-gather for backward is issued.
         again, again_ends: of its recomputation in backward.
-        kept: bytes that the recomputation has made and autograd holds: what the unit keeps if it is not recomputed.
+        kept: bytes that the recomputation has made and autograd holds: what the unit keeps if it is not recomputed. 0 of a
+            call that did not run again: ``again`` and ``again_ends`` are ``end``.
         working: the most bytes in the recomputation beyond those before it.
     """
 
@@ -62,12 +69,14 @@ class Curve:
         peaks: the most bytes between a moment and the next one, beside what was allocated before the step.
         labels: what begins at the moment, such as "forward of blocks.0".
         starts: the bytes at the moment.
+        always: units that every choice recomputes, if they run again: a forward of theirs did not, or more than once.
     """
 
     peaks: list[int]
     starts: list[int]
     labels: list[str]
     calls: list[RecordedCall]
+    always: frozenset[str] = frozenset()
 
     def least(self, others: Sequence[Curve]) -> Curve:
         """The least peaks of steps with equal calls: threads of gloo, and Python's garbage collector, free sooner or later."""
@@ -90,47 +99,98 @@ class Curve:
 
 
 class DryRun:
-    """Runs ``step`` with the units recomputed: to warm up, for its bytes, and for its times.
+    """Runs ``step`` with the units recomputed: to compare what they compute twice, for its bytes, and for its times.
 
     Args:
         units: by name.
         groups: by the name of a unit, those of its parameters.
         device: whose memory counts.
+
+    Attributes:
+        blocked: units that must not be recomputed, and why. They keep their activations in the steps that are recorded.
     """
 
     def __init__(
         self, units: Mapping[str, Sequence[Recompute]], groups: Mapping[str, Sequence[FSDPParamGroup]], device: torch.device
     ) -> None:
         self._units, self._groups, self._device = units, groups, device
+        self.blocked: dict[str, str] = {}
         self._clock = StreamClock(device.type == "cuda")
+        self._traits: list[tuple[str, list[list[torch.Tensor]]]] = []  # Of each forward's outputs, and of those again.
+        self._again, self._has_raised = "", False  # The unit that has run again last, and whether it has not returned.
+        self._numbers = itertools.count()  # Of calls.
         self._times: list[list[tuple[str, Any, Any]]] = []  # Of each timed step.
 
-    def run(self, step: Callable[[], Any]) -> tuple[Curve, dict[str, float]]:
+    def run(
+        self, step: Callable[[], Any], before: Before, largest: Callable[[Sequence[int]], list[int]]
+    ) -> tuple[Curve, dict[str, float]]:
         """The curve, and the seconds of each unit's forward.
 
+        Args:
+            before: the model, before the first step.
+            largest: numbers of this rank to the largest ones of all ranks. It is called once.
+
         Raises:
-            ValueError: a unit makes other tensors when it runs again.
+            ValueError: a unit makes other tensors when it runs again, or raises.
         """
         try:
-            step()
-            with self._watched(self._named):
-                curves = [self._recorded(step) for _ in range(_STEPS_FOR_BYTES)]
-            with self._watched(self._timed):
-                for _ in range(_STEPS_FOR_TIMES):
-                    self._times.append([])
-                    step()
-        except CheckpointError as error:
+            with self._watched(self._compared), set_checkpoint_early_stop(False):
+                step()
+        except Exception as error:
+            if not isinstance(error, CheckpointError) and (not self._has_raised or _is_no_fault_of(error)):
+                raise
+            what = "makes other tensors" if isinstance(error, CheckpointError) else f"raises {type(error).__name__}"
             raise ValueError(
-                "fit cannot recompute a module whose forward makes other tensors when it runs again, such as one that adds to "
-                "a cache of keys and values (in transformers, give use_cache=False): run steps in which all units can be "
-                "recomputed"
+                f"fit cannot recompute {self._again}: its forward {what} when it runs again, as one that adds to a cache of "
+                "keys and values (in transformers, give use_cache=False): run steps in which all units can be recomputed"
             ) from error
+        self._block(before)
+        names = list(self._units)
+        # Equal on all ranks, as recomputations are.
+        for name, is_blocked in zip(names, largest([name in self.blocked for name in names])):
+            if is_blocked:
+                self.blocked.setdefault(name, "it is not recomputed on another rank")
+                for each in self._units[name]:
+                    each.is_on = False
+        with self._watched(self._named):
+            curves = [self._recorded(step) for _ in range(_STEPS_FOR_BYTES)]
+        with self._watched(self._timed):
+            for _ in range(_STEPS_FOR_TIMES):
+                self._times.append([])
+                step()
         seconds: dict[str, float] = {}
         for calls in zip(*self._times):  # One call, in each of the steps: the fastest one was disturbed least.
             name = calls[0][0]
             seconds[name] = seconds.get(name, 0.0) + min(self._clock.seconds(begin, end) for _, begin, end in calls)
         # The last ones: modules of a static plan are on trial in their first calls.
         return curves[-1].least(curves[:-1]), seconds
+
+    def _block(self, before: Before) -> None:
+        for name, traits in self._traits:
+            if not all(_are_alike(traits[0], others) for others in traits[1:]):
+                self.blocked.setdefault(name, "its forward computes other values when it runs again")
+        for name, recomputes in self._units.items():
+            written = (before.written_in(each.module) for each in recomputes)
+            if (buffer := next(filter(None, written), None)) is not None:
+                self.blocked[name] = f"its forward writes {buffer}"
+
+    def _compared(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        traits: list[list[torch.Tensor]] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if traits:
+                self._again, self._has_raised = name, True
+            elif backward_id() != -1:  # A checkpoint around it runs it again, which would make three forwards of two.
+                self.blocked[name] = "it is inside of an activation checkpoint"
+            result = function(*args, **kwargs)
+            self._has_raised = False
+            with torch.no_grad():
+                found = [local_of(tensor.detach()) for tensor in tensors_in(result)[0]]
+                traits.append([_traits_of(tensor) for tensor in found if tensor.layout is torch.strided])
+            return result
+
+        self._traits.append((name, traits))
+        return _untraced(run)
 
     def _recorded(self, step: Callable[[], Any]) -> Curve:
         gc.collect()  # Otherwise, cycles of earlier steps may be freed in this one.
@@ -150,10 +210,10 @@ class DryRun:
                 each.watch = None
 
     def _named(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        phases = iter(("forward", *["again"] * 1000))
+        number, phases = next(self._numbers), itertools.chain(["forward"], itertools.repeat("again"))
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with record_function(f"{_RANGE}/{next(phases)}/{name}"):
+            with record_function(f"{_RANGE}/{next(phases)}/{number}/{name}"):
                 try:
                     return function(*args, **kwargs)
                 except BaseException as error:
@@ -191,9 +251,10 @@ class DryRun:
                 points.append((begin, 2, what, 0, thread))
                 points.append((begin + event.duration_ns(), 0, f"{what} ends", 0, thread))
         curve = Curve([0], [0], ["forward"], [])
-        forwards: dict[str, list[tuple[int, int]]] = {}  # Of each unit, those that were not run again yet: begin and end.
+        forwards: dict[str, tuple[int, int]] = {}  # Of each call, by its number and name: begin and end.
+        again: dict[str, list[RecordedCall]] = {}
         open_at: dict[str, _Open] = {}
-        gathers: dict[str, int] = {}  # The last one of each group.
+        gathers: dict[str, list[int]] = {}  # Of each group.
         held, others = 0, defaultdict[int, _ThreadBytes](_ThreadBytes)
         ours = {thread for _, _, what, _, thread in points if what}  # Forwards and recomputations run on these.
         for _, _, what, nbytes, thread in sorted(points):
@@ -206,14 +267,15 @@ class DryRun:
                     each.add(nbytes if each.thread == thread else 0)
                 continue
             start = what.removesuffix(" ends")
-            phase, _, name = start.partition("/")
+            phase, _, key = start.partition("/")
             at = len(curve.peaks)
             curve.peaks.append(held - sum(each.own for other, each in others.items() if other not in ours))
             curve.starts.append(curve.peaks[-1])
             if phase == "gather":  # Only a moment: what begins then has begun before.
-                gathers[name] = at
+                gathers.setdefault(key, []).append(at)
                 curve.labels.append(curve.labels[-1])
                 continue
+            name = key.partition("/")[2]
             after = "after " if phase == "forward" and what != start else ""
             curve.labels.append(f"{after}{'forward' if phase == 'forward' else 'backward'} of {name}")
             if what == start:
@@ -221,13 +283,28 @@ class DryRun:
                 continue
             begun = open_at.pop(start)
             if phase == "forward":
-                forwards.setdefault(name, []).append((begun.at, at))
-            elif forwards.get(name):
-                begin, end = forwards[name].pop()
-                issued = [gathers.get(group.fqn, 0) for group in self._groups[name]]
-                gather = min([moment for moment in issued if moment > end], default=begun.at)
-                curve.calls.append(RecordedCall(name, begin, end, gather, begun.at, at, max(0, begun.held), begun.most))
+                forwards[key] = begun.at, at
+            elif key in forwards:
+                issued = self._issued(gathers, name, forwards[key][1]) or begun.at
+                gather = min(issued, begun.at)
+                call = RecordedCall(name, *forwards[key], gather, begun.at, at, max(0, begun.held), begun.most)
+                again.setdefault(key, []).append(call)
+        # What a call would keep is known if it ran again once. Otherwise its unit keeps nothing, in every choice.
+        names = {key: key.partition("/")[2] for key in forwards}
+        curve.always = frozenset(
+            names[key] for key in forwards if len(again.get(key, [])) != 1 and names[key] not in self.blocked
+        )
+        for key, (begin, end) in forwards.items():
+            if names[key] not in curve.always and key in again:
+                curve.calls += again[key]
+            elif issued := self._issued(gathers, names[key], end):
+                curve.calls.append(RecordedCall(names[key], begin, end, issued, end, end, 0, 0))
+        curve.calls.sort(key=lambda call: max(call.gather, call.again))  # The order of backward.
         return curve
+
+    def _issued(self, gathers: Mapping[str, Sequence[int]], name: str, end: int) -> int:
+        """The moment after ``end`` at which the first all-gather of a unit is issued; 0: there is none."""
+        return min((at for group in self._groups[name] for at in gathers.get(group.fqn, ()) if at > end), default=0)
 
 
 @dataclass
@@ -267,20 +344,94 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function, recursive=False) if is_loaded else function
 
 
-@contextlib.contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A block after which generators, buffers and gradients are as before it."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    generator = random.getstate()
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type):
-            yield
-    finally:
-        random.setstate(generator)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers and buffers[name].shape == buffer.shape:
-                    buffer.copy_(buffers[name])
-        for param in model.parameters():
+def _is_no_fault_of(error: Exception) -> bool:
+    """Whether a forward that raises ``error`` is not at fault: memory or another rank is."""
+    return isinstance(error, PeerError) or (isinstance(error, RuntimeError) and is_out_of_memory(error))
+
+
+def _traits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers that are other ones if the values are, made without a copy of the tensor."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    flat = flat.view(torch.uint8) if flat.itemsize == 1 else flat  # Torch has no sums of 8-bit floating-point numbers.
+    even, odd = (part.sum(dtype=torch.float64) for part in (flat[::2], flat[1::2]))
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64) if flat.is_floating_point() else even.abs() + odd.abs()
+    return torch.stack([even, odd, norm])
+
+
+def _are_alike(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Equal on a CPU. Kernels of an accelerator may add in other orders each time, which is no change of a program."""
+    return len(outputs) == len(others) and all(
+        torch.allclose(one, other, rtol=0.0, atol=0.0 if one.is_cpu else 1e-3 * float(one[2]), equal_nan=True)
+        for one, other in zip(outputs, others)
+    )
+
+
+class Before:
+    """The buffers of a model, the training modes of its modules and the generators, as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._python = model, random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._buffers = [
+            _Buffer(module, name, buffer, local_of(buffer).detach().clone(), _version_of(buffer))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._modes = {module: module.training for module in model.modules()}
+
+    def written_in(self, module: nn.Module) -> str | None:
+        """The name of a buffer of ``module`` that was written since, or replaced by other values."""
+        inside = {child: name for name, child in module.named_modules()}
+        for each in self._buffers:
+            if each.module in inside:
+                now = each.module._buffers.get(each.name)
+                if (now is each.buffer and _version_of(now) != each.version) or not each.has_values_of(now):
+                    return f"{inside[each.module]}.{each.name}".lstrip(".")
+        return None
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for module, mode in self._modes.items():
+            module.training = mode
+        for each in self._buffers:
+            each.module._buffers[each.name] = each.buffer
+            if not each.has_values_of(each.buffer):
+                with torch.inference_mode(each.buffer.is_inference()), torch.no_grad():
+                    local_of(each.buffer).copy_(each.values)
+        for param in self._model.parameters():
             param.grad = None
+
+
+class _Buffer(NamedTuple):
+    module: nn.Module
+    name: str
+    buffer: torch.Tensor
+    values: torch.Tensor
+    version: int
+
+    def has_values_of(self, other: torch.Tensor | None) -> bool:
+        if other is None or (other.shape, other.dtype) != (self.buffer.shape, self.buffer.dtype):
+            return False
+        return _bits(local_of(other)).equal(_bits(self.values))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _version_of(buffer: torch.Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[Before]:
+    """A block after which generators, buffers, training modes and gradients are as before it."""
+    before = Before(model)
+    try:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            yield before
+    finally:
+        before.restore()

@@ -7,8 +7,9 @@ import functools
 import hashlib
 import itertools
 import mmap
+import numbers
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,11 @@ from torch_ragged._register._torch import dynamo_disabled
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.budget._choice import Choice, Needs, NothingFits, cheapest, extremes
 from torch_ragged.fsdp.budget._dry_run import Curve, DryRun, unchanged
-from torch_ragged.fsdp.budget._recompute import Recompute
+from torch_ragged.fsdp.budget._recompute import KnownInputs, Recompute
 from torch_ragged.fsdp.core._dbuffer import is_out_of_memory
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
-from torch_ragged.fsdp.core._hooks import tensors_in
 from torch_ragged.fsdp.core._kit import check_pairs
 from torch_ragged.fsdp.files._scratch_file import ScratchFile
 from torch_ragged.fsdp.offload._offloaded_optimizer import CUTS_STATES, all_process_groups_of, can_offload
@@ -39,10 +39,12 @@ from torch_ragged.fsdp.tools._memory_report import OptimizerLike, memory_report
 __all__ = ["MemoryFit", "FitUnit", "fit"]
 
 _FITTED = "_ragged_fit"
-"""The attribute under which a model keeps what :func:`fit` has changed."""
+"""The attribute under which a model and its units keep what :func:`fit` has changed."""
 
 _TRIED_BYTES = 1 << 24
 """So many bytes are copied to measure a tier."""
+
+_MOST_BYTES = 1 << 60
 
 _CAN_MOVE = "give fit a class that offloaded() takes, such as torch.optim.AdamW, and make the optimizer with offloaded()"
 
@@ -57,7 +59,7 @@ class FitUnit:
         reshards: whether it is resharded after forward.
         kept_bytes: what autograd keeps of it if it is not recomputed.
         seconds: of its forward, in the dry run.
-        why: why it is not recomputed in any case; "": it may be.
+        why: why it is never recomputed (``kept_bytes`` is 0 then); "": it may be.
     """
 
     name: str
@@ -107,7 +109,7 @@ class MemoryFit:
         text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
         where = "all on the device" if self.offload is None else repr(self.offload)
         text.append(f"optimizer states: {where}")
-        text.append(f"predicted peak: {self.peak_bytes:,} of {self.device_bytes:,} bytes, in {self.moment}")
+        text.append(f"predicted peak: {self.peak_bytes:,} of {self.device_bytes:,} bytes ({self.moment})")
         text.append(f"least: {self.least_bytes:,} bytes; nothing recomputed or offloaded: {self.most_bytes:,} bytes")
         text.append(f"predicted cost: {1e3 * self.seconds:.2f} ms a step")
         return "\n".join([*text, *self.notes])
@@ -133,22 +135,25 @@ def fit(
         optimizer = offloaded(torch.optim.AdamW, model, lr=3e-4)
 
     ``step`` runs five times, and each unit is recomputed in it: so the dry run itself needs the least memory. A *unit* is a
-    module that ``fully_shard`` was called on, without others inside; the root is none. From the allocator's events ``fit``
-    knows what a step holds at each moment, also if other units are recomputed, and it chooses:
+    module that ``fully_shard`` was called on, without others inside; the root and optional modules are none. From the
+    allocator's events ``fit`` knows what a step holds at each moment, also if other units are recomputed, and it chooses:
 
     - which units **recompute** their forward in backward, in place of keeping activations;
     - which part of the optimizer **states** lies elsewhere: in host memory, or on a mesh of CPUs in files in ``to``. All groups
       without an ``Offload`` of their own get this policy, which :func:`offloaded` follows;
     - which units stay **unsharded** from forward to backward in what is left.
 
-    The numbers hold for inputs like those of ``step``: give it the largest batch. A forward with gradients raises a ValueError
-    before its first collective if its inputs have more elements. ``reserve_bytes`` is for what is not counted: what the
-    optimizer allocates within its step, other models, memory of the communication library, fragmentation. Another call drops
-    this choice first.
+    A unit is never recomputed if that would change bits: if its forward writes buffers, or computes other values when it runs
+    again, as with random numbers of a generator of its own. The table says so.
+
+    The numbers hold for inputs like those of ``step``: give it the largest batch, or several. If the model or a unit gets
+    inputs in training that are larger in some dimension, its forward raises a ValueError before it computes.
+    ``reserve_bytes`` is for what is not counted: what the optimizer allocates within its step, other models, memory of the
+    communication library, fragmentation. Another call drops this choice first.
 
     Args:
-        step: a forward and backward, or several, and no step of an optimizer. Gradients are dropped after it; random number
-            generators and buffers are then as before. ``SameBits`` counts its steps: set its ``step`` to 0 again.
+        step: a forward and backward, or several, and no step of an optimizer. Gradients are dropped after it; generators of
+            torch, Python and NumPy, and buffers are then as before. ``SameBits`` counts its steps: set its ``step`` to 0 again.
         optimizer: whose states count: a class, or a function that makes an optimizer of a list of parameters; then states may
             lie elsewhere. Or an optimizer, whose states stay. None: no states count.
         device_bytes: all of a rank: shards, gradients, states, unsharded parameters, activations and ``reserve_bytes``.
@@ -165,11 +170,11 @@ def fit(
         ValueError: no choice fits: the error has the smallest ``device_bytes`` that does. Or an argument is wrong, or ranks
             differ. All ranks raise, and the model is as before. Or this rank has no memory for the dry run: others raise a
             PeerError.
-        RuntimeError: parameters are on the meta device, or have gradients.
+        RuntimeError: parameters are on the meta device, or have gradients; or a profiler of torch runs already.
         OSError: ``to`` is missing or read-only, or has no space.
 
     Source: the knapsack view of activation memory is that of ``torch._functorch.partitioners`` (memory budget), for units.
-    Collectives: those of five steps; per process group three all-reduces of 24 bytes, and an all-gather of what was recorded.
+    Collectives: those of five steps; per process group two all-reduces of 24 bytes, and two all-gathers of what was recorded.
     """
     states = module_states(model)
     own = [group for state in states.values() for group in state.groups]
@@ -178,17 +183,19 @@ def fit(
     with agreement(groups, device, "fit") as claim:
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "file_bytes": file_bytes}
         budgets["reserve_bytes"] = reserve_bytes
-        _check_budgets(budgets, to, device, step)
+        _check_budgets(budgets, to, device, step, optimizer)
         _check_can_fit(own, model)
+        kind = _class_of(optimizer, model)  # It may raise: a function of the program makes an optimizer.
         claim.append(f"fit({text_of(list(budgets.items()))}, {'no folder' if to is None else 'a folder'})")
-    before = model.__dict__.pop(_FITTED, None)
-    if before is not None:
-        before.remove()
+    for fitted in _all_fitted(model):
+        fitted.remove()
     fitted = _Fitted(model, states)
+    dry_run = DryRun(fitted.recomputes, fitted.groups, device)
     try:
         try:
-            with unchanged(model, device):
-                curve, seconds = DryRun(fitted.recomputes, fitted.groups, device).run(functools.partial(_run_step, model, step))
+            with unchanged(model, device) as before:
+                largest = functools.partial(_largest, groups=groups)
+                curve, seconds = dry_run.run(functools.partial(_run_step, model, step), before, largest)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -199,34 +206,41 @@ def fit(
                 "ranks, smaller batches or smaller units"
             ) from error
         with agreement(groups, device, "fit, after the dry run,") as claim:
-            needs, bound, notes = _needs(model, fitted, curve, seconds, optimizer, budgets, to, device)
-            order = repr((curve.labels, [call[:6] for call in curve.calls]))
+            fitted.end_dry_run(dry_run.blocked, curve.always)
+            needs, bound, notes = _needs(model, fitted, curve, seconds, optimizer, kind, budgets, to, device)
+            order = repr((curve.labels, [call._replace(kept=0, working=0) for call in curve.calls], sorted(curve.always)))
             claim.append(f"calls: {hashlib.sha256(order.encode()).hexdigest()[:12]}")
         needs = _of_all_ranks(needs, groups)
         try:
             choice = cheapest(needs, device_bytes)
         except NothingFits as error:
             advice = "" if needs.elsewhere else " Optimizer states may lie elsewhere if you give their class, and a tier."
+            never = "".join(f" {name} is not: {why}." for name, why in itertools.islice(fitted.blocked.items(), 4))
             raise ValueError(
                 f"no choice of fit needs as little as device_bytes={device_bytes:,}: the least is {error.least:,} bytes, with "
-                f"all units recomputed. Give as much, or use more ranks, smaller batches or smaller units.{advice}"
+                f"all units recomputed.{never} Give as much, or use more ranks, smaller batches or smaller units.{advice}"
             ) from None
     except BaseException:
         fitted.remove()
+        for state in states.values():  # The step may have ended within a forward.
+            state.reset()
         raise
     policy = None if bound is None else Offload(choice.fraction, to=bound)
     fitted.set(choice, policy)
-    model.__dict__[_FITTED] = fitted
     return _report(needs, fitted, choice, policy, device_bytes, notes)
 
 
-def _check_budgets(budgets: Mapping[str, Any], to: Any, device: torch.device, step: Any) -> None:
+def _check_budgets(budgets: Mapping[str, Any], to: Any, device: torch.device, step: Any, optimizer: Any) -> None:
     for name, given in budgets.items():
-        is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0
+        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool) and 0 <= float(given) <= _MOST_BYTES
         if not is_number and (given is not None or name in ("device_bytes", "reserve_bytes")):
             raise ValueError(f"fit({name}=) takes a number of bytes, such as 60 * 2**30, got {given!r}")
     if not callable(step):
         raise ValueError(f"fit takes a function that runs a forward and backward as its second argument, got {step!r}")
+    if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
+        raise ValueError(f"fit takes an optimizer, its class, or a function that makes one of parameters, got {optimizer!r}")
+    if to is not None and optimizer is None:
+        raise ValueError(f"fit(to={to!r}) is for states of the optimizer: give its class, such as torch.optim.AdamW")
     if device.type == "cpu" and budgets["host_bytes"] is not None:
         raise ValueError("fit(host_bytes=) is for meshes of accelerators: on the CPU all memory is device_bytes")
     if device.type != "cpu" and (to is not None or budgets["file_bytes"] is not None):
@@ -244,13 +258,17 @@ def _check_can_fit(groups: Sequence[FSDPParamGroup], model: nn.Module) -> None:
             raise RuntimeError(f"{group.names} on the meta device: materialize all parameters before fit()")
     if any(param.grad is not None for param in model.parameters()):
         raise RuntimeError("fit drops gradients, and parameters have some: call it before training, or after zero_grad()")
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError("fit records its steps with torch.profiler, and one runs already: call it outside of the profiler")
 
 
 def _run_step(model: nn.Module, step: Callable[[], Any]) -> None:
     versions = [param._version for param in model.parameters()]
     step()
     if versions != [param._version for param in model.parameters()]:
-        raise ValueError("fit got a step that changes parameters: leave the optimizer's step out of it")
+        raise ValueError("fit got a step that changes parameters, which stay changed: leave the optimizer's step out of it")
+    if all(param.grad is None for param in model.parameters()):
+        raise ValueError("fit got a step after which no parameter has a gradient: run a forward and its backward")
     for param in model.parameters():
         param.grad = None
 
@@ -262,46 +280,40 @@ class _Fitted:
         recomputes: of each unit.
         groups: of each unit.
         blocked: the units that must not be recomputed, and why.
+        always: the units that every choice recomputes.
     """
 
     def __init__(self, model: nn.Module, states: Mapping[str, FSDPState]) -> None:
-        self._largest, self._is_dry = 0, True
         self._states = {name: state for name, state in states.items() if _is_unit(state, model)}
         self.groups = {name: state.groups for name, state in self._states.items()}
         self._reshards: dict[FSDPState, Any] = {}
         self._groups = [group for state in states.values() for group in state.groups]
         self._with_policy: list[FSDPParamGroup] = []
-        self.blocked: dict[str, str] = {}
+        self.blocked: Mapping[str, str] = {}
+        self.always: frozenset[str] = frozenset()
         self.recomputes = {
-            name: [Recompute(module, is_on=True) for module in state.modules] for name, state in self._states.items()
+            name: [Recompute(module, KnownInputs(name), is_on=True) for module in state.modules]
+            for name, state in self._states.items()
         }
-        self._versions = {name: self._versions_of(name) for name in self._states}
+        # Before FSDP's hooks: if it raises, nothing was unsharded.
+        self._inputs = KnownInputs("the model")
         self._hook = model.register_forward_pre_hook(self._look_at_inputs, prepend=True, with_kwargs=True)
+        self._modules = [model, *(each.module for each in self._all_recomputes())]
+        for module in self._modules:
+            module.__dict__[_FITTED] = self
 
-    def _versions_of(self, name: str) -> dict[str, int]:
-        modules = [each.module for each in self.recomputes[name]]
-        return {
-            key: buffer._version for module in modules for key, buffer in module.named_buffers() if not buffer.is_inference()
-        }
+    def _all_recomputes(self) -> Iterator[Recompute]:
+        return itertools.chain.from_iterable(self.recomputes.values())
 
     @dynamo_disabled
     def _look_at_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        numel = sum(tensor.numel() for tensor in tensors_in((args, kwargs))[0])
-        if self._is_dry:
-            self._largest = max(self._largest, numel)
-        # No other choice is made here: on this rank alone, its recomputations could wait for other ranks' collectives.
-        elif numel > self._largest and torch.is_grad_enabled():
-            raise ValueError(
-                f"a forward got inputs of {numel:,} elements, and fit knows steps with at most {self._largest:,}: the peak of "
-                "this one is not known. Call fit with a step of the largest batch, or give this forward a smaller one"
-            )
+        if torch.is_grad_enabled():
+            self._inputs.look(args, kwargs)
 
-    def end_dry_run(self) -> None:
-        self._is_dry = False
-        for name, before in self._versions.items():
-            now = self._versions_of(name)
-            if changed := [key for key in now if now[key] != before.get(key)]:
-                self.blocked[name] = f"its forward writes {changed[0]}"
+    def end_dry_run(self, blocked: Mapping[str, str], always: frozenset[str]) -> None:
+        self.blocked, self.always = blocked, always
+        for inputs in (self._inputs, *(each.inputs for each in self._all_recomputes())):
+            inputs.is_open = False
 
     def keepable(self) -> dict[str, int]:
         """Bytes of the units that may stay unsharded."""
@@ -316,7 +328,7 @@ class _Fitted:
     def set(self, choice: Choice, policy: Offload | None) -> None:
         for name, recomputes in self.recomputes.items():
             for each in recomputes:
-                each.is_on = name in choice.recomputed
+                each.is_on = self.is_recomputed(name, choice)
             if name in choice.unsharded:
                 state = self._states[name]
                 self._reshards[state] = state.reshard_after_forward
@@ -326,10 +338,16 @@ class _Fitted:
             for group in self._with_policy:
                 group.plan = dataclasses.replace(group.plan, parts=(*group.plan.parts, policy))
 
+    def is_recomputed(self, name: str, choice: Choice) -> bool:
+        return name in choice.recomputed or name in self.always
+
     def remove(self) -> None:
         self._hook.remove()
-        for each in itertools.chain.from_iterable(self.recomputes.values()):
+        for each in self._all_recomputes():
             each.remove()
+        for module in self._modules:
+            if module.__dict__.get(_FITTED) is self:
+                del module.__dict__[_FITTED]
         for state, before in self._reshards.items():
             state.reshard_after_forward = before
         for group in self._with_policy:
@@ -339,6 +357,12 @@ class _Fitted:
 
     def reshards(self, name: str) -> bool:
         return self._states[name].reshard_after_forward is not False
+
+
+def _all_fitted(model: nn.Module) -> list[_Fitted]:
+    """What earlier calls have put into the model, or into its units under another root."""
+    found = (module.__dict__.get(_FITTED) for module in model.modules())
+    return list(dict.fromkeys(each for each in found if each is not None))
 
 
 def _is_unit(state: FSDPState, model: nn.Module) -> bool:
@@ -353,12 +377,12 @@ def _needs(
     curve: Curve,
     seconds: Mapping[str, float],
     optimizer: OptimizerLike | None,
+    kind: type[Optimizer] | None,
     budgets: Mapping[str, Any],
     to: str | None,
     device: torch.device,
 ) -> tuple[Needs, str | None, list[str]]:
     """What a step needs on this rank; where states may lie, as ``Offload(to=)`` takes it; and notes."""
-    fitted.end_dry_run()
     report = memory_report(model, optimizer)
     notes = [f"{each}" for each in report.notes if "cannot be predicted" in each]
     groups = [group for state in module_states(model).values() for group in state.groups]
@@ -374,7 +398,6 @@ def _needs(
     stays = sum((1 - policy.optimizer) * numels[group] for group, policy in given.items() if policy is not None) / total
     tier = None
     if optimizer is not None and free and (to is not None if device.type == "cpu" else budgets["host_bytes"] != 0):
-        kind = _class_of(optimizer, model)
         if kind is not None and can_offload(kind):
             tier = "cpu" if to is None else to
             for group in groups:
@@ -394,11 +417,11 @@ def _needs(
         most = movable if limit is None else int(limit)
         rate = _seconds_per_byte(to, device)
         # A window has a chunk of one group.
-        count, numel = (WINDOWS, FILE_NUMEL) if device.type == "cpu" else (2, WINDOW_NUMEL)
+        count, chunk = (WINDOWS, FILE_NUMEL) if device.type == "cpu" else (2, WINDOW_NUMEL)
         largest = max(numel for group, numel in numels.items() if given[group] is None)
-        window, most_windows = (round(count * each * movable / (free * total)) for each in (largest, numel))
-    may = {name: took for name, took in seconds.items() if name not in fitted.blocked}
-    return Needs(curve, may, fitted.keepable(), fixed, movable, most, rate, window, most_windows), tier, notes
+        window, most_windows = (round(count * each * movable / (free * total)) for each in (largest, chunk))
+    chosen = {name: took for name, took in seconds.items() if name not in fitted.blocked and name not in fitted.always}
+    return Needs(curve, chosen, fitted.keepable(), fixed, movable, most, rate, window, most_windows), tier, notes
 
 
 def _class_of(optimizer: Any, model: nn.Module) -> type[Optimizer] | None:
@@ -453,11 +476,7 @@ def _of_all_ranks(needs: Needs, groups: Iterable[dist.ProcessGroup]) -> Needs:
         # Of the room elsewhere, the least.
         [needs.fixed, needs.states, -needs.elsewhere, int(scale * needs.seconds_per_byte), needs.window, needs.most_windows],
     ]
-    numbers = list(itertools.chain.from_iterable(parts))
-    for group in groups:
-        sent = torch.tensor(numbers, dtype=torch.int64, device=device_of_messages(group))
-        numbers = [max(column) for column in zip(*gather_numbers(sent, group, "fit"))]
-    left = iter(numbers)
+    left = iter(_largest(itertools.chain.from_iterable(parts), groups))
     peaks, starts, kept, working, seconds, unsharded, others = (list(itertools.islice(left, len(part))) for part in parts)
     calls = [call._replace(kept=one, working=other) for call, one, other in zip(curve.calls, kept, working)]
     fixed, states, elsewhere, rate, *windows = others
@@ -473,6 +492,15 @@ def _of_all_ranks(needs: Needs, groups: Iterable[dist.ProcessGroup]) -> Needs:
     )
 
 
+def _largest(given: Iterable[int], groups: Iterable[dist.ProcessGroup]) -> list[int]:
+    """Each number, of the rank that has the largest one."""
+    most = [int(number) for number in given]
+    for group in groups:
+        sent = torch.tensor(most, dtype=torch.int64, device=device_of_messages(group))
+        most = [max(column) for column in zip(*gather_numbers(sent, group, "fit"))]
+    return most
+
+
 def _report(
     needs: Needs, fitted: _Fitted, choice: Choice, policy: Offload | None, device_bytes: int, notes: Sequence[str]
 ) -> MemoryFit:
@@ -481,8 +509,9 @@ def _report(
         kept[call.unit] = kept.get(call.unit, 0) + call.kept
     units = []
     for name in fitted.recomputes:
-        numbers = kept.get(name, 0), needs.seconds.get(name, 0.0)
-        units.append(FitUnit(name, name in choice.recomputed, fitted.reshards(name), *numbers, fitted.blocked.get(name, "")))
+        found = kept.get(name, 0), needs.seconds.get(name, 0.0)
+        why = fitted.blocked.get(name, "")
+        units.append(FitUnit(name, fitted.is_recomputed(name, choice), fitted.reshards(name), *found, why))
     return MemoryFit(
         tuple(units), policy, device_bytes, choice.peak, choice.moment, *extremes(needs), choice.seconds, tuple(notes)
     )

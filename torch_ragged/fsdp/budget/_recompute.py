@@ -1,6 +1,6 @@
 """Recompute: the forward of a module, which backward may run again instead of keeping what autograd saves.
 
-It must not decide: :func:`fit` does.
+It must not decide which modules do: :func:`fit` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,51 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Recompute"]
+from torch_ragged.fsdp.core._hooks import tensors_in
+
+__all__ = ["KnownInputs", "Recompute"]
+
+
+@dataclass(eq=False)
+class KnownInputs:
+    """The shapes of a module's inputs in the dry run, beyond which the peak of a step is not known.
+
+    Attributes:
+        is_open: whether it learns shapes; later, larger ones are an error.
+    """
+
+    name: str
+    is_open: bool = True
+    _shapes: set[tuple[torch.Size, ...]] = field(default_factory=set)
+
+    def look(self, args: Any, kwargs: Any) -> None:
+        """Learn the shapes of the tensors in a forward's arguments, or compare them.
+
+        Raises:
+            ValueError: a tensor is larger in some dimension than in each forward of the dry run, or there are more tensors.
+        """
+        shapes = tuple(tensor.shape for tensor in tensors_in((args, kwargs))[0])
+        if self.is_open:
+            self._shapes.add(shapes)
+        if shapes in self._shapes or any(_holds(known, shapes) for known in self._shapes):
+            return
+        # No other choice is made here: on this rank alone, its recomputations could wait for other ranks' collectives.
+        known = ", or ".join(map(_text_of, sorted(self._shapes)[:4])) or "no such call"
+        raise ValueError(
+            f"the forward of {self.name} got tensors of shapes {_text_of(shapes)}, and the steps of fit had {known}: the peak "
+            "is not known. Call fit with a step that has the largest inputs of each kind"
+        )
+
+
+def _text_of(shapes: tuple[torch.Size, ...]) -> str:
+    return ", ".join(str(tuple(shape)) for shape in shapes) or "no tensors"
+
+
+def _holds(known: tuple[torch.Size, ...], shapes: tuple[torch.Size, ...]) -> bool:
+    return len(shapes) <= len(known) and all(
+        len(shape) == len(other) and all(size <= most for size, most in zip(shape, other))
+        for shape, other in zip(shapes, known)
+    )
 
 
 @dataclass(eq=False)
@@ -30,11 +74,13 @@ class Recompute:
     drawn again from the same state.
 
     Attributes:
-        is_on: whether forwards with gradients are recomputed. Equal on all ranks: a forward may have collectives of its own.
-        watch: wraps the function that runs in forward and again in backward. None: nothing looks at it.
+        inputs: looks at the inputs of forwards with gradients.
+        is_on: whether these are recomputed. Equal on all ranks: a forward may have collectives of its own.
+        watch: wraps the function that runs in forward, and again in backward if it is recomputed. None: nothing looks at it.
     """
 
     module: nn.Module
+    inputs: KnownInputs
     is_on: bool = False
     watch: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     _before: Any = field(init=False)  # What the program has put in the place of the class's forward.
@@ -45,11 +91,13 @@ class Recompute:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner: Callable[..., Any] = self._before or functools.partial(type(self.module).forward, self.module)
-        if not torch.is_grad_enabled() or not self.is_on:
+        if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # A graph is made for each kind of shapes; its root looks at them.
+            self.inputs.look(args, kwargs)
         if self.watch is not None:
             inner = self.watch(inner)
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs) if self.is_on else inner(*args, **kwargs)
 
     @property
     def __signature__(self) -> Any:
