@@ -108,16 +108,25 @@ class CurveTest(unittest.TestCase):
         self.assertEqual([call[:3] for call in curve.calls], [("a", 3, 4), ("a", 1, 2)])  # The third has no forward.
         self.assertEqual(curve.always, frozenset())
 
-    def test_a_unit_that_does_not_run_again_once_keeps_nothing(self):
-        """What it would keep until its last backward, or the end of the step, is not known."""
+    def test_a_unit_that_does_not_run_again_is_always_recomputed(self):
+        """What it would keep until the end of the step is not known."""
         events = [block(f"fit/forward/{at}/{name}", 10 * at, 10 * at + 5) for at, name in enumerate("aab", 1)]
-        events += [block("all_gather (a)", 41, 42)]
-        for last in (block("fit/again/2/a", 50, 60), block("fit/again/3/b", 65, 68)):
-            curve = curve_of([*events, block("fit/again/3/b", 45, 47), last])
-            self.assertEqual(curve.always, {"a"} if last.start_ns() == 50 else {"a", "b"})
-            kept = [curve.kept_of(call) for call in curve.calls if call.unit == "a"]
-            self.assertEqual([sum(each.values()) for each in kept], [0, 0])
-            self.assertEqual([call[:4] for call in curve.calls if call.unit == "a"], [("a", 1, 2, 7), ("a", 3, 4, 7)])
+        events += [block("all_gather (a)", 41, 42), block("fit/again/3/b", 45, 47), block("fit/again/2/a", 50, 60)]
+        curve = curve_of(events)
+        self.assertEqual(curve.always, {"a"})
+        calls = [call for call in curve.calls if call.unit == "a"]
+        self.assertEqual([sum(curve.kept_of(call).values()) for call in calls], [0, 0])
+        self.assertEqual([call[:4] for call in calls], [("a", 1, 2, 7), ("a", 3, 4, 7)])
+
+    def test_a_unit_that_runs_again_twice_keeps_until_the_last_time(self):
+        curve = curve_of(
+            [
+                *(block("fit/forward/0/a", 10, 20), block("all_gather (a)", 25, 26)),
+                *(block("fit/again/0/a", 30, 40), memory(31, 9), memory(32, -2), memory(45, -7)),
+                *(block("all_gather (a)", 47, 48), block("fit/again/0/a", 50, 60), memory(51, 8), memory(52, -3)),
+            ]
+        )
+        self.assertEqual((curve.always, curve.calls), (frozenset(), [RecordedCall("a", 1, 2, 3, 7, 8, 7, 9)]))
 
     def test_a_blocked_unit_may_stay_unsharded(self):
         events = [block("fit/forward/0/a", 10, 20), block("all_gather (a)", 30, 40), memory(35, 7)]

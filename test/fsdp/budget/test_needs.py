@@ -2,6 +2,7 @@
 
 import tempfile
 import unittest
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy
@@ -17,6 +18,7 @@ from torch_ragged.fsdp.budget import _fit
 from torch_ragged.fsdp.budget._choice import Choice, Needs
 from torch_ragged.fsdp.budget._dry_run import Curve, RecordedCall
 from torch_ragged.fsdp.budget._recompute import Recompute
+from torch_ragged.fsdp.files._scratch_file import ScratchFile
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BUDGETS = {"device_bytes": 1, "host_bytes": None, "file_bytes": None, "reserve_bytes": 0}
@@ -118,10 +120,10 @@ class NeedsTest(unittest.TestCase):
             _fit._check_can_fit([], model)
 
     def test_a_tier_is_timed_by_one_write_and_one_read(self):
-        file, moments = mock.Mock(), iter((5.0, 7.0))
+        file, moments = mock.Mock(spec=ScratchFile), iter((5.0, 7.0))
         with (
             mock.patch.object(_fit, "ScratchFile", lambda folder, rank, nbytes: file),
-            mock.patch.object(_fit, "time", mock.Mock(perf_counter=lambda: next(moments))),
+            mock.patch.object(_fit, "time", SimpleNamespace(perf_counter=lambda: next(moments))),
         ):
             self.assertEqual(_fit._seconds_per_byte("folder", CPU), 2.0 / _fit._TRIED_BYTES)
         self.assertEqual(
@@ -164,7 +166,7 @@ class NeedsTest(unittest.TestCase):
         fully_shard(model)
         groups = module_states(model)["0"].groups
         self.assertEqual((len(groups), needs_of(model)[0].unsharded), (2, {"0": 4 * 64 + 2 * 128}))  # With padding.
-        groups[0].keeper = mock.Mock()
+        groups[0].keeper = object()
         self.assertEqual(fitted(model).keepable(), {})
 
     def test_parameters_in_files_are_not_in_memory(self):
@@ -208,7 +210,7 @@ class NeedsTest(unittest.TestCase):
         model = made()
         each = fitted(model)
         each.end_dry_run({"0": "its forward writes a"}, frozenset({"1"}))
-        with mock.patch.object(_fit, "memory_report", lambda *_: mock.Mock(notes=[], peak=mock.Mock(optimizer=0))):
+        with mock.patch.object(_fit, "memory_report", lambda *_: SimpleNamespace(notes=[], peak=SimpleNamespace(optimizer=0))):
             needs = _fit._needs(model, each, CURVE, SECONDS, None, None, BUDGETS, None, CPU)[0]
         self.assertEqual(needs.seconds, {"2": 3.0})
         each.set(Choice(frozenset(), 0.0, (), 0, "", 0.0), None)

@@ -69,7 +69,7 @@ class Curve:
         peaks: the most bytes between a moment and the next one, beside what was allocated before the step.
         labels: what begins at the moment, such as "forward of blocks.0".
         starts: the bytes at the moment.
-        always: units that every choice recomputes, if they run again: a forward of theirs did not, or more than once.
+        always: units that every choice recomputes: a forward of theirs did not run again.
     """
 
     peaks: list[int]
@@ -289,14 +289,14 @@ class DryRun:
                 gather = min(issued, begun.at)
                 call = RecordedCall(name, *forwards[key], gather, begun.at, at, max(0, begun.held), begun.most)
                 again.setdefault(key, []).append(call)
-        # What a call would keep is known if it ran again once. Otherwise its unit keeps nothing, in every choice.
+        # What a call would keep is not known if it never ran again. Recomputing its unit costs no time then.
         names = {key: key.partition("/")[2] for key in forwards}
-        curve.always = frozenset(
-            names[key] for key in forwards if len(again.get(key, [])) != 1 and names[key] not in self.blocked
-        )
+        curve.always = frozenset(name for key, name in names.items() if key not in again and name not in self.blocked)
         for key, (begin, end) in forwards.items():
             if names[key] not in curve.always and key in again:
-                curve.calls += again[key]
+                # Until the last time, if there are several: with retain_graph.
+                kept, working = (max(column) for column in zip(*((call.kept, call.working) for call in again[key])))
+                curve.calls.append(again[key][-1]._replace(kept=kept, working=working))
             elif issued := self._issued(gathers, names[key], end):
                 curve.calls.append(RecordedCall(names[key], begin, end, issued, end, end, 0, 0))
         curve.calls.sort(key=lambda call: max(call.gather, call.again))  # The order of backward.
@@ -373,7 +373,7 @@ class Before:
         self._model, self._python = model, random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._buffers = [
-            _Buffer(module, name, buffer, local_of(buffer).detach().clone(), _version_of(buffer))
+            _Buffer(module, name, buffer, local_of(buffer).detach().clone(), _writes_to(buffer))
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -386,7 +386,7 @@ class Before:
         for each in self._buffers:
             if each.module in inside:
                 now = each.module._buffers.get(each.name)
-                if (now is each.buffer and _version_of(now) != each.version) or not each.has_values_of(now):
+                if (now is each.buffer and _writes_to(now) != each.version) or not each.has_values_of(now):
                     return f"{inside[each.module]}.{each.name}".lstrip(".")
         return None
 
@@ -415,14 +415,14 @@ class _Buffer(NamedTuple):
     def has_values_of(self, other: torch.Tensor | None) -> bool:
         if other is None or (other.shape, other.dtype) != (self.buffer.shape, self.buffer.dtype):
             return False
-        return _bits(local_of(other)).equal(_bits(self.values))
+        return _raw_of(local_of(other)).equal(_raw_of(self.values))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _raw_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _version_of(buffer: torch.Tensor) -> int:
+def _writes_to(buffer: torch.Tensor) -> int:
     return -1 if buffer.is_inference() else buffer._version
 
 

@@ -44,7 +44,7 @@ _FITTED = "_ragged_fit"
 _TRIED_BYTES = 1 << 24
 """So many bytes are copied to measure a tier."""
 
-_MOST_BYTES = 1 << 60
+_ALL_BYTES = 1 << 60
 
 _CAN_MOVE = "give fit a class that offloaded() takes, such as torch.optim.AdamW, and make the optimizer with offloaded()"
 
@@ -232,7 +232,7 @@ def fit(
 
 def _check_budgets(budgets: Mapping[str, Any], to: Any, device: torch.device, step: Any, optimizer: Any) -> None:
     for name, given in budgets.items():
-        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool) and 0 <= float(given) <= _MOST_BYTES
+        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool) and 0 <= float(given) <= _ALL_BYTES
         if not is_number and (given is not None or name in ("device_bytes", "reserve_bytes")):
             raise ValueError(f"fit({name}=) takes a number of bytes, such as 60 * 2**30, got {given!r}")
     if not callable(step):

@@ -44,14 +44,14 @@ class KnownInputs:
         if shapes in self._shapes or any(_holds(known, shapes) for known in self._shapes):
             return
         # No other choice is made here: on this rank alone, its recomputations could wait for other ranks' collectives.
-        known = ", or ".join(map(_text_of, sorted(self._shapes)[:4])) or "no such call"
+        known = ", or ".join(map(_shapes_text, sorted(self._shapes)[:4])) or "no such call"
         raise ValueError(
-            f"the forward of {self.name} got tensors of shapes {_text_of(shapes)}, and the steps of fit had {known}: the peak "
+            f"the forward of {self.name} got tensors of shapes {_shapes_text(shapes)}, and the steps of fit had {known}: the peak "
             "is not known. Call fit with a step that has the largest inputs of each kind"
         )
 
 
-def _text_of(shapes: tuple[torch.Size, ...]) -> str:
+def _shapes_text(shapes: tuple[torch.Size, ...]) -> str:
     return ", ".join(str(tuple(shape)) for shape in shapes) or "no tensors"
 
 
