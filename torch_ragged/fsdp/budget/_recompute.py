@@ -46,8 +46,8 @@ class KnownInputs:
         # No other choice is made here: on this rank alone, its recomputations could wait for other ranks' collectives.
         known = ", or ".join(map(_shapes_text, sorted(self._shapes)[:4])) or "no such call"
         raise ValueError(
-            f"the forward of {self.name} got tensors of shapes {_shapes_text(shapes)}, and the steps of fit had {known}: the peak "
-            "is not known. Call fit with a step that has the largest inputs of each kind"
+            f"the forward of {self.name} got tensors of shapes {_shapes_text(shapes)}, and the steps of fit had {known}: the "
+            "peak is not known. Call fit with a step that has the largest inputs of each kind"
         )
 
 
