@@ -67,6 +67,16 @@ class GradBufferTest(unittest.TestCase):
                 model(x).pow(2).sum().backward()
         return [parameter.grad.to_local() for parameter in model.parameters()]
 
+    def test_a_borrowed_gradient_is_dropped_when_the_buffer_gets_its_own_memory(self):
+        (group,) = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh=self.mesh)._ragged_groups(False)
+        buffer, gradient = group.reduction.buffer, torch.ones(WIDTH, WIDTH)
+        buffer._log.start()
+        self.assertTrue(buffer.borrow(gradient))
+        (view,) = buffer.views()
+        view.mul_(2)
+        self.assertEqual(gradient.sum(), gradient.numel())
+        self.assertEqual([nbytes for _, nbytes in buffer._log.events], [gradient.nbytes, gradient.nbytes, -gradient.nbytes])
+
     def test_small_gradients_are_copied_by_one_operation(self):
         for steps in (1, 3):
             expected, counted = self.gradients(steps), Counted()
