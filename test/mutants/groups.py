@@ -8,6 +8,7 @@ from pathlib import Path
 _FSDP = [
     "core/test_*.py",
     "memory/test_*.py",
+    "offload/test_step_in_backward.py",
     "test_fsdp*.py",
     "test_memory_report.py",
     "test_neighbour_copies.py",

@@ -51,6 +51,11 @@ def batch(step: int, rank: int | None = None) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+def zeroed_beside_a_plain_one(model: nn.Module) -> None:
+    model.other.bias.grad = model.other.bias.grad.clone()
+    torch._foreach_zero_([param.grad for param in model.parameters()])
+
+
 def backward(model: nn.Module, step: int, uses_other: bool = False) -> None:
     model(batch(step), uses_other).square().sum().backward()
 
@@ -222,7 +227,8 @@ class UseTest(unittest.TestCase):
         assert "unreduced (7, 5)" in repr(grad)
         assert torch.equal(weight.full_tensor(), before)
         model.synchronize_gradients()
-        refused(grad.full_tensor, "RuntimeError: this FSDPGrad is out of date")
+        for use in (grad.full_tensor, lambda: grad.placements):
+            refused(use, "RuntimeError: this FSDPGrad is out of date")
         for optimizer in optimizers:
             optimizer.step()
         assert not torch.equal(weight.full_tensor(), before)
@@ -235,6 +241,7 @@ class UseTest(unittest.TestCase):
             (True, lambda model: [p.grad.mul_(0.5) for p in model.parameters()]),
             (True, lambda model: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)),
             (True, lambda model: torch._foreach_div_([p.grad for p in model.parameters()], torch.tensor(2.0))),
+            (False, zeroed_beside_a_plain_one),
             (True, lambda model: model.zero_grad(set_to_none=False)),
             (True, lambda model: [p.grad.fill_(0) for p in model.parameters()]),
             (True, lambda model: model.zero_grad()),

@@ -77,6 +77,15 @@ class GradBufferTest(unittest.TestCase):
         self.assertEqual(gradient.sum(), gradient.numel())
         self.assertEqual([nbytes for _, nbytes in buffer._log.events], [gradient.nbytes, gradient.nbytes, -gradient.nbytes])
 
+    def test_a_dropped_gradient_leaves_nothing(self):
+        (group,) = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh=self.mesh)._ragged_groups(False)
+        buffer, (param,) = group.reduction.buffer, group.params
+        buffer.add(0, torch.ones(WIDTH, WIDTH))
+        param.pending, param.unsharded.grad = (0,), torch.ones(WIDTH, WIDTH)
+        buffer.drop()
+        found = (buffer.holds_gradients, param.has_gradient, param.was_used, param.pending, param.unsharded.grad)
+        self.assertEqual(found, (False, False, False, None, None))
+
     def test_small_gradients_are_copied_by_one_operation(self):
         for steps in (1, 3):
             expected, counted = self.gradients(steps), Counted()

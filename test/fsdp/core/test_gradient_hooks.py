@@ -160,6 +160,16 @@ class GradientHooksTest(unittest.TestCase):
         assert events == ["reduce"] * reduced + hooks, events
 
     @ranks(2)
+    def test_what_ran_in_a_backward_is_not_used_in_the_next_one():
+        model, x = sharded(init_device_mesh("cpu", (2,))), torch.ones(2, DIM)
+        model.set_reduce_scatter_max_input_buffers(1)
+        with events_of(model):
+            model(x).sum().backward()
+            model.zero_grad()
+            model(x, without_extra=range(BLOCKS)).sum().backward()
+        assert all(block.extra.grad is None and block.linear.weight.grad is not None for block in model.blocks)
+
+    @ranks(2)
     def test_a_step_in_hooks_that_communicate_frees_each_gradient_and_gives_the_values_of_one_process():
         mesh = init_device_mesh("cpu", (2,))
         for case in ({}, {"without_extra": (1, 2)}, {"optional": (1, 2), "skipped": (1,)}):
