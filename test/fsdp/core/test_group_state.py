@@ -1,10 +1,11 @@
 """The states that a group goes through in a step."""
 
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import run_ranks
+from common import fake_group, run_ranks
 from torch import nn
 
 from torch_ragged.fsdp import fully_shard
@@ -46,6 +47,20 @@ def states_in_a_step():
 
 
 class GroupStateTest(unittest.TestCase):
+    def test_after_an_all_gather_that_failed_a_group_is_sharded_and_can_gather_again(self):
+        with fake_group(2):
+            model = fully_shard(nn.Linear(8, 8))
+            (group,) = model._ragged_groups(False)
+            for call in (group.reshard, lambda: model(torch.ones(2, 8))):
+                model.unshard(async_op=True)
+                group._all_gather.wait()
+                group._all_gather = mock.Mock(wait=mock.Mock(side_effect=KeyError))
+                self.assertRaises(KeyError, call)
+                self.assertEqual((group._sharded_state.name, group._all_gather), ("SHARDED", None))
+                self.assertFalse(group.encoding.buffer.is_allocated)
+            model.unshard()
+            self.assertEqual(group._sharded_state.name, "UNSHARDED")
+
     def test_states_in_a_step(self):
         for seen in run_ranks(2, states_in_a_step):
             self.assertEqual(
