@@ -9,6 +9,7 @@ from common import fake_group, run_ranks
 from torch import nn
 
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp.core._fsdp_param import ReadGuard
 
 
 def states_in_a_step():
@@ -60,6 +61,19 @@ class GroupStateTest(unittest.TestCase):
                 self.assertFalse(group.encoding.buffer.is_allocated)
             model.unshard()
             self.assertEqual(group._sharded_state.name, "UNSHARDED")
+
+    def test_reads_are_refused_while_parameters_are_resharded(self):
+        with fake_group(1):
+            (group,) = fully_shard(nn.Linear(8, 8))._ragged_groups(False)
+        guard = ReadGuard(group.params)
+        versions = [param.unsharded._version for param in group.params]
+        self.assertFalse(guard.refuses(guard.version) or guard.refuses_view(0))
+        guard.refuse_reads()
+        self.assertTrue(guard.refuses(guard.version) and guard.refuses_view(0))
+        self.assertFalse(guard.refuses(guard.version + 1))
+        guard.allow_reads()
+        self.assertFalse(guard.refuses(guard.version) or guard.refuses_view(0))
+        self.assertEqual([param.unsharded._version for param in group.params], versions)
 
     def test_states_in_a_step(self):
         for seen in run_ranks(2, states_in_a_step):
