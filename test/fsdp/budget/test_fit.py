@@ -246,6 +246,7 @@ class FitTest(unittest.TestCase):
         least = fit(model, backward_of(model), device_bytes=PLENTY).least_bytes
         text = error_of(fit, model, backward_of(model), device_bytes=least // 2)
         assert "ValueError: no choice of fit needs as little as device_bytes=" in text and "the least is" in text, text
+        assert "Optimizer states may lie elsewhere if you give their class" in text, text
         assert not any(isinstance(each.__dict__.get("forward"), Recompute) for each in model.modules())
         assert all(state.reshard_after_forward is not False for name, state in module_states(model).items() if name != "root")
         assert not model._forward_pre_hooks or len(model._forward_pre_hooks) == len(build()._forward_pre_hooks)
