@@ -9,10 +9,11 @@ import re
 import tempfile
 import unittest
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import collectives_seen, error_of, ranks
+from common import collectives_seen, error_of, fake_group, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -265,6 +266,14 @@ class UseTest(unittest.TestCase):
                 for theirs, mine in (results[:2], results[2:]):
                     for name, value in mine.items():
                         torch.testing.assert_close(value, theirs[name], rtol=2e-6, atol=2e-6, msg=name)
+
+    def test_zeros_drop_gradients_whose_memory_is_gone(self):
+        with fake_group(2):
+            params = list(sharded().parameters())
+        for param in params:
+            param.grad = FSDPGrad(mock.Mock(has_memory=False), 0, param, param.dtype, None)
+        torch._foreach_zero_([param.grad for param in params])
+        self.assertTrue(all(param.grad is None for param in params))
 
     @ranks(2)
     def test_dropped_gradients_stay_dropped():
