@@ -9,7 +9,7 @@ import re
 import tempfile
 import unittest
 from collections.abc import Callable
-from unittest import mock
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -271,7 +271,7 @@ class UseTest(unittest.TestCase):
         with fake_group(2):
             params = list(sharded().parameters())
         for param in params:
-            param.grad = FSDPGrad(mock.Mock(has_memory=False), 0, param, param.dtype, None)
+            param.grad = FSDPGrad(SimpleNamespace(has_memory=False), 0, param, param.dtype, None)
         torch._foreach_zero_([param.grad for param in params])
         self.assertTrue(all(param.grad is None for param in params))
 

@@ -1,7 +1,6 @@
 """The states that a group goes through in a step."""
 
 import unittest
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,6 +46,11 @@ def states_in_a_step():
     return seen
 
 
+class FailedWork:
+    def wait(self):
+        raise KeyError
+
+
 class GroupStateTest(unittest.TestCase):
     def test_after_an_all_gather_that_failed_a_group_is_sharded_and_can_gather_again(self):
         with fake_group(2):
@@ -55,7 +59,7 @@ class GroupStateTest(unittest.TestCase):
             for call in (group.reshard, lambda: model(torch.ones(2, 8))):
                 model.unshard(async_op=True)
                 group._all_gather.wait()
-                group._all_gather = mock.Mock(wait=mock.Mock(side_effect=KeyError))
+                group._all_gather = FailedWork()
                 self.assertRaises(KeyError, call)
                 self.assertEqual((group._sharded_state.name, group._all_gather), ("SHARDED", None))
                 self.assertFalse(group.encoding.buffer.is_allocated)
