@@ -1,5 +1,6 @@
 """What fully_shard takes and makes: lists, placements, dtypes, the meta device; and that ranks agree on it."""
 
+import copy
 import unittest
 from types import SimpleNamespace
 
@@ -16,7 +17,18 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
-from torch_ragged.fsdp import HIERARCHICAL, blocks, buffer_layouts, elements, fully_shard, memory_report, rows, tensor
+from torch_ragged.fsdp import (
+    HIERARCHICAL,
+    Offload,
+    blocks,
+    buffer_layouts,
+    elements,
+    fully_shard,
+    memory_report,
+    offloaded,
+    rows,
+    tensor,
+)
 
 WIDTH = 10
 
@@ -206,6 +218,17 @@ def shard_placement_errors():
     ]
 
 
+def step_of_complex_parameters(options):
+    """A step of an optimizer that sees them as pairs of real numbers."""
+    one = nn.Linear(6, 6, dtype=torch.complex64)
+    two = fully_shard(copy.deepcopy(one), mesh=world(), **options)
+    for model in (one, two):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
+        model(torch.ones(2, 6, dtype=torch.complex64)).abs().sum().backward()
+        optimizer.step()
+    assert all(torch.allclose(a.full_tensor(), b) for a, b in zip(two.parameters(), one.parameters(), strict=True))
+
+
 # -- dtypes --------------------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +397,20 @@ class ConstructionTest(unittest.TestCase):
             for errors in run_ranks(size, shard_placement_errors):
                 for error, text in zip(errors, words, strict=True):
                     self.assertIn(text, error)
+
+    @ranks(2)
+    def test_steps_of_complex_parameters_are_not_lost():
+        for options in ({}, {"shard_placement_fn": lambda param: Shard(0)}, {"orig_param_policy": lambda *_: rows(4)}):
+            step_of_complex_parameters(options)
+        knobs = {"shard_placement_fn": lambda param: Shard(0), "offload_policy": Offload(0.0)}
+        model = fully_shard(nn.Linear(4, 5, dtype=torch.complex64), mesh=world(), **knobs)
+        for make in (torch.optim.AdamW, torch.optim.SGD, lambda params, lr: offloaded(torch.optim.AdamW, model, lr=lr)):
+            optimizer = make(model.parameters(), lr=0.1)
+            model(torch.ones(2, 4, dtype=torch.complex64)).abs().sum().backward()
+            text = error_of(optimizer.step)
+            assert bool(text) == (make is not torch.optim.SGD), text
+            assert not text or "complex parameters that Shard(0) does not cut evenly: weight, bias" in text, text
+            optimizer.zero_grad()
 
     @ranks(3)
     def test_each_dtype_has_a_buffer_of_its_own():

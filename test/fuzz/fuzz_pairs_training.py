@@ -236,7 +236,10 @@ class PairTraining:
             options["orig_param_policy"] = muon_policy()
         elif case["cut"].startswith("Shard"):
             dim = int(case["cut"][-2])
-            options["shard_placement_fn"] = lambda param: Shard(dim) if param.ndim > dim else None
+            ranks = self.mesh.size() if case["placements"] == "HIERARCHICAL" else shards
+            options["shard_placement_fn"] = lambda param: (
+                Shard(dim) if param.ndim > dim and not (param.is_complex() and param.shape[dim] % ranks) else None
+            )
         elif case["cut"]:
             options["orig_param_policy"] = self.granularity
         if case["precision"]:

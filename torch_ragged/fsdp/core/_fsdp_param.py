@@ -160,6 +160,11 @@ class Distribution:
             self.reduces_gradient = any(each != self._model_placements[dim] for dim, each in given if dim not in self._dp_dims)
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether it is cut by a ``Shard(d)`` whose dimension the ranks do not divide."""
+        return self.shard_dim is not None and self.local_shape[self.shard_dim] % self._ranks != 0
+
+    @property
     def text(self) -> str:
         """A description, equal on all ranks."""
         model = ""

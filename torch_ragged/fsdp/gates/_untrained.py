@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -183,6 +183,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     _refuse_unsharded(optimizer, params)
     _refuse_promoted(optimizer, params)
+    _refuse_gathered(optimizer, params)
     texts = []
     replaced = [replaced_params[param] for param in params if param in replaced_params]
     if names := _names((module(), name) for module, name, *_ in replaced):
@@ -248,6 +249,24 @@ def _refuse_promoted(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> No
             "They were used beside a parallelized model. Make them DTensors: set them in the model itself after parallelize, "
             "or call parallelize on their module, with Plan().default(Replicate())"
         )
+
+
+def _refuse_gathered(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """An error, since such a step is lost: torch's rule of view_as_real gathers these, and the step writes to a copy."""
+    if isinstance(optimizer, SGD) or not _is_torchs(optimizer):
+        return
+    owners = [owner for owner, _ in _sharded_of(params) if owner.sharded.is_complex() and owner.distribution.is_uneven]
+    if names := _names(owner.registered_names[0] for owner in owners):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has complex parameters that Shard({owners[0].distribution.shard_dim}) does not cut "
+            f"evenly: {_listed(names)}. Torch would gather them, and the step would be lost: return None for them from "
+            "shard_placement_fn, so that they get a ragged placement, or train them with SGD"
+        )
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its steps are those of a class of ``torch.optim``, perhaps in pieces: :func:`offloaded`."""
+    return type(optimizer).__module__.startswith("torch.optim") or getattr(optimizer, "follows_offload", False)
 
 
 def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:
