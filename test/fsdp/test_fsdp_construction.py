@@ -404,7 +404,8 @@ class ConstructionTest(unittest.TestCase):
             step_of_complex_parameters(options)
         knobs = {"shard_placement_fn": lambda param: Shard(0), "offload_policy": Offload(0.0)}
         model = fully_shard(nn.Linear(4, 5, dtype=torch.complex64), mesh=world(), **knobs)
-        for make in (torch.optim.AdamW, torch.optim.SGD, lambda params, lr: offloaded(torch.optim.AdamW, model, lr=lr)):
+        own = type("Own", (torch.optim.AdamW,), {})
+        for make in (torch.optim.AdamW, own, torch.optim.SGD, lambda params, lr: offloaded(torch.optim.AdamW, model, lr=lr)):
             optimizer = make(model.parameters(), lr=0.1)
             model(torch.ones(2, 4, dtype=torch.complex64)).abs().sum().backward()
             text = error_of(optimizer.step)

@@ -310,6 +310,7 @@ class SameBits:
             raise RuntimeError(f"SameBits: {'; '.join(changed)}")
         if _kernels(self._optimizers) != self._kernels:
             raise RuntimeError("SameBits: foreach, fused or capturable of an optimizer has changed: make a new SameBits")
+        # Ranks would not add its gradients, so that it would train apart on each of them.
         if new := {name for name, param in self._model.named_parameters() if param.requires_grad} - self._known:
             raise RuntimeError(f"SameBits: {min(new)} is a new parameter of the model: make a new SameBits")
         for state in module_states(self._model).values():

@@ -106,6 +106,7 @@ class _Peaks:
             vector[at] += nbytes
 
     def of(self, recomputed: frozenset[str] | set[str]) -> torch.Tensor:
+        # One sum of rows: the search asks for thousands of sets, and a sum of vectors one by one takes seconds of all ranks.
         keeps = torch.tensor([*(unit not in recomputed for unit in self.units), False], device="cpu")
         return self.least + self.kept[keeps].sum(0)
 

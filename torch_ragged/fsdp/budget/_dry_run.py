@@ -134,6 +134,7 @@ class DryRun:
             ValueError: a unit makes other tensors when it runs again, or raises.
         """
         try:
+            # Otherwise a recomputation ends when it has all tensors, before the outputs that are compared.
             with self._watched(self._compared), set_checkpoint_early_stop(False):
                 step()
         except Exception as error:
@@ -146,7 +147,7 @@ class DryRun:
             ) from error
         self._block(before)
         names = list(self._units)
-        # Equal on all ranks, as recomputations are.
+        # Equal on all ranks: if one rank kept what others recompute, it would leave out the collectives of that forward.
         for name, is_blocked in zip(names, largest([name in self.blocked for name in names])):
             if is_blocked:
                 self.blocked.setdefault(name, "it is not recomputed on another rank")
@@ -184,6 +185,8 @@ class DryRun:
                 self.blocked[name] = "it is inside of an activation checkpoint"
             result = function(*args, **kwargs)
             self._has_raised = False
+            # Numbers, not the outputs: these would stay in memory until backward, in the step that must need the least. Of the
+            # local tensor: a collective here would be one more than in training.
             with torch.no_grad():
                 found = [local_of(tensor.detach()) for tensor in tensors_in(result)[0]]
                 traits.append([_traits_of(tensor) for tensor in found if tensor.layout is torch.strided])
@@ -286,7 +289,7 @@ class DryRun:
                 forwards[key] = begun.at, at
             elif key in forwards:
                 issued = self._issued(gathers, name, forwards[key][1]) or begun.at
-                gather = min(issued, begun.at)
+                gather = min(issued, begun.at)  # A later one is for another backward of the same graph.
                 call = RecordedCall(name, *forwards[key], gather, begun.at, at, max(0, begun.held), begun.most)
                 again.setdefault(key, []).append(call)
         # What a call would keep is not known if it never ran again. Recomputing its unit costs no time then.
@@ -398,7 +401,7 @@ class Before:
             module.training = mode
         for each in self._buffers:
             each.module._buffers[each.name] = each.buffer
-            if not each.has_values_of(each.buffer):
+            if not each.has_values_of(each.buffer):  # A write counts, and expanded buffers take none.
                 with torch.inference_mode(each.buffer.is_inference()), torch.no_grad():
                     local_of(each.buffer).copy_(each.values)
         for param in self._model.parameters():

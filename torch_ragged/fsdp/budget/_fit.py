@@ -185,7 +185,8 @@ def fit(
         budgets["reserve_bytes"] = reserve_bytes
         _check_budgets(budgets, to, device, step, optimizer)
         _check_can_fit(own, model)
-        kind = _class_of(optimizer, model)  # It may raise: a function of the program makes an optimizer.
+        # Here, where an error on one rank is one on all: a function of the program may raise.
+        kind = _class_of(optimizer, model)
         claim.append(f"fit({text_of(list(budgets.items()))}, {'no folder' if to is None else 'a folder'})")
     for fitted in _all_fitted(model):
         fitted.remove()
@@ -222,7 +223,8 @@ def fit(
             ) from None
     except BaseException:
         fitted.remove()
-        for state in states.values():  # The step may have ended within a forward.
+        # The step may have ended within a forward: what is unsharded would stay in memory, and an optimizer would get it.
+        for state in states.values():
             state.reset()
         raise
     policy = None if bound is None else Offload(choice.fraction, to=bound)

@@ -39,7 +39,7 @@ class KnownInputs:
             ValueError: a tensor is larger in some dimension than in each forward of the dry run, or there are more tensors.
         """
         shapes = tuple(tensor.shape for tensor in tensors_in((args, kwargs))[0])
-        if self.is_open:
+        if self.is_open:  # Later shapes are not kept: lengths that vary would fill the memory of a long run.
             self._shapes.add(shapes)
         if shapes in self._shapes or any(_holds(known, shapes) for known in self._shapes):
             return

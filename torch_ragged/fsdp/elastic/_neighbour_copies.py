@@ -303,7 +303,7 @@ class NeighbourCopies:
         check_no_hooks(checked_states(self._model, _CALL, runs=True), "recover()")  # Before anything is changed.
         if mesh is None:
             mesh = DeviceMesh.from_group(self._group_left(self.ranks_left()), self._mesh.device_type)
-        if group is None:
+        if group is None:  # All ranks that are left are in this call, so that they make the group together.
             group = mesh.get_group() if mesh.ndim == 1 else self._group_left(mesh.mesh.flatten().tolist())
         with contextlib.suppress(transfer.TransferError):  # The copy before that one counts.
             self.wait()

@@ -265,8 +265,9 @@ def _refuse_gathered(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> No
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether its steps are those of a class of ``torch.optim``, perhaps in pieces: :func:`offloaded`."""
-    return type(optimizer).__module__.startswith("torch.optim") or getattr(optimizer, "follows_offload", False)
+    """Whether its steps are those of a class of ``torch.optim``, or of a subclass, perhaps in pieces: :func:`offloaded`."""
+    bases = (base for base in type(optimizer).__mro__ if base is not Optimizer)
+    return any(base.__module__.startswith("torch.optim") for base in bases) or getattr(optimizer, "follows_offload", False)
 
 
 def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:
