@@ -356,6 +356,26 @@ class ClientsTest(unittest.TestCase):
         for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
             run_ranks(4, check_pipeline, schedule)
 
+    @ranks(2)
+    def test_a_second_backward_that_gives_one_rank_no_gradients_is_reduced_on_all():
+        """Rank 1 reaches the module again, but no parameter: it must still issue the reduce-scatter of the other one."""
+
+        class Either(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(4))
+
+            def forward(self, x):
+                return (x * self.weight).square() if dist.get_rank() == 0 else x.square()
+
+        for reduces_unused in (True, False):
+            model, x = fully_shard(Either()), torch.full((4,), 3.0, requires_grad=True)
+            model.set_reduce_scatter_unused_params(reduces_unused)
+            (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            gradient.sum().backward()
+            # The gradient of 2 * x * weight**2 is 4 * x * weight, and the mean over ranks half of it.
+            assert torch.equal(model.weight.grad.full_tensor(), torch.full((4,), 6.0))
+
     def test_second_backward_through_resharded_parameters(self):
         for dim in (6, 256):  # Weights of 256 have their gradients written in place.
             run_ranks(2, check_create_graph, dim)

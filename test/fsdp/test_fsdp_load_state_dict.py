@@ -1,5 +1,6 @@
 """load_state_dict of plain full tensors: each rank takes its part, or all ranks raise and nothing changes."""
 
+import copy
 import sys
 import unittest
 
@@ -379,6 +380,17 @@ class PlainStateDictTest(unittest.TestCase):
                 "set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True, broadcast", empty
             )
             self.assertEqual(empty, not_strict)
+
+    @ranks(2)
+    def test_a_module_with_two_names_is_checked_under_both_before_anything_is_copied():
+        layer = nn.Linear(WIDTH, WIDTH)
+        single = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, layer)
+        model, values = fully_shard(copy.deepcopy(single)), values_of(single)
+        before = full(model)
+        error = error_of(model.load_state_dict, values | {"2.weight": torch.ones(3, 3)})
+        assert "size mismatch for 2.weight" in error, error
+        assert_equal(full(model), before)
+        assert_loads(model, values)
 
     def test_types_with_their_own_all_gather_take_plain_values_if_they_can_copy_them(self):
         for errors in run_ranks(2, check_types_with_their_own_all_gather):

@@ -143,6 +143,9 @@ class FusedWeightsTest(unittest.TestCase):
         experts = torch.arange(4.0 * 6 * 2).view(4, 6, 2)
         spec = sharded(InterleavedShard(1, (2, 1)), segments((4, 2), rows(1), dim=1), value=experts)
         assert (spec.shape, spec.block, spec.segments) == ((4, 3, 2), 6, ())
+        # A cut through segments of its own dimension: shards are whole slices, and so are parts of segments.
+        spec = sharded(Shard(1), segments((4, 2), rows(1), dim=1), value=experts)
+        assert (spec.shape, spec.block, spec.segments) == ((4, 3, 2), 6, ())
         error = error_of(sharded, Shard(0), segments(QKV, rows(4)))
         assert error == (
             "InvalidArgument: weight has segments((12, 6, 6), rows(4)), but the model cuts segments together, by Shard(dim=0) "

@@ -93,15 +93,15 @@ def deferred(seed=0):
     return deferred_init(Net)
 
 
-def train(model, steps=3, accumulate=1, **options):
-    """Losses and gradients; the script is that of a single device."""
+def train(model, steps=3, accumulate=1, lengths=(6,), **options):
+    """Losses and gradients; the script is that of a single device. Steps take ``lengths`` by turns."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
     losses, grads = [], {}
-    for _ in range(steps):
+    for step in range(steps):
         for _ in range(accumulate):
-            ids = torch.randint(24, (4, 6))
-            labels = torch.where(torch.rand(4, 6) < 0.3, -100, ids)
+            ids = torch.randint(24, (4, lengths[step % len(lengths)]))
+            labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
             loss = model(ids, labels=labels) / accumulate
             loss.backward()
         losses.append(loss.item())
@@ -144,6 +144,20 @@ class TrainingTest(unittest.TestCase):
             model = parallelize(deferred(), tensor_parallel(Plan(), sequence).unit(BLOCK, "dp", **options), mesh)
             assert not model.blocks[0].up.weight.placements[0].is_replicate()
             check_training(model, make(), accumulate=2)
+
+    @ranks(4)
+    def test_compiled_layers_with_boundaries_inside_equal_one_process():
+        """Dynamo would trace hooks of boundaries, and run what it has traced of one module's hook for another module."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize(make(), tensor_parallel(Plan(), sequence=True).unit(BLOCK, "dp").default(Replicate()), mesh)
+        torch._dynamo.reset()
+        seen = []
+        for block in model.blocks:
+            block.compile(backend="aot_eager", dynamic=False)
+            block.norm.register_forward_pre_hook(torch._disable_dynamo(lambda _, args: seen.append(args[0].placements)))
+        # 7 positions on 2 ranks are 4 and 3, as many as of 6 on the second one.
+        check_training(model, make(), steps=4, lengths=(6, 7))
+        assert len({*seen}) == 1 and len(seen) == 8, seen  # The boundary has made them, in each step.
 
     @ranks(2)
     def test_parameters_that_units_leave_out_are_materialized_too():

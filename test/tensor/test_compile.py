@@ -7,7 +7,7 @@ import unittest.mock
 
 import pytest
 import torch
-from common import run_ranks
+from common import fake_group, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -127,7 +127,41 @@ def with_shared_cache(folder, check, *arguments):
         check(*arguments)
 
 
+def check_replicate_and_shard():
+    """Each rank takes its rows of one of them: a graph is of one rank. The second time, graphs come from disk."""
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(8.0)
+    x = distribute_tensor(whole, mesh, [Replicate()]).requires_grad_()
+    y = distribute_tensor(torch.ones(8), mesh, [Shard(0)]).requires_grad_()
+    for _ in range(2):
+        result = compiled(lambda x, y: (x + y) * 2, "inductor")(x, y)
+        result.to_local().sum().backward()  # Only then, torch writes both graphs to disk.
+        assert torch.equal(result.full_tensor(), (whole + 1) * 2), result
+
+
+def assert_computes_each_shape(placement, shapes, dynamic):
+    """One compiled function on tensors of several shapes, and then of the first one again."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch._dynamo.reset()
+    fast = torch.compile(lambda x: x * 2, backend="aot_eager", dynamic=dynamic)
+    for shape in (*shapes, shapes[0]):
+        tensor = distribute_tensor(torch.ones(shape), mesh, [placement]).requires_grad_()
+        result, local = fast(tensor), tensor.to_local()
+        assert result.shape == tensor.shape and result.to_local().shape == local.shape, (placement, shape, dynamic, result)
+        assert result.placements == tensor.placements
+        (gradient,) = torch.autograd.grad(result.to_local().sum(), tensor)
+        assert gradient.shape == tensor.shape and torch.equal(gradient.to_local(), torch.full_like(local, 2))
+
+
 class CompileTest(unittest.TestCase):
+    def test_another_shape_of_which_a_rank_has_equally_much_is_not_taken_for_the_first_one(self):
+        for rank, dynamic in ((0, False), (1, False), (1, None)):
+            with self.subTest(rank=rank, dynamic=dynamic), fake_group(2, rank):
+                nothing = RaggedShard((0,), (rank, 1 - rank))
+                assert_computes_each_shape(nothing, ((6,), (8,)), dynamic)
+                assert_computes_each_shape(EVEN, ((2, 6), (4, 3), (4, 6), (4, 8)), dynamic)
+                assert_computes_each_shape(Shard(0), ((6, 5), (7, 5), (8, 4), (7, 4)), dynamic)
+                assert_computes_each_shape(Shard(1), ((2, 8), (2, 7)), dynamic)
+
     def run_cached(self, *check):
         with tempfile.TemporaryDirectory() as folder:
             run_ranks(2, with_shared_cache, folder, *check)
@@ -138,6 +172,10 @@ class CompileTest(unittest.TestCase):
     @pytest.mark.slow
     def test_functions_under_inductor_equal_eager(self):
         self.run_cached(check_functions, "inductor", ["element-wise", "Partial to a root"])
+
+    @pytest.mark.slow
+    def test_ranks_take_no_graphs_of_other_ranks_from_disk(self):
+        self.run_cached(check_replicate_and_shard)
 
     def test_backward_compiled_equals_eager(self):
         run_ranks(2, check_backward, "aot_eager")

@@ -29,7 +29,13 @@ from torch_ragged.tensor._cut_placement import own_types
 from torch_ragged.tensor._dispatch import complete_keys
 from torch_ragged.tensor._ops import register_cpu_attention
 from torch_ragged.tensor._ops._writes import count_writes
-from torch_ragged.tensor._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
+from torch_ragged.tensor._placement_extension import (
+    PlacementExtension,
+    ask_extensions,
+    extension_of,
+    extension_of_op,
+    global_shape_fits,
+)
 from torch_ragged.tensor._plain_ops import all_ops
 from torch_ragged.tensor._units import Units
 from torch_ragged.tensor.placement_types import RaggedShard
@@ -171,7 +177,7 @@ def _install_constants() -> None:
 
 @hook(
     "DTensorSpec._stable_hash",
-    "ranks of one machine share compiled graphs on disk, but ragged ranks compile different graphs",
+    "ranks share compiled graphs on disk, and a graph computes one rank's part: from the second run on, others got its results",
     PROTOCOL,
     lambda: not hasattr(DTensorSpec, "_stable_hash") or has(DTensorSpec._stable_hash, "self"),
 )
@@ -182,10 +188,26 @@ def _install_stable_hash() -> None:
 
     @functools.wraps(original)
     def _stable_hash(self):  # type: ignore[no-untyped-def]
-        extension = extension_of(self.placements)
-        return original(self) + ("" if extension is None else extension.rank_hash(self))
+        return f"{original(self)} at {self.mesh.get_coordinate()}"
 
     DTensorSpec._stable_hash = _stable_hash  # type: ignore[method-assign]
+
+
+@hook(
+    "DTensorSpec._check_equals",
+    "guards of torch.compile compare no global shapes: another one of which a rank has equally much would get a wrong result",
+    PROTOCOL,
+    lambda: has(DTensorSpec._check_equals, "self", "other", "skip_shapes"),
+)
+def _install_guard_of_shapes() -> None:
+    original = DTensorSpec._check_equals
+
+    @functools.wraps(original)
+    def _check_equals(self, other, skip_shapes=False):  # type: ignore[no-untyped-def]
+        is_equal = original(self, other, skip_shapes)
+        return is_equal and (not skip_shapes or self.tensor_meta is None or global_shape_fits(self, other))
+
+    DTensorSpec._check_equals = _check_equals  # type: ignore[method-assign]
 
 
 @hook(

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged._register._torch import dynamo_disabled
 from torch_ragged.spmd._move import Carry, PerDim, clean, move_dtensor
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
@@ -113,6 +114,7 @@ class _InputHook(SharedHook):
         # Names that ``**kwargs`` alone can take: only a call shows whether one is misspelled.
         self._expected = [name for _, name, *_ in self.changes if isinstance(name, str) and name not in parameters]
 
+    @dynamo_disabled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._expected:
             expected, self._expected = self._expected, []
@@ -139,6 +141,7 @@ class _OutputHook(SharedHook):
     def __init__(self, changes: Sequence[tuple[Key, _Change]]) -> None:
         self.changes = list(changes)
 
+    @dynamo_disabled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         for key, change in self.changes:
             output = change(output) if isinstance(output, torch.Tensor) else replaced_at(output, key, change)

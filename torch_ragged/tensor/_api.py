@@ -162,9 +162,6 @@ class RaggedExtension(PlacementExtension):
         grad_spec = spec_of(spec.mesh, placements, spec.shape, gradient.dtype)
         return DTensor(gradient.contiguous(), grad_spec, requires_grad=gradient.requires_grad)  # type: ignore[call-arg]
 
-    def rank_hash(self, spec: DTensorSpec) -> str:
-        return f" at {spec.mesh.get_coordinate()}"
-
 
 ragged_extension = RaggedExtension()
 CutPlacement.extension = ragged_extension  # type: ignore[attr-defined]

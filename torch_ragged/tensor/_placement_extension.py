@@ -45,6 +45,7 @@ __all__ = [
     "ask_extensions",
     "extension_of",
     "extension_of_op",
+    "global_shape_fits",
     "item_of_own_rank",
     "note_pending",
 ]
@@ -192,10 +193,6 @@ class PlacementExtension:
         """
         raise self._lacks("the backward of DTensor.to_local")
 
-    def rank_hash(self, spec: DTensorSpec) -> str:
-        """A text that differs between ranks if their compiled graphs differ; ranks of one machine share graphs on disk."""
-        return ""
-
     def op_extension(self, op: Any) -> OpExtension:
         """The operator part.
 
@@ -226,6 +223,27 @@ def extension_of(placements: Sequence[Placement]) -> Optional[PlacementExtension
         if placement.extension is not None:  # type: ignore[attr-defined]
             return placement.extension  # type: ignore[attr-defined]
     return None
+
+
+def global_shape_fits(spec: DTensorSpec, compiled: DTensorSpec) -> bool:
+    """Whether a graph that torch.compile has made for ``compiled`` may run for ``spec``, which has the same placements.
+
+    A graph has the global shape of its inputs, and guards compare only shapes of local tensors. They do not tell if this rank
+    has equally much of two shapes::
+
+        Shard(0) on 2 ranks     6 rows: 3 and 3     7 rows: 4 and 3     on rank 1, the result of 7 rows would be one of 6
+    """
+    assert spec.tensor_meta is not None and compiled.tensor_meta is not None
+    ours, theirs = spec.tensor_meta, compiled.tensor_meta
+    if ours.shape == theirs.shape and ours.stride == theirs.stride:  # Mostly: this runs in each call of the graph.
+        return True
+    if extension_of(spec.placements) is not None:  # Of flat local tensors, no size belongs to one dimension.
+        return False
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # It imports this module.
+
+    local = [compute_local_shape_and_global_offset(each.shape, spec.mesh, spec.placements)[0] for each in (ours, theirs)]
+    sizes = zip(ours.shape, theirs.shape, *local)
+    return all(here != there or size == other for size, other, here, there in sizes)
 
 
 def extension_of_op(op_info: OpInfo) -> Optional[PlacementExtension]:

@@ -190,6 +190,10 @@ class RaggedTest(unittest.TestCase):
             strided = [_StridedShard(1, split_factor=2)]  # Two stretches of three columns: 2 and 1.
             columns = DTensor.from_local(whole(2, 4), mesh["tp"], strided, shape=(2, 6), stride=(6, 1), run_check=False)
             self.assertRegex(error_of(Distribution, "w", columns, dp), "ValueError: w .*is cut unevenly")
+            strided = [_StridedShard(0, split_factor=2)]  # Rows of both halves: no placement says the ragged cut of these.
+            halves = DTensor.from_local(whole(4, 2), mesh["tp"], strided, shape=(8, 2), stride=(2, 1), run_check=False)
+            error = error_of(Distribution, "w", halves, dp)
+            self.assertRegex(error, "ValueError: w is a DTensor .*or _StridedShard of a later dimension than the first")
             ragged = DTensor.from_local(
                 whole(3), mesh["tp"], [RaggedShard((0,), (3, 2))], shape=(5,), stride=(1,), run_check=False
             )

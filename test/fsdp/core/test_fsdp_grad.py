@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged import RaggedShard
 from torch_ragged.checkpoint import TrainState, save
@@ -38,8 +39,18 @@ class Branches(nn.Module):
         return y + self.other(x) if uses_other else y
 
 
-def sharded(mesh=None, **options) -> nn.Module:
-    model = Branches()
+class Sent(TwoTensor):
+    """A type with its own all-gather. The model computes with a plain tensor."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.a,), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return None if out is not None else (outputs[0], outputs)
+
+
+def sharded(mesh=None, model=None, **options) -> nn.Module:
+    model = model or Branches()
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (model.first, model.second):
         fully_shard(layer, mesh=mesh, **options)
@@ -125,6 +136,22 @@ class SynchronizeTest(unittest.TestCase):
         assert_same(model, expected)
         for name, gradient in fulls(expected).items():
             assert gradient is None or torch.equal(gradient, read[name]), name
+
+    @ranks(2)
+    def test_a_rank_reads_its_own_gradient_in_the_shape_of_the_parameter():
+        """The buffer has the pieces of ranks one by one if columns are cut, and rows of padding for a tensor type."""
+        reference = Branches()
+        backward(reference, 0)
+        for cut, is_typed in ((0, False), (1, False), (0, True)):
+            model = Branches()
+            if is_typed:
+                model.first.weight = nn.Parameter(Sent(model.first.weight.detach(), model.first.weight.detach().clone()))
+            model = sharded(model=model, shard_placement_fn=lambda param, cut=cut: Shard(min(cut, param.ndim - 1)))
+            model.set_requires_gradient_sync(False)
+            backward(model, 0)
+            for name in ("first", "second"):
+                weight, expected = getattr(model, name).weight, getattr(reference, name).weight.grad
+                assert torch.equal(weight.grad.unreduced.to_local(), expected), (cut, is_typed, name)
 
     @ranks(2)
     def test_a_rank_that_has_not_used_a_parameter_takes_part():
