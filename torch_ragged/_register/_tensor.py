@@ -188,6 +188,7 @@ def _install_stable_hash() -> None:
 
     @functools.wraps(original)
     def _stable_hash(self):  # type: ignore[no-untyped-def]
+        # Also for Shard: Replicate + Shard takes this rank's rows, by offsets that are constants of the graph.
         return f"{original(self)} at {self.mesh.get_coordinate()}"
 
     DTensorSpec._stable_hash = _stable_hash  # type: ignore[method-assign]
@@ -204,6 +205,7 @@ def _install_guard_of_shapes() -> None:
 
     @functools.wraps(original)
     def _check_equals(self, other, skip_shapes=False):  # type: ignore[no-untyped-def]
+        # skip_shapes: Dynamo asks, for a DTensor that a compiled graph is about to get. Comparisons of specs pay for one call.
         is_equal = original(self, other, skip_shapes)
         return is_equal and (not skip_shapes or self.tensor_meta is None or global_shape_fits(self, other))
 

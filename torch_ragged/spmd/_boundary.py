@@ -114,7 +114,7 @@ class _InputHook(SharedHook):
         # Names that ``**kwargs`` alone can take: only a call shows whether one is misspelled.
         self._expected = [name for _, name, *_ in self.changes if isinstance(name, str) and name not in parameters]
 
-    @dynamo_disabled
+    @dynamo_disabled  # It would run what it has traced of one module's boundary for another one: no guard reads these changes.
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._expected:
             expected, self._expected = self._expected, []
