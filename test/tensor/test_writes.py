@@ -4,10 +4,11 @@ import unittest
 
 import pytest
 import torch
-from common import ranks, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from write_walk import known, report, walk
 
 from torch_ragged import InterleavedShard, RaggedShard
@@ -203,6 +204,19 @@ class WritesTest(unittest.TestCase):
         for placement in (RaggedShard((0,), (1, 2)), InterleavedShard(0, 1), Shard(0)):
             x = placed(base().float(), mesh, placement)
             assert torch.equal(x.view(torch.int32).full_tensor(), base().float().view(torch.int32)), placement
+
+    @ranks(4)
+    def test_a_plain_number_that_would_be_written_is_an_error_before_communication():
+        """As optimizers of other packages sum up norms: torch would fail with an assertion without a text."""
+        mesh, total = init_device_mesh("cpu", (4,)), torch.zeros(1)
+        for placement in (RaggedShard((0,), (1, 2, 0, 5)), Shard(0)):
+            norm = distribute_tensor(torch.ones(8, 6), mesh, [placement]).norm()
+            for number in (total, total[0]):
+                for _ in range(2):  # The second one could be answered by a cache of the dispatcher.
+                    with CommDebugMode() as mode:
+                        assert "DTensor writes to DTensors only" in error_of(number.add_, norm)
+                    assert mode.get_total_counts() == 0 and not total.any()
+        assert torch.allclose((total + norm).full_tensor(), torch.tensor([48.0]).sqrt())
 
 
 if __name__ == "__main__":
