@@ -1,6 +1,7 @@
 """The examples: train_moe.py trains, resumes elsewhere on the same curve, and refuses bad input on every rank; elastic.py."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 import byte_data
 import pytest
 import torch
+from common import ranks
 
 from torch_ragged import checkpoint
 
@@ -156,3 +158,12 @@ class ExampleTest(unittest.TestCase):
         parts = [byte_data.ByteData(train, 16, 12, seed=3) for _ in range(3)]
         shares = [data.next_batch(rank, 3)[0] for rank, data in enumerate(parts)]
         self.assertTrue(torch.equal(torch.cat(shares), byte_data.ByteData(train, 16, 12, seed=3).next_batch(0, 1)[0]))
+
+    @ranks(3)
+    def test_one_process_and_three_ranks_print_the_same_lines():
+        path = ROOT / "examples" / "same_bits.py"
+        example = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("example", path))
+        spec.loader.exec_module(example)
+        model = example.make_model()
+        expected = list(example.one_process(model, example.adamw(model)))
+        assert list(example.many_ranks(example.make_model(), example.adamw)) == expected
