@@ -33,7 +33,7 @@ demo: $(DEMO_READY)
 	$(TORCHRUN) --nproc-per-node 2 examples/train_moe.py --steps 120 --resume $(OUT)/checkpoint --out $(OUT)
 
 # Two runs at once, of about equal times: while one starts processes or waits for its ranks, the other computes.
-BESIDE = test/checkpoint test/house test/kernels test/offline test/optim test/random test/rehearsal test/tensor test/transfer
+BESIDE = test/checkpoint test/elastic test/house test/kernels test/offline test/optim test/random test/rehearsal test/tensor test/transfer
 QUICK = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow"
 
 test: $(READY)
