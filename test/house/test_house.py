@@ -55,7 +55,6 @@ PRIVATE = {
         ("tensor._dispatch", "tensor._ops._attention_ops"),
         "the partial placement of a norm; how a rule for one mesh dimension becomes one for several",
     ),
-    "torch.distributed.tensor._utils": (("tensor._placement_extension",), "the local shapes of its own placements"),
     "torch.distributed.tensor._redistribute": (("tensor._api",), "torch's own way between its own placements"),
     "torch.distributed.tensor._random": (("tensor._random",), "the random state that DTensor's ranks share"),
     "torch.distributed._functional_collectives": (

@@ -207,7 +207,9 @@ def _install_guard_of_shapes() -> None:
     def _check_equals(self, other, skip_shapes=False):  # type: ignore[no-untyped-def]
         # skip_shapes: Dynamo asks, for a DTensor that a compiled graph is about to get. Comparisons of specs pay for one call.
         is_equal = original(self, other, skip_shapes)
-        return is_equal and (not skip_shapes or self.tensor_meta is None or global_shape_fits(self, other))
+        if not is_equal or not skip_shapes or self.tensor_meta is None:
+            return is_equal
+        return global_shape_fits(self, other, dtensor_utils.compute_local_shape_and_global_offset)
 
     DTensorSpec._check_equals = _check_equals  # type: ignore[method-assign]
 

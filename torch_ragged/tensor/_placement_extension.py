@@ -225,13 +225,16 @@ def extension_of(placements: Sequence[Placement]) -> Optional[PlacementExtension
     return None
 
 
-def global_shape_fits(spec: DTensorSpec, compiled: DTensorSpec) -> bool:
+def global_shape_fits(spec: DTensorSpec, compiled: DTensorSpec, local_shape_of: Callable[..., Any]) -> bool:
     """Whether a graph that torch.compile has made for ``compiled`` may run for ``spec``, which has the same placements.
 
     A graph has the global shape of its inputs, and guards compare only shapes of local tensors. They do not tell if this rank
     has equally much of two shapes::
 
         Shard(0) on 2 ranks     6 rows: 3 and 3     7 rows: 4 and 3     on rank 1, the result of 7 rows would be one of 6
+
+    Args:
+        local_shape_of: ``compute_local_shape_and_global_offset``, whose module imports this one.
     """
     assert spec.tensor_meta is not None and compiled.tensor_meta is not None
     ours, theirs = spec.tensor_meta, compiled.tensor_meta
@@ -239,11 +242,10 @@ def global_shape_fits(spec: DTensorSpec, compiled: DTensorSpec) -> bool:
         return True
     if extension_of(spec.placements) is not None:  # Of flat local tensors, no size belongs to one dimension.
         return False
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # It imports this module.
-
-    local = [compute_local_shape_and_global_offset(each.shape, spec.mesh, spec.placements)[0] for each in (ours, theirs)]
-    sizes = zip(ours.shape, theirs.shape, *local)
-    return all(here != there or size == other for size, other, here, there in sizes)
+    shapes = ours.shape, theirs.shape, *[local_shape_of(each.shape, spec.mesh, spec.placements)[0] for each in (ours, theirs)]
+    if len({*map(len, shapes)}) > 1:  # A rank outside of the mesh has nothing of any shape.
+        return False
+    return all(here != there or size == other for size, other, here, there in zip(*shapes))
 
 
 def extension_of_op(op_info: OpInfo) -> Optional[PlacementExtension]:
