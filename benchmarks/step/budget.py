@@ -33,6 +33,7 @@ from benchmarks.common.measure import add_malloc, on_ranks, print_table, write_j
 from benchmarks.common.peak import peak_of
 from benchmarks.step.offload import _status
 from torch_ragged.fsdp import MemoryFit, Offload, fit, fully_shard, offloaded
+from torch_ragged.fsdp.budget._activations import STAGING
 
 PARTS = [1.0, 0.9, 0.7, 0.5, 0.35]
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -77,9 +78,11 @@ def adamw(model: nn.Module, with_tiers: bool = True) -> Any:
     return offloaded(torch.optim.AdamW, model, lr=1e-4) if with_tiers else torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def in_memory(model: nn.Module, optimizer: Any) -> int:
-    """Bytes of shards, states and windows."""
+def in_memory(model: nn.Module, optimizer: Any, chosen: MemoryFit | None = None) -> int:
+    """Bytes of shards, states, and windows of files."""
     sharded = sum(param.to_local().nbytes for param in model.parameters())
+    if chosen is not None and chosen.activation_bytes:
+        sharded += 2 * STAGING
     if hasattr(optimizer, "tier_nbytes"):
         tiers = optimizer.tier_nbytes()
         return sharded + tiers["device"] + tiers["host"] + tiers["windows"]
@@ -99,6 +102,13 @@ def unbounded(options: argparse.Namespace) -> MemoryFit:
     """Of a model that is dropped."""
     model = build(options)
     return fit(model, backward_of(model, options), torch.optim.AdamW, device_bytes=2**50, to=options.folder)
+
+
+def held(chosen: MemoryFit) -> dict[str, Any]:
+    """How many units recompute and offload their activations, and the part of the states in files."""
+    kinds = [unit.activations for unit in chosen.units]
+    states = chosen.offload.optimizer if chosen.offload else 0.0
+    return {"recomputed": kinds.count("recomputed"), "offloaded": kinds.count("offloaded"), "states in files": states}
 
 
 def free_run(rank: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -123,12 +133,19 @@ def limited(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     shards = sum(param.to_local().nbytes for param in model.parameters())
     limit, (_, hard) = _status("VmSize") + options.budget - shards + options.slack, resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    row: dict[str, Any] = {"MB": options.budget / 1e6, "recomputed": "", "states in files": ""}
+    row: dict[str, Any] = {"MB": options.budget / 1e6, "recomputed": "", "offloaded": "", "states in files": ""}
+    chosen = None
     try:
         if options.with_fit:
-            chosen = fit(model, backward_of(model, options), torch.optim.AdamW, device_bytes=options.budget, to=options.folder)
-            row["recomputed"] = sum(unit.recomputes for unit in chosen.units)
-            row["states in files"] = chosen.offload.optimizer if chosen.offload else 0.0
+            chosen = fit(
+                model,
+                backward_of(model, options),
+                torch.optim.AdamW,
+                device_bytes=options.budget,
+                to=options.folder,
+                file_bytes=2**40,
+            )
+            row.update(held(chosen))
             row["predicted MB"] = chosen.peak_bytes / 1e6
         optimizer = adamw(model, options.with_fit)
         step = trainer(model, optimizer, options)
@@ -136,7 +153,7 @@ def limited(rank: int, options: argparse.Namespace) -> dict[str, Any]:
             step()
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         row["steps"], row["digest"] = "train", digest(model)
-        row["measured MB"] = (in_memory(model, optimizer) + peak_of(step)) / 1e6
+        row["measured MB"] = (in_memory(model, optimizer, chosen) + peak_of(step)) / 1e6
     except (RuntimeError, MemoryError, OSError) as error:
         row["steps"] = f"out of memory: {type(error).__name__}"
     except ValueError as error:
@@ -152,7 +169,9 @@ def grid(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         model = build(options)
         budget = round(part * free.most_bytes)
         try:
-            fitted[part] = fit(model, backward_of(model, options), torch.optim.AdamW, device_bytes=budget, to=options.folder)
+            fitted[part] = fit(
+                model, backward_of(model, options), torch.optim.AdamW, device_bytes=budget, to=options.folder, file_bytes=2**40
+            )
         except ValueError:
             continue
         optimizer = adamw(model)
@@ -165,7 +184,8 @@ def grid(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     peaks = {}
     for name, (model, optimizer, step) in runs.items():
         step()
-        peak = torch.tensor(in_memory(model, optimizer) + min(peak_of(step) for _ in range(2)))
+        chosen = fitted.get(float(name.removeprefix("fit "))) if name.startswith("fit ") else None
+        peak = torch.tensor(in_memory(model, optimizer, chosen) + min(peak_of(step) for _ in range(2)))
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         peaks[name] = int(peak)
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -186,8 +206,7 @@ def grid(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(
             {
                 "budget": part,
-                "recomputed": sum(unit.recomputes for unit in chosen.units),
-                "states in files": chosen.offload.optimizer if chosen.offload else 0.0,
+                **held(chosen),
                 "unsharded": sum(not unit.reshards for unit in chosen.units),
                 "predicted / measured": chosen.peak_bytes / peaks[f"fit {part}"],
                 "ms": 1e3 * medians[f"fit {part}"],
@@ -228,7 +247,7 @@ def main() -> None:
                     bits = row.pop("digest", None)
                     row["bits"] = same[None if bits is None else bits == free["digest"]]
                     row["predicted / measured"] = row.get("predicted MB", 0.0) / row["measured MB"] if bits else 0.0
-                    columns = ("MB", "recomputed", "states in files", "steps", "predicted / measured", "bits")
+                    columns = ("MB", "recomputed", "offloaded", "states in files", "steps", "predicted / measured", "bits")
                     tables["limited"].append(
                         {"budget": part, "fit": "with" if with_fit else "without", **{key: row[key] for key in columns}}
                     )

@@ -241,12 +241,12 @@ def recomputation_ends(saves: int) -> bool:
     return frame is not None and frame.early_stop and frame.recomp_counter[graph] + saves >= len(frame.weak_holders)
 
 
-def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+def dynamo_disabled(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
     """``function``, hidden from Dynamo, which neither traces it nor breaks a graph for it: for module hooks. (2.11 to 2.15)
 
-    Unlike ``torch.compiler.disable`` it imports Dynamo only at the first call.
+    Unlike ``torch.compiler.disable`` it imports Dynamo only at the first call. If ``recursive``, what it calls is hidden, too.
     """
-    return torch._disable_dynamo(function)
+    return torch._disable_dynamo(function, recursive)
 
 
 def dynamo_disabled_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,19 @@ import itertools
 import random
 import unittest
 
-from torch_ragged.fsdp.budget._choice import Needs, NothingFits, _by_effect, _candidates, _exchanges, _Peaks, cheapest, extremes
+from torch_ragged.fsdp.budget._choice import (
+    Choice,
+    Needs,
+    NothingFits,
+    Offloading,
+    Saving,
+    _by_effect,
+    _candidates,
+    _exchanges,
+    _Peaks,
+    cheapest,
+    extremes,
+)
 from torch_ragged.fsdp.budget._dry_run import Curve, RecordedCall
 
 
@@ -25,26 +37,39 @@ def curve_of(kept, working=None, base=0):
 
 
 def brute(needs, device_bytes):
-    """The least seconds of all sets of units and fractions, by the curve alone."""
+    """The least seconds of all ways to hold each unit, and fractions, by the curve alone."""
     best = None
-    units = list(needs.seconds)
-    for count in range(len(units) + 1):
-        for chosen in itertools.combinations(units, count):
-            held = list(needs.curve.peaks)
-            for call in needs.curve.calls:
-                if call.unit not in chosen:
-                    for at, nbytes in needs.curve.kept_of(call).items():
-                        held[at] += nbytes
-            for step in range(101):
-                away = step / 100
-                windows = min(needs.most_windows, away * needs.window)
-                if away * needs.states > needs.elsewhere:
-                    break
-                if needs.fixed + max(held) + (1 - away) * needs.states + windows <= device_bytes:
-                    took = sum(needs.seconds[unit] for unit in chosen) + away * needs.states * needs.seconds_per_byte
-                    best = took if best is None else min(best, took)
-                    break
+    ways = [["kept", *["again"] * (unit in needs.seconds), *["away"] * (unit in needs.offloads)] for unit in map(str, range(6))]
+    kept = {call.unit: call.kept for call in needs.curve.calls}
+    for chosen in itertools.product(*ways):
+        held, took, elsewhere = list(needs.curve.peaks), 0.0, needs.elsewhere
+        for call in needs.curve.calls:
+            way, more = chosen[int(call.unit)], {}
+            if way == "again":
+                took += needs.seconds[call.unit]
+            elif way == "away":
+                cost = needs.offloads[call.unit]
+                took, elsewhere, more = took + cost.seconds, elsewhere - cost.nbytes, needs.curve.offloaded_of(call, cost.left)
+            else:
+                more = needs.curve.kept_of(call)
+            for at, nbytes in more.items():
+                held[at] += nbytes
+        assert all(needs.offloads[unit].nbytes <= kept[unit] for unit in needs.offloads)
+        staging = needs.staging if "away" in chosen else 0
+        for step in range(101):
+            away = step / 100
+            windows = min(needs.most_windows, away * needs.window)
+            if away * needs.states > elsewhere:
+                break
+            if needs.fixed + staging + max(held) + (1 - away) * needs.states + windows <= device_bytes:
+                seconds = took + away * needs.states * needs.seconds_per_byte
+                best = seconds if best is None else min(best, seconds)
+                break
     return best
+
+
+def savings(recomputed, offloaded=""):
+    return frozenset([*map(Saving, recomputed), *(Saving(unit, True) for unit in offloaded)])
 
 
 class ChoiceTest(unittest.TestCase):
@@ -121,24 +146,74 @@ class ChoiceTest(unittest.TestCase):
     def test_a_unit_is_exchanged_for_any_other_one_and_for_as_many_as_it_takes(self):
         seconds = {"0": 1.0, "1": 2.0, "2": 3.0, "3": 4.0}
         needs = Needs(curve_of([10, 30, 10, 30, 40]), seconds, {}, fixed=0)
-        found = list(_exchanges(needs, _Peaks(needs), frozenset({"2", "3"}), "3", 80))
+        found = list(_exchanges(needs, _Peaks(needs), savings("23"), Saving("3"), 80))
         # 0 and 1 would replace 3. Beside them, 2 is not needed any more, and it is the dearest.
-        self.assertEqual(found, [{"2"}, {"0", "2"}, {"1", "2"}, {"0", "1"}])
+        self.assertEqual(found, [savings("2"), savings("02"), savings("12"), savings("01")])
 
     def test_units_are_tried_in_the_order_of_forward_by_rate_and_by_effect(self):
         needs = Needs(curve_of([10, 30]), {"0": 1.0, "1": 2.0}, {}, fixed=0)
-        expected = [set(), {"0"}, {"0", "1"}, {"1"}, {"0", "1"}, {"0"}, {"0", "1"}]
-        self.assertEqual(list(_candidates(needs, _Peaks(needs))), expected)
+        expected = map(savings, ["", "0", "01", "1", "01", "0", "01"])
+        self.assertEqual(list(_candidates(needs, _Peaks(needs))), list(expected))
 
     def test_the_unit_with_most_effect_a_second_is_tried_first(self):
         # The last one would be made again at the peak of backward.
-        for seconds, order in (((1.0, 1.0, 4.0), ["1", "0", "2"]), ((0.1, 0.6, 4.0), ["0", "1", "2"])):
+        for seconds, order in (((1.0, 1.0, 4.0), "102"), ((0.1, 0.6, 4.0), "012")):
             needs = Needs(curve_of([10, 30, 20]), dict(zip("012", seconds)), {}, fixed=0)
-            self.assertEqual(_by_effect(needs, _Peaks(needs), ["2", "1", "0"]), order)
+            self.assertEqual(_by_effect(needs, _Peaks(needs), list(map(Saving, "210"))), list(map(Saving, order)))
+
+    def test_activations_leave_if_that_is_cheaper_and_there_is_room(self):
+        def needs(elsewhere, copies=0.5, **options):
+            offloads = {unit: Offloading(copies, 100, 0) for unit in "012"}
+            return Needs(curve, dict.fromkeys("0123", 1.0), {}, 0, 0, elsewhere, offloads=offloads, **options)
+
+        # Backward begins small, so that what is kept counts at the end of forward only.
+        curve = curve_of([100] * 4)
+        curve.peaks[9:] = [0] * 8
+        self.assertEqual(extremes(needs(300)), (0, 400))
+        self.assertEqual(cheapest(needs(300), 300), Choice(frozenset(), frozenset("0"), 0.0, (), 300, "forward of 3", 0.5))
+        choice = cheapest(needs(300, copies=0.25, staging=40), 300)  # What they go through has no room beside.
+        self.assertEqual((choice.offloaded, choice.seconds), (frozenset("01"), 0.5))
+        choice = cheapest(needs(100), 200)
+        self.assertEqual((len(choice.offloaded), len(choice.recomputed), choice.seconds), (1, 1, 1.5))
+        self.assertEqual(len(cheapest(needs(99), 200).recomputed), 2)
+        self.assertEqual(len(cheapest(needs(300, copies=1.5), 200).recomputed), 2)
+
+    def test_states_and_activations_share_the_room_elsewhere(self):
+        curve = curve_of([100, 0, 100])
+        curve.peaks[7:] = [0] * 6
+        for room, choice in ((150, ((), "0", 0.5)), (149, ("0", (), 0.5)), (200, ((), "0", 0.5))):
+            needs = Needs(curve, {"0": 5.0}, {}, 0, 100, room, 0.001, offloads={"0": Offloading(1.0, 100, 0)})
+            found = cheapest(needs, 150)
+            self.assertEqual((found.recomputed, found.offloaded, found.fraction), (*map(frozenset, choice[:2]), choice[2]))
+
+    def test_moments_with_offloaded_activations(self):
+        """They are there in their own forward and backward, and in those of the next unit. What cannot leave stays."""
+        curve = curve_of([10, 20, 40], base=100)
+        first, second, last = curve.calls[::-1]
+        kept = curve.kept_of(first)
+        self.assertEqual(curve.offloaded_of(first, 3), {**kept, **dict.fromkeys(range(second.end, second.again), 3)})
+        self.assertEqual(sum(value == 10 for value in kept.values()) - (second.again - second.end), 5)
+        self.assertEqual(curve.offloaded_of(last, 3), curve.kept_of(last))
+        late = first._replace(again=6, again_ends=7)  # Its backward comes before that of the next unit.
+        self.assertEqual(set(curve.offloaded_of(late, 3)), set(curve.kept_of(late)))
 
     def test_random_models_are_near_the_best_of_all_choices(self):
+        self.check_random_models(60, lambda generator, kept: {})
+
+    def test_random_models_with_offloads_are_near_the_best_of_all_choices(self):
+        def offloads(generator, kept):
+            units = {
+                str(unit): Offloading(generator.uniform(0, 2.0), nbytes - (left := generator.randint(0, nbytes // 3)), left)
+                for unit, nbytes in enumerate(kept)
+                if generator.random() < 0.8
+            }
+            return {"offloads": units, "staging": generator.choice([0, 5])}
+
+        self.check_random_models(60, offloads)
+
+    def check_random_models(self, count, offloads):
         generator, ratios = random.Random(0), []
-        for _ in range(60):
+        for _ in range(count):
             count = generator.randint(1, 6)
             kept = [generator.randint(0, 50) for _ in range(count)]
             working = [each + generator.randint(0, 20) for each in kept]
@@ -155,6 +230,7 @@ class ChoiceTest(unittest.TestCase):
                 seconds_per_byte=generator.uniform(0, 0.1),
                 window=generator.choice([0, states // 4]),
                 most_windows=generator.choice([0, 20]),
+                **offloads(generator, kept),
             )
             least, most = extremes(needs)
             self.assertEqual(cheapest(needs, most).seconds, 0.0)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp.budget._dry_run import Before, Curve, DryRun, RecordedCall, _untraced, unchanged
-from torch_ragged.fsdp.budget._recompute import KnownInputs, Recompute
+from torch_ragged.fsdp.budget._unit_forward import ActivationMode, KnownInputs, UnitForward
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TYPES = {CPU: torch._C._autograd.DeviceType.CPU, CUDA: torch._C._autograd.DeviceType.CUDA}
@@ -170,7 +170,10 @@ class Clock:
 class StepsTest(unittest.TestCase):
     def setUp(self):
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
-        self.units = {name: [Recompute(each, KnownInputs(name), is_on=True)] for name, each in zip("ab", self.model)}
+        self.units = {
+            name: [UnitForward(each, KnownInputs(name), activations=ActivationMode.RECOMPUTED)]
+            for name, each in zip("ab", self.model)
+        }
         self.dry = DryRun(self.units, {name: [] for name in "ab"}, CPU)
         self.dry._clock, self.steps = Clock(), 0
 
@@ -233,7 +236,7 @@ class StepsTest(unittest.TestCase):
         self.units["a"][0]._before = forward
         curve, seconds = self.dry_run(others=others)
         self.assertEqual(self.dry.blocked, {"a": why} if why else {})
-        self.assertEqual([self.units[name][0].is_on for name in "ab"], [not why, True])
+        self.assertEqual([self.units[name][0].activations is ActivationMode.RECOMPUTED for name in "ab"], [not why, True])
         self.assertEqual("backward of a" in curve.labels, not why)
         self.assertEqual(list(seconds), ["a", "b"])
 
@@ -370,7 +373,7 @@ class RecomputeTest(unittest.TestCase):
     def test_the_programs_own_forward_runs_and_comes_back(self):
         module = nn.Linear(2, 2)
         own = module.forward = lambda x, times=2: times * x
-        each = Recompute(module, KnownInputs(""))
+        each = UnitForward(module, KnownInputs(""))
         self.assertIs(module.forward, each)
         self.assertEqual(str(each.__signature__), "(x, times=2)")
         self.assertEqual(module(torch.ones(1), times=3).tolist(), [3.0])
@@ -379,14 +382,16 @@ class RecomputeTest(unittest.TestCase):
 
     def test_a_forward_of_the_class_needs_none_of_its_own(self):
         module = nn.Linear(2, 2)
-        each = Recompute(module, KnownInputs(""))
+        each = UnitForward(module, KnownInputs(""))
         self.assertEqual(str(each.__signature__), "(input: torch.Tensor) -> torch.Tensor")
         each.remove()
         self.assertNotIn("forward", vars(module))
 
     def test_what_has_wrapped_it_stays_and_recomputes_nothing(self):
         module, calls = nn.Linear(2, 2), []
-        each = Recompute(module, KnownInputs(""), is_on=True, watch=lambda inner: calls.append("watched") or inner)
+        each = UnitForward(
+            module, KnownInputs(""), activations=ActivationMode.RECOMPUTED, watch=lambda inner: calls.append("watched") or inner
+        )
         wrapper = module.forward = lambda x: each(x)
         module(torch.ones(2))
         with torch.no_grad():

@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import Offload, fit, fully_shard, offloaded, reshard_to
 from torch_ragged.fsdp._groups import module_states, named_groups
+from torch_ragged.fsdp.budget import _fit
 from torch_ragged.fsdp.budget._dry_run import DryRun
 from torch_ragged.fsdp.budget._fit import _allocated
-from torch_ragged.fsdp.budget._recompute import Recompute
+from torch_ragged.fsdp.budget._unit_forward import ActivationMode, UnitForward
 from torch_ragged.spmd import Plan, parallelize
 
 sys.path.append(str(Path(__file__).parents[3]))  # Of the benchmarks.
@@ -109,21 +110,32 @@ def between(fitted, part):
     return round(fitted.least_bytes + part * (fitted.most_bytes - fitted.least_bytes))
 
 
-def check_together(*names):
+def check_together(activations, *names):
     """With what a program may have beside: the bits of the same program without fit, within the budget."""
-    for name in names:
-        make, how = BESIDE[name]
-        free = fit(model := make(), how(model), device_bytes=PLENTY)
-        model, other = make(), make()
-        fitted = fit(model, how(model), device_bytes=between(free, 0.5))
-        assert any(unit.recomputes for unit in fitted.units) or name == "checkpoints inside", (name, str(fitted))
-        held = measured(model, how(model))
-        assert held <= 1.03 * fitted.device_bytes, (name, held, str(fitted))
-        found = []
-        for each in (model, other):
-            params = [param for param in each.parameters() if param.requires_grad]
-            found.append(train(each, torch.optim.AdamW(params, lr=0.01), step=how(each)))
-        assert equal(*found), name
+    moves = activations == "offloaded"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(_fit, "_seconds_per_byte", lambda to, device: 0.0 if moves else 1.0),
+        mock.patch.object(_fit, "STAGING", 0),  # As large as this model.
+    ):
+        for name in names:
+            make, how = BESIDE[name]
+            options = {"to": folder, "file_bytes": PLENTY} if moves else {}
+            free = fit(model := make(), how(model), device_bytes=PLENTY)
+            model, other = make(), make()
+            fitted = fit(model, how(model), device_bytes=between(free, 0.65 if moves else 0.5), **options)
+            assert any(unit.activations == activations for unit in fitted.units) or name == "checkpoints inside", (
+                name,
+                str(fitted),
+            )
+            assert bool(fitted.activation_bytes) == moves or name == "checkpoints inside", (name, str(fitted))
+            held = measured(model, how(model))
+            assert held <= 1.03 * fitted.device_bytes, (name, held, str(fitted))
+            found = []
+            for each in (model, other):
+                params = [param for param in each.parameters() if param.requires_grad]
+                found.append(train(each, torch.optim.AdamW(params, lr=0.01), step=how(each)))
+            assert equal(*found), name
 
 
 def compiled():
@@ -227,13 +239,13 @@ class FitTest(unittest.TestCase):
     def test_steps_keep_within_the_budget_with_the_bits_of_other_steps():
         expected = train(build())
         free = fit(model := build(), backward_of(model), device_bytes=PLENTY)
-        assert not any(unit.recomputes or unit.reshards for unit in free.units) and free.seconds == 0, free
+        assert not any(unit.activations == "recomputed" or unit.reshards for unit in free.units) and free.seconds == 0, free
         assert free.least_bytes < 0.6 * free.most_bytes, free
         found = set()
         for part in (1, 0.7, 0.4, 0):
             model = build()
             fitted = fit(model, backward_of(model), device_bytes=between(free, part))
-            found.add(sum(unit.recomputes for unit in fitted.units))
+            found.add(sum(unit.activations == "recomputed" for unit in fitted.units))
             assert fitted.peak_bytes <= fitted.device_bytes, (part, str(fitted))
             assert abs(measured(model) - fitted.peak_bytes) <= 0.03 * fitted.peak_bytes, (part, measured(model), str(fitted))
             assert equal(train(model), expected), part
@@ -247,9 +259,19 @@ class FitTest(unittest.TestCase):
         text = error_of(fit, model, backward_of(model), device_bytes=least // 2)
         assert "ValueError: no choice of fit needs as little as device_bytes=" in text and "the least is" in text, text
         assert "Optimizer states may lie elsewhere if you give their class" in text, text
-        assert not any(isinstance(each.__dict__.get("forward"), Recompute) for each in model.modules())
+        assert not any(isinstance(each.__dict__.get("forward"), UnitForward) for each in model.modules())
         assert all(state.reshard_after_forward is not False for name, state in module_states(model).items() if name != "root")
         assert not model._forward_pre_hooks or len(model._forward_pre_hooks) == len(build()._forward_pre_hooks)
+        assert equal(train(model), train(build()))
+
+    @ranks(2)
+    def test_a_folder_that_is_missing_on_one_rank_is_an_error_on_all():
+        model = build()
+        with tempfile.TemporaryDirectory() as folder:
+            to = f"{folder}/none" if dist.get_rank() else folder
+            text = error_of(fit, model, backward_of(model), device_bytes=PLENTY, to=to, file_bytes=PLENTY)
+        assert ("FileNotFoundError" if dist.get_rank() else "failed on rank 1: FileNotFoundError") in text, text
+        assert not any(isinstance(each.__dict__.get("forward"), UnitForward) for each in model.modules())
         assert equal(train(model), train(build()))
 
     @ranks(1)
@@ -325,7 +347,7 @@ class FitTest(unittest.TestCase):
         assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
         assert all(block.calls == 0 for block in model.blocks) and all(param.grad is None for param in model.parameters())
         # What writes a buffer would write it twice.
-        assert all(unit.why == "its forward writes calls" and not unit.recomputes for unit in fitted.units), fitted
+        assert all(unit.why == "its forward writes calls" and unit.activations != "recomputed" for unit in fitted.units), fitted
         text = error_of(fit, model, backward_of(model), device_bytes=fitted.least_bytes - 1)
         assert "no choice of fit" in text, text
         train(model)
@@ -382,7 +404,7 @@ class FitTest(unittest.TestCase):
         least = int(re.search("the least is ([0-9,]+)", text)[1].replace(",", ""))
         fitted = fit(model, backward_of(model), device_bytes=least)
         # The last one needs all of its activations at once.
-        assert [unit.recomputes for unit in fitted.units] == [True, True, False, False], str(fitted)
+        assert [unit.activations == "recomputed" for unit in fitted.units] == [True, True, False, False], str(fitted)
         assert [unit.why for unit in fitted.units] == ["", "", why, ""], str(fitted)
         model.blocks[2].begin()
         assert equal(train(model), train(other))
@@ -422,9 +444,9 @@ class FitTest(unittest.TestCase):
         free = fit(model, backward_of(model), device_bytes=PLENTY)
         hooks = len(model._forward_pre_hooks)
         tight = fit(model, backward_of(model), device_bytes=free.least_bytes)
-        assert any(unit.recomputes for unit in tight.units) and any(unit.reshards for unit in tight.units)
+        assert any(unit.activations == "recomputed" for unit in tight.units) and any(unit.reshards for unit in tight.units)
         again = fit(model, backward_of(model), device_bytes=PLENTY)
-        assert not any(unit.recomputes or unit.reshards for unit in again.units)
+        assert not any(unit.activations == "recomputed" or unit.reshards for unit in again.units)
         assert len(model._forward_pre_hooks) == hooks
         assert equal(train(model), train(build()))
 
@@ -484,28 +506,32 @@ class FitTest(unittest.TestCase):
 
     @ranks(2)
     def test_it_composes():
-        check_together("bfloat16", "persistent", "static plan")
+        for activations in ("recomputed", "offloaded"):
+            check_together(activations, "bfloat16", "persistent", "static plan")
 
     @pytest.mark.slow
     @ranks(2)
     def test_it_composes_with_more():
-        check_together(
-            "checkpoints inside",
-            "compiled",
-            "HSDP",
-            "resharded to 1 rank",
-            "never resharded",
-            "lists",
-            "frozen",
-            "accumulation",
-            "eager plan",
-        )
+        for activations in ("recomputed", "offloaded"):
+            check_together(
+                activations,
+                "checkpoints inside",
+                "compiled",
+                "HSDP",
+                "resharded to 1 rank",
+                "never resharded",
+                "lists",
+                "frozen",
+                "accumulation",
+                "eager plan",
+            )
 
     @ranks(4)
     def test_ranks_of_tensor_parallelism_decide_alike():
         """A recomputation has collectives over them. Each rank alone might find another unit the cheapest."""
         with mock.patch.object(DryRun, "run", lambda *args: slower_elsewhere(*run(*args))):
-            check_together("tensor parallelism")
+            for activations in ("recomputed", "offloaded"):
+                check_together(activations, "tensor parallelism")
 
     @ranks(2)
     def test_a_model_moves_with_its_choice():
@@ -518,7 +544,10 @@ class FitTest(unittest.TestCase):
             reshard_to(each, optimizer, init_device_mesh("cpu", (2,)), weights=[1, 3])
             backward_of(each)()
             optimizer.step()
-        assert any(isinstance(each.__dict__.get("forward"), Recompute) and each.forward.is_on for each in model.modules())
+        assert any(
+            isinstance(each.__dict__.get("forward"), UnitForward) and each.forward.activations is ActivationMode.RECOMPUTED
+            for each in model.modules()
+        )
         assert equal([p.full_tensor() for p in model.parameters()], [p.full_tensor() for p in other.parameters()])
 
 

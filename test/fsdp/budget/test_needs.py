@@ -17,7 +17,7 @@ from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.budget import _fit
 from torch_ragged.fsdp.budget._choice import Choice, Needs
 from torch_ragged.fsdp.budget._dry_run import Curve, RecordedCall
-from torch_ragged.fsdp.budget._recompute import Recompute
+from torch_ragged.fsdp.budget._unit_forward import ActivationMode, UnitForward
 from torch_ragged.fsdp.files._scratch_file import ScratchFile
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -204,7 +204,7 @@ class NeedsTest(unittest.TestCase):
             fully_shard(module)
         fully_shard(model[2], optional=True)
         fully_shard(model)
-        self.assertEqual(list(fitted(model).recomputes), ["0.1", "1"])
+        self.assertEqual(list(fitted(model).units), ["0.1", "1"])
 
     def test_units_that_no_choice_changes(self):
         model = made()
@@ -213,8 +213,8 @@ class NeedsTest(unittest.TestCase):
         with mock.patch.object(_fit, "memory_report", lambda *_: SimpleNamespace(notes=[], peak=SimpleNamespace(optimizer=0))):
             needs = _fit._needs(model, each, CURVE, SECONDS, None, None, BUDGETS, None, CPU)[0]
         self.assertEqual(needs.seconds, {"2": 3.0})
-        each.set(Choice(frozenset(), 0.0, (), 0, "", 0.0), None)
-        self.assertEqual([module.forward.is_on for module in model], [False, True, False])
+        each.set(Choice(frozenset(), frozenset(), 0.0, (), 0, "", 0.0), None)
+        self.assertEqual([module.forward.activations is ActivationMode.RECOMPUTED for module in model], [False, True, False])
 
     def test_inputs_of_the_model_and_of_units_are_those_of_the_dry_run(self):
         model = made()
@@ -222,7 +222,7 @@ class NeedsTest(unittest.TestCase):
         x = torch.ones(2, 8)
         hook = lambda: next(iter(model._forward_pre_hooks.values()))(model, (x,), {})  # noqa: E731
         hook()
-        each.recomputes["1"][0].inputs.look((x,), {})
+        each.units["1"][0].inputs.look((x,), {})
         each.end_dry_run({}, frozenset())
         hook()
         x = torch.ones(3, 8)
@@ -243,7 +243,7 @@ class NeedsTest(unittest.TestCase):
             self.assertEqual(_fit._all_fitted(each), [whole])
         whole.remove()
         self.assertEqual(_fit._all_fitted(model), [])
-        self.assertFalse(any(isinstance(vars(module).get("forward"), Recompute) for module in model.modules()))
+        self.assertFalse(any(isinstance(vars(module).get("forward"), UnitForward) for module in model.modules()))
 
     def test_gradients_of_a_step_are_dropped_before_the_next_one(self):
         model = nn.Linear(2, 2)
@@ -257,12 +257,12 @@ class NeedsTest(unittest.TestCase):
         model, own = made(None, Offload(0.25), None), Offload(0.5)
         hooks = len(model._forward_pre_hooks)
         each = fitted(model)
-        each.set(Choice(frozenset({"0"}), 0.5, ("1",), 0, "", 0.0), own)
-        self.assertEqual([model[at].forward.is_on for at in range(3)], [True, False, False])
+        each.set(Choice(frozenset({"0"}), frozenset(), 0.5, ("1",), 0, "", 0.0), own)
+        self.assertEqual([model[at].forward.activations is ActivationMode.RECOMPUTED for at in range(3)], [True, False, False])
         self.assertEqual([each.reshards(str(at)) for at in range(3)], [True, False, True])
         self.assertEqual(policies_of(model), [own, Offload(0.25), own])
         each.remove()
-        self.assertFalse(any(isinstance(vars(module).get("forward"), Recompute) for module in model))
+        self.assertFalse(any(isinstance(vars(module).get("forward"), UnitForward) for module in model))
         self.assertTrue(all(each.reshards(str(at)) for at in range(3)))
         self.assertEqual(policies_of(model), [None, Offload(0.25), None])
         self.assertEqual(len(model._forward_pre_hooks), hooks)
@@ -271,11 +271,11 @@ class NeedsTest(unittest.TestCase):
         each, calls = fitted(made()), [RecordedCall("0", 0, 0, 0, 0, 0, kept, kept) for kept in (5, 7)]
         each.end_dry_run({"2": "its forward writes a"}, frozenset())
         needs = Needs(Curve([10], [0], ["forward"], calls), {"0": 1.0, "1": 2.0}, {}, fixed=3)
-        choice = Choice(frozenset({"0"}), 0.0, (), 13, "forward", 1.0)
+        choice = Choice(frozenset({"0"}), frozenset(), 0.0, (), 13, "forward", 1.0)
         found = _fit._report(needs, each, choice, None, 500, ["a note"])
-        units = FitUnit("0", True, True, 12, 1.0), FitUnit("1", False, True, 0, 2.0)
-        units += (FitUnit("2", False, True, 0, 0.0, "its forward writes a"),)
-        self.assertEqual(found, MemoryFit(units, None, 500, 13, "forward", 13, 13, 1.0, ("a note",)))
+        units = FitUnit("0", "recomputed", True, 12, 1.0), FitUnit("1", "kept", True, 0, 2.0)
+        units += (FitUnit("2", "kept", True, 0, 0.0, "its forward writes a"),)
+        self.assertEqual(found, MemoryFit(units, None, 0, 500, 13, "forward", 13, 13, 1.0, ("a note",)))
 
 
 class NeighboursTest(unittest.TestCase):
@@ -320,8 +320,7 @@ class BudgetsTest(unittest.TestCase):
         for wrong in ("AdamW", 3, [torch.optim.AdamW]):
             with self.assertRaisesRegex(ValueError, "fit takes an optimizer, its class, or a function"):
                 self.check(optimizer=wrong)
-        with self.assertRaisesRegex(ValueError, "is for states of the optimizer: give its class"):
-            self.check(CPU, to="folder", optimizer=None)
+        self.check(CPU, to="folder", optimizer=None)  # For activations.
 
     def test_zero_bytes_in_files(self):
         self.check(CPU, file_bytes=0, to="folder")
@@ -338,9 +337,9 @@ class BudgetsTest(unittest.TestCase):
 
 class TableTest(unittest.TestCase):
     def test_modules_in_a_row_with_the_same_choice_are_one_line(self):
-        units = [FitUnit("a", True, True, 1000, 0.001), FitUnit("b", True, True, 3001, 0.002)]
-        units += [FitUnit("c", False, False, 10, 0.5, "its forward writes d"), FitUnit("d", False, True, 0, 0.0)]
-        report = MemoryFit(tuple(units), None, 9000, 8000, "forward of a", 7000, 6000, 0.25, ("a note",))
+        units = [FitUnit("a", "recomputed", True, 1000, 0.001), FitUnit("b", "recomputed", True, 3001, 0.002)]
+        units += [FitUnit("c", "kept", False, 10, 0.5, "its forward writes d"), FitUnit("d", "kept", True, 0, 0.0)]
+        report = MemoryFit(tuple(units), None, 0, 9000, 8000, "forward of a", 7000, 6000, 0.25, ("a note",))
         self.assertEqual(
             str(report).splitlines(),
             [

@@ -1,5 +1,5 @@
-"""One budget of memory: ``fit`` chooses what is recomputed, where optimizer states lie, and which modules stay unsharded.
+"""One budget of memory: ``fit`` chooses what is recomputed or offloaded, and which modules stay unsharded.
 
-Files: ``_recompute`` (a forward that runs again in backward), ``_dry_run`` (what a step holds when), ``_choice`` (arithmetic),
-``_fit`` (the call).
+Files: ``_unit_forward`` (a forward and what it does with activations), ``_dry_run`` (what a step holds when), ``_choice``
+(arithmetic), ``_fit`` (the call).
 """

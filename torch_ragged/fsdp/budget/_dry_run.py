@@ -14,7 +14,7 @@ import random
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 
 from torch_ragged._ranks.peers import PeerError
 from torch_ragged._register._torch import backward_id
-from torch_ragged.fsdp.budget._recompute import Recompute
+from torch_ragged.fsdp.budget._unit_forward import ActivationMode, UnitForward
 from torch_ragged.fsdp.core._dbuffer import is_out_of_memory
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -70,6 +70,7 @@ class Curve:
         labels: what begins at the moment, such as "forward of blocks.0".
         starts: the bytes at the moment.
         always: units that every choice recomputes: a forward of theirs did not run again.
+        repeated: units with a forward that several backwards need.
     """
 
     peaks: list[int]
@@ -77,6 +78,7 @@ class Curve:
     labels: list[str]
     calls: list[RecordedCall]
     always: frozenset[str] = frozenset()
+    repeated: frozenset[str] = frozenset()
 
     def least(self, others: Sequence[Curve]) -> Curve:
         """The least peaks of steps with equal calls: threads of gloo, and Python's garbage collector, free sooner or later."""
@@ -91,6 +93,14 @@ class Curve:
             more[at] = max(0, self.starts[call.begin] + call.working - self.peaks[at])
         for at in range(call.again, call.again_ends):
             more[at] = max(0, self.starts[call.again] + call.kept - self.peaks[at])
+        return more
+
+    def offloaded_of(self, call: RecordedCall, left: int) -> dict[int, int]:
+        """The same if the activations of ``call``, but ``left`` bytes, are offloaded by an :class:`ActivationOffload`."""
+        more = self.kept_of(call)
+        following = min((other for other in self.calls if other.begin >= call.end), key=lambda other: other.begin, default=call)
+        if following is not call:  # They are there until its forward has ended, and from its backward on.
+            more.update(dict.fromkeys(range(following.end, min(following.again, call.again)), left))
         return more
 
     def unsharded_of(self, call: RecordedCall, nbytes: int) -> dict[int, int]:
@@ -111,7 +121,7 @@ class DryRun:
     """
 
     def __init__(
-        self, units: Mapping[str, Sequence[Recompute]], groups: Mapping[str, Sequence[FSDPParamGroup]], device: torch.device
+        self, units: Mapping[str, Sequence[UnitForward]], groups: Mapping[str, Sequence[FSDPParamGroup]], device: torch.device
     ) -> None:
         self._units, self._groups, self._device = units, groups, device
         self.blocked: dict[str, str] = {}
@@ -152,7 +162,7 @@ class DryRun:
             if is_blocked:
                 self.blocked.setdefault(name, "it is not recomputed on another rank")
                 for each in self._units[name]:
-                    each.is_on = False
+                    each.activations = ActivationMode.KEPT
         with self._watched(self._named):
             curves = [self._recorded(step) for _ in range(_STEPS_FOR_BYTES)]
         with self._watched(self._timed):
@@ -165,6 +175,16 @@ class DryRun:
             seconds[name] = seconds.get(name, 0.0) + min(self._clock.seconds(begin, end) for _, begin, end in calls)
         # The last ones: modules of a static plan are on trial in their first calls.
         return curves[-1].least(curves[:-1]), seconds
+
+    def try_offload(self, step: Callable[[], Any], names: Iterable[str]) -> dict[str, int]:
+        """A step in which the activations of these units are offloaded: bytes of each that leave."""
+        tried = {name: self._units[name] for name in names}
+        for each in itertools.chain(*tried.values()):
+            each.activations, each.moved_nbytes = ActivationMode.OFFLOADED, 0
+        step()
+        for each in itertools.chain(*tried.values()):
+            each.activations = ActivationMode.RECOMPUTED
+        return {name: sum(each.moved_nbytes for each in units) for name, units in tried.items()}
 
     def _block(self, before: Before) -> None:
         for name, traits in self._traits:
@@ -295,6 +315,7 @@ class DryRun:
         # What a call would keep is not known if it never ran again. Recomputing its unit costs no time then.
         names = {key: key.partition("/")[2] for key in forwards}
         curve.always = frozenset(name for key, name in names.items() if key not in again and name not in self.blocked)
+        curve.repeated = frozenset(names[key] for key, calls in again.items() if len(calls) > 1)
         for key, (begin, end) in forwards.items():
             if names[key] not in curve.always and key in again:
                 # Until the last time, if there are several: with retain_graph.

@@ -9,6 +9,7 @@ import itertools
 import mmap
 import numbers
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,10 @@ from torch_ragged._ranks.agreement import agreement, gather_numbers, text_of
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._torch import dynamo_disabled
 from torch_ragged.fsdp._groups import module_states
-from torch_ragged.fsdp.budget._choice import Choice, Needs, NothingFits, cheapest, extremes
-from torch_ragged.fsdp.budget._dry_run import Curve, DryRun, unchanged
-from torch_ragged.fsdp.budget._recompute import KnownInputs, Recompute
+from torch_ragged.fsdp.budget._activations import STAGING, ActivationOffload
+from torch_ragged.fsdp.budget._choice import Choice, Needs, NothingFits, Offloading, cheapest, extremes
+from torch_ragged.fsdp.budget._dry_run import Curve, DryRun, RecordedCall, unchanged
+from torch_ragged.fsdp.budget._unit_forward import ActivationMode, KnownInputs, UnitForward
 from torch_ragged.fsdp.core._dbuffer import is_out_of_memory
 from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -55,15 +57,15 @@ class FitUnit:
 
     Attributes:
         name: its name under the model.
-        recomputes: whether backward runs its forward again.
+        activations: "kept" from forward to backward, "recomputed" in backward, or "offloaded" from forward to backward.
         reshards: whether it is resharded after forward.
-        kept_bytes: what autograd keeps of it if it is not recomputed.
+        kept_bytes: what autograd keeps of it if it keeps its activations.
         seconds: of its forward, in the dry run.
         why: why it is never recomputed (``kept_bytes`` is 0 then); "": it may be.
     """
 
     name: str
-    recomputes: bool
+    activations: str
     reshards: bool
     kept_bytes: int
     seconds: float
@@ -77,6 +79,7 @@ class MemoryFit:
     Attributes:
         units: in the order of forward.
         offload: the policy that the groups have got, of the states elsewhere; None: all states are on the device.
+        activation_bytes: of offloaded activations elsewhere.
         peak_bytes: predicted, with the reserve.
         moment: when, such as "backward of blocks.0".
         least_bytes: the smallest ``device_bytes`` that any choice needs.
@@ -87,6 +90,7 @@ class MemoryFit:
 
     units: tuple[FitUnit, ...]
     offload: Offload | None
+    activation_bytes: int
     device_bytes: int
     peak_bytes: int
     moment: str
@@ -98,17 +102,19 @@ class MemoryFit:
     def __str__(self) -> str:
         lines: list[tuple[str, ...]] = [("modules", "activations", "after forward", "kept bytes", "forward ms", "")]
         # Modules in a row with the same choice are one line, of the mean numbers.
-        for key, run in itertools.groupby(self.units, lambda unit: (unit.recomputes, unit.reshards, unit.why)):
+        for key, run in itertools.groupby(self.units, lambda unit: (unit.activations, unit.reshards, unit.why)):
             units = list(run)
             name = units[0].name if len(units) == 1 else f"{units[0].name} to {units[-1].name} ({len(units)})"
             kept = sum(unit.kept_bytes for unit in units) // len(units)
             took = 1e3 * sum(unit.seconds for unit in units) / len(units)
-            does = "recomputed" if key[0] else "kept", "reshard" if key[1] else "unsharded"
+            does = key[0], "reshard" if key[1] else "unsharded"
             lines.append((name, *does, f"{kept:,}", f"{took:.2f}", key[2]))
         widths = [max(map(len, column)) for column in zip(*lines)]
         text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
         where = "all on the device" if self.offload is None else repr(self.offload)
         text.append(f"optimizer states: {where}")
+        if self.activation_bytes:
+            text.append(f"offloaded activations: {self.activation_bytes:,} bytes")
         text.append(f"predicted peak: {self.peak_bytes:,} of {self.device_bytes:,} bytes ({self.moment})")
         text.append(f"least: {self.least_bytes:,} bytes; nothing recomputed or offloaded: {self.most_bytes:,} bytes")
         text.append(f"predicted cost: {1e3 * self.seconds:.2f} ms a step")
@@ -134,13 +140,16 @@ def fit(
         print(fit(model, lambda: loss_of(model(batch)).backward(), torch.optim.AdamW, device_bytes=60 * 2**30))
         optimizer = offloaded(torch.optim.AdamW, model, lr=3e-4)
 
-    ``step`` runs five times, and each unit is recomputed in it: so the dry run itself needs the least memory. A *unit* is a
-    module that ``fully_shard`` was called on, without others inside; the root and optional modules are none. From the
-    allocator's events ``fit`` knows what a step holds at each moment, also if other units are recomputed, and it chooses:
+    ``step`` runs five times, and each unit is recomputed in it: so the dry run itself needs the least memory. If there is room
+    for activations elsewhere, a sixth step tries which can leave. A *unit* is a module that ``fully_shard`` was called on,
+    without others inside; the root and optional modules are none. From the allocator's events ``fit`` knows what a step holds
+    at each moment, also if other units are recomputed, and it chooses:
 
     - which units **recompute** their forward in backward, in place of keeping activations;
-    - which part of the optimizer **states** lies elsewhere: in host memory, or on a mesh of CPUs in files in ``to``. All groups
-      without an ``Offload`` of their own get this policy, which :func:`offloaded` follows;
+    - which units **offload** their activations: to host memory, or on a mesh of CPUs to files in ``to``. They leave while the
+      next unit runs in forward, and come back while it runs in backward;
+    - which part of the optimizer **states** lies elsewhere, in the same tier. All groups without an ``Offload`` of their own
+      get this policy, which :func:`offloaded` follows;
     - which units stay **unsharded** from forward to backward in what is left.
 
     A unit is never recomputed if that would change bits: if its forward writes buffers, or computes other values when it runs
@@ -157,10 +166,10 @@ def fit(
         optimizer: whose states count: a class, or a function that makes an optimizer of a list of parameters; then states may
             lie elsewhere. Or an optimizer, whose states stay. None: no states count.
         device_bytes: all of a rank: shards, gradients, states, unsharded parameters, activations and ``reserve_bytes``.
-        host_bytes: the most bytes of states in host memory; None: any number; 0: the optimizer is made without ``offloaded``.
-            Not on a mesh of CPUs: there is one budget, ``device_bytes``.
-        to: on a mesh of CPUs, an existing folder for states in files. Each rank may have its own.
-        file_bytes: the most bytes of states in files; None: any number.
+        host_bytes: the most bytes of states and activations in host memory; None: any number of states, and no activations; 0:
+            the optimizer is made without ``offloaded``. Not on a mesh of CPUs: there is one budget, ``device_bytes``.
+        to: on a mesh of CPUs, an existing folder for states and activations in files. Each rank may have its own.
+        file_bytes: the same for files.
         reserve_bytes: what others need of ``device_bytes``.
 
     Returns:
@@ -174,7 +183,8 @@ def fit(
         OSError: ``to`` is missing or read-only, or has no space.
 
     Source: the knapsack view of activation memory is that of ``torch._functorch.partitioners`` (memory budget), for units.
-    Collectives: those of five steps; per process group two all-reduces of 24 bytes, and two all-gathers of what was recorded.
+    Collectives: those of five or six steps; per process group two or three all-reduces of 24 bytes, and two all-gathers of
+    what was recorded.
     """
     states = module_states(model)
     own = [group for state in states.values() for group in state.groups]
@@ -191,12 +201,21 @@ def fit(
     for fitted in _all_fitted(model):
         fitted.remove()
     fitted = _Fitted(model, states)
-    dry_run = DryRun(fitted.recomputes, fitted.groups, device)
+    dry_run = DryRun(fitted.units, fitted.groups, device)
+    elsewhere = file_bytes if device.type == "cpu" else host_bytes
     try:
         try:
             with unchanged(model, device) as before:
                 largest = functools.partial(_largest, groups=groups)
-                curve, seconds = dry_run.run(functools.partial(_run_step, model, step), before, largest)
+                run = functools.partial(_run_step, model, step)
+                curve, seconds = dry_run.run(run, before, largest)
+                if elsewhere:
+                    room = device_bytes - reserve_bytes - _allocated(model, own, device)
+                    with agreement(groups, device, "fit, before it offloads activations,") as claim:
+                        offload = ActivationOffload(device, to, own)
+                        tried = fitted.prepare_offload(curve, offload, int(elsewhere), room)
+                        claim.append("one more step")
+                    fitted.moved = dry_run.try_offload(run, tried)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -215,7 +234,7 @@ def fit(
         try:
             choice = cheapest(needs, device_bytes)
         except NothingFits as error:
-            advice = "" if needs.elsewhere else " Optimizer states may lie elsewhere if you give their class, and a tier."
+            advice = "" if needs.states else " Optimizer states may lie elsewhere if you give their class, and a tier."
             never = "".join(f" {name} is not: {why}." for name, why in itertools.islice(fitted.blocked.items(), 4))
             raise ValueError(
                 f"no choice of fit needs as little as device_bytes={device_bytes:,}: the least is {error.least:,} bytes, with "
@@ -241,8 +260,6 @@ def _check_budgets(budgets: Mapping[str, Any], to: Any, device: torch.device, st
         raise ValueError(f"fit takes a function that runs a forward and backward as its second argument, got {step!r}")
     if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
         raise ValueError(f"fit takes an optimizer, its class, or a function that makes one of parameters, got {optimizer!r}")
-    if to is not None and optimizer is None:
-        raise ValueError(f"fit(to={to!r}) is for states of the optimizer: give its class, such as torch.optim.AdamW")
     if device.type == "cpu" and budgets["host_bytes"] is not None:
         raise ValueError("fit(host_bytes=) is for meshes of accelerators: on the CPU all memory is device_bytes")
     if device.type != "cpu" and (to is not None or budgets["file_bytes"] is not None):
@@ -279,8 +296,9 @@ class _Fitted:
     """What fit has put into a model. It begins with each unit recomputed.
 
     Attributes:
-        recomputes: of each unit.
+        units: the forwards of each unit.
         groups: of each unit.
+        moved: bytes of activations that units can offload.
         blocked: the units that must not be recomputed, and why.
         always: the units that every choice recomputes.
     """
@@ -291,30 +309,60 @@ class _Fitted:
         self._reshards: dict[FSDPState, Any] = {}
         self._groups = [group for state in states.values() for group in state.groups]
         self._with_policy: list[FSDPParamGroup] = []
+        self.moved: Mapping[str, int] = {}
+        self._offload: ActivationOffload | None = None
+        self._sizes: dict[str, list[int]] = {}  # Of what each forward of a unit offloads.
         self.blocked: Mapping[str, str] = {}
         self.always: frozenset[str] = frozenset()
-        self.recomputes = {
-            name: [Recompute(module, KnownInputs(name), is_on=True) for module in state.modules]
+        self.units = {
+            name: [UnitForward(module, KnownInputs(name), ActivationMode.RECOMPUTED) for module in state.modules]
             for name, state in self._states.items()
         }
         # Before FSDP's hooks: if it raises, nothing was unsharded.
         self._inputs = KnownInputs("the model")
         self._hook = model.register_forward_pre_hook(self._look_at_inputs, prepend=True, with_kwargs=True)
-        self._modules = [model, *(each.module for each in self._all_recomputes())]
+        self._modules = [model, *(each.module for each in self._all_units())]
         for module in self._modules:
             module.__dict__[_FITTED] = self
 
-    def _all_recomputes(self) -> Iterator[Recompute]:
-        return itertools.chain.from_iterable(self.recomputes.values())
+    def _all_units(self) -> Iterator[UnitForward]:
+        return itertools.chain.from_iterable(self.units.values())
 
     @dynamo_disabled
     def _look_at_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             self._inputs.look(args, kwargs)
 
+    def prepare_offload(self, curve: Curve, offload: ActivationOffload, elsewhere: int, room: float) -> list[str]:
+        """Give it to all units. Returns those that may be tried at once, the first ones of forward.
+
+        Args:
+            elsewhere: bytes for their activations.
+            room: bytes of a step, in which activations that leave or come back are beside what is recomputed.
+        """
+        calls: dict[str, list[RecordedCall]] = {}
+        for call in sorted(curve.calls, key=lambda call: call.begin):
+            if call.kept and call.unit not in curve.repeated:
+                calls.setdefault(call.unit, []).append(call)
+        peaks = list(curve.peaks)
+        for name, own in calls.items():
+            more = Counter[int]()
+            for call in own:
+                more.update(curve.offloaded_of(call, 0))
+            nbytes = sum(call.kept for call in own)
+            if nbytes <= elsewhere and all(peaks[at] + added <= room for at, added in more.items()):
+                peaks = [peak + more[at] for at, peak in enumerate(peaks)]
+                self._sizes[name] = [call.kept for call in own]
+                elsewhere -= nbytes
+        offload.tier.reserve(itertools.chain(*self._sizes.values()))
+        self._offload = offload
+        for each in self._all_units():
+            each.offload = offload
+        return list(self._sizes)
+
     def end_dry_run(self, blocked: Mapping[str, str], always: frozenset[str]) -> None:
         self.blocked, self.always = blocked, always
-        for inputs in (self._inputs, *(each.inputs for each in self._all_recomputes())):
+        for inputs in (self._inputs, *(each.inputs for each in self._all_units())):
             inputs.is_open = False
 
     def keepable(self) -> dict[str, int]:
@@ -328,9 +376,10 @@ class _Fitted:
         }
 
     def set(self, choice: Choice, policy: Offload | None) -> None:
-        for name, recomputes in self.recomputes.items():
-            for each in recomputes:
-                each.is_on = self.is_recomputed(name, choice)
+        for name, units in self.units.items():
+            for each in units:
+                each.activations = self.activations_of(name, choice)
+                each.offload = self._offload if choice.offloaded else None
             if name in choice.unsharded:
                 state = self._states[name]
                 self._reshards[state] = state.reshard_after_forward
@@ -340,12 +389,18 @@ class _Fitted:
             for group in self._with_policy:
                 group.plan = dataclasses.replace(group.plan, parts=(*group.plan.parts, policy))
 
-    def is_recomputed(self, name: str, choice: Choice) -> bool:
-        return name in choice.recomputed or name in self.always
+        if self._offload is not None:
+            self._offload.tier.keep(nbytes for name in choice.offloaded for nbytes in self._sizes[name])
+            self._offload = None  # The units hold it, if one needs it.
+
+    def activations_of(self, name: str, choice: Choice) -> ActivationMode:
+        if name in choice.recomputed or name in self.always:
+            return ActivationMode.RECOMPUTED
+        return ActivationMode.OFFLOADED if name in choice.offloaded else ActivationMode.KEPT
 
     def remove(self) -> None:
         self._hook.remove()
-        for each in self._all_recomputes():
+        for each in self._all_units():
             each.remove()
         for module in self._modules:
             if module.__dict__.get(_FITTED) is self:
@@ -398,8 +453,8 @@ def _needs(
     states = report.peak.optimizer
     free = sum(numels[group] for group, policy in given.items() if policy is None) / total
     stays = sum((1 - policy.optimizer) * numels[group] for group, policy in given.items() if policy is not None) / total
-    tier = None
-    if optimizer is not None and free and (to is not None if device.type == "cpu" else budgets["host_bytes"] != 0):
+    tier, limit = None, budgets["file_bytes" if device.type == "cpu" else "host_bytes"]
+    if optimizer is not None and free and (to is not None if device.type == "cpu" else limit != 0):
         if kind is not None and can_offload(kind):
             tier = "cpu" if to is None else to
             for group in groups:
@@ -411,19 +466,37 @@ def _needs(
     fixed = _allocated(model, groups, device) + int(budgets["reserve_bytes"]) + round(stays * states)
     sent = [group.layout.numel * group.param_dtype.itemsize for group in groups if group.layout.ranks > 1]
     fixed += max(sent, default=0) if device.type == "cpu" else 0  # gloo copies what a collective sends.
-    rate, most, window, most_windows = 0.0, 0, 0, 0
+    rate = _seconds_per_byte(to, device) if tier is not None or fitted.moved else 0.0
+    window, most_windows = 0, 0
     if tier is None:
         fixed, movable = fixed + movable, 0
     else:
-        limit = budgets["file_bytes" if device.type == "cpu" else "host_bytes"]
-        most = movable if limit is None else int(limit)
-        rate = _seconds_per_byte(to, device)
         # A window has a chunk of one group.
         count, chunk = (WINDOWS, FILE_NUMEL) if device.type == "cpu" else (2, WINDOW_NUMEL)
         largest = max(numel for group, numel in numels.items() if given[group] is None)
         window, most_windows = (round(count * each * movable / (free * total)) for each in (largest, chunk))
     chosen = {name: took for name, took in seconds.items() if name not in fitted.blocked and name not in fitted.always}
-    return Needs(curve, chosen, fitted.keepable(), fixed, movable, most, rate, window, most_windows), tier, notes
+    elsewhere = movable if limit is None else int(limit)
+    # In the same order on all ranks, be they tried or not.
+    offloads = _offloads(curve, seconds, {name: fitted.moved.get(name, 0) for name in chosen}, rate) if limit else {}
+    staging = 2 * STAGING if device.type == "cpu" and limit else 0
+    counts = fixed, movable, elsewhere, rate, window, most_windows
+    return Needs(curve, chosen, fitted.keepable(), *counts, offloads, staging), tier, notes
+
+
+def _offloads(curve: Curve, seconds: Mapping[str, float], moved: Mapping[str, int], rate: float) -> dict[str, Offloading]:
+    """What it takes to offload each unit: bytes that move while the next unit computes cost no time."""
+    order = sorted(curve.calls, key=lambda call: call.begin)
+    following = {call.unit: other.unit for call, other in reversed(list(itertools.pairwise(order)))}  # Of the first call.
+    kept = Counter[str]()
+    for call in order:
+        kept[call.unit] += call.kept
+    found = {}
+    for name, nbytes in moved.items():
+        # Backward of the next unit takes as long as its forward, at least.
+        exposed = max(0.0, nbytes * rate / 2 - seconds.get(following.get(name, ""), 0.0))
+        found[name] = Offloading(2 * exposed, nbytes, max(0, kept[name] - nbytes))
+    return found
 
 
 def _class_of(optimizer: Any, model: nn.Module) -> type[Optimizer] | None:
@@ -477,11 +550,15 @@ def _of_all_ranks(needs: Needs, groups: Iterable[dist.ProcessGroup]) -> Needs:
         list(needs.unsharded.values()),
         # Of the room elsewhere, the least.
         [needs.fixed, needs.states, -needs.elsewhere, int(scale * needs.seconds_per_byte), needs.window, needs.most_windows],
+        *([int(nano * each.seconds), each.nbytes, each.left] for each in needs.offloads.values()),
     ]
     left = iter(_largest(itertools.chain.from_iterable(parts), groups))
-    peaks, starts, kept, working, seconds, unsharded, others = (list(itertools.islice(left, len(part))) for part in parts)
+    peaks, starts, kept, working, seconds, unsharded, others, *costs = (
+        list(itertools.islice(left, len(part))) for part in parts
+    )
     calls = [call._replace(kept=one, working=other) for call, one, other in zip(curve.calls, kept, working)]
-    fixed, states, elsewhere, rate, *windows = others
+    fixed, states, elsewhere, rate, window, most_windows = others
+    offloads = {name: Offloading(took / nano, *nbytes) for name, (took, *nbytes) in zip(needs.offloads, costs)}
     return Needs(
         Curve(peaks, starts, curve.labels, calls),
         {name: took / nano for name, took in zip(needs.seconds, seconds)},
@@ -490,7 +567,10 @@ def _of_all_ranks(needs: Needs, groups: Iterable[dist.ProcessGroup]) -> Needs:
         states,
         -elsewhere,
         rate / scale,
-        *windows,
+        window,
+        most_windows,
+        {name: each for name, each in offloads.items() if each.nbytes},
+        needs.staging,
     )
 
 
@@ -510,10 +590,10 @@ def _report(
     for call in needs.curve.calls:
         kept[call.unit] = kept.get(call.unit, 0) + call.kept
     units = []
-    for name in fitted.recomputes:
+    for name in fitted.units:
         found = kept.get(name, 0), needs.seconds.get(name, 0.0)
         why = fitted.blocked.get(name, "")
-        units.append(FitUnit(name, fitted.is_recomputed(name, choice), fitted.reshards(name), *found, why))
-    return MemoryFit(
-        tuple(units), policy, device_bytes, choice.peak, choice.moment, *extremes(needs), choice.seconds, tuple(notes)
-    )
+        units.append(FitUnit(name, fitted.activations_of(name, choice).value, fitted.reshards(name), *found, why))
+    moved = sum(needs.offloads[name].nbytes for name in choice.offloaded)
+    peak = choice.peak, choice.moment, *extremes(needs)
+    return MemoryFit(tuple(units), policy, moved, device_bytes, *peak, choice.seconds, tuple(notes))

@@ -1,10 +1,11 @@
-"""Recompute: the forward of a module, which backward may run again instead of keeping what autograd saves.
+"""UnitForward: the forward of a module, whose activations autograd keeps, backward makes again, or a tier holds.
 
-It must not decide which modules do: :func:`fit` does.
+It must not decide which of these: :func:`fit` does.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,9 +16,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from torch_ragged._register._torch import dynamo_disabled
+from torch_ragged.fsdp.budget._activations import ActivationOffload
 from torch_ragged.fsdp.core._hooks import tensors_in
 
-__all__ = ["KnownInputs", "Recompute"]
+__all__ = ["ActivationMode", "KnownInputs", "UnitForward"]
+
+
+class ActivationMode(str, enum.Enum):
+    """What happens to what autograd saves of a forward until backward."""
+
+    KEPT = "kept"
+    RECOMPUTED = "recomputed"
+    OFFLOADED = "offloaded"
 
 
 @dataclass(eq=False)
@@ -63,8 +74,8 @@ def _holds(known: tuple[torch.Size, ...], shapes: tuple[torch.Size, ...]) -> boo
 
 
 @dataclass(eq=False)
-class Recompute:
-    """In the place of ``module.forward``, inside of the hooks of ``fully_shard``::
+class UnitForward:
+    """In the place of ``module.forward``, inside of the hooks of ``fully_shard``. If it is recomputed::
 
         pre-backward    unshard
         backward        forward of the module again, then its gradients
@@ -75,13 +86,17 @@ class Recompute:
 
     Attributes:
         inputs: looks at the inputs of forwards with gradients.
-        is_on: whether these are recomputed. Equal on all ranks: a forward may have collectives of its own.
+        activations: of these forwards. If one rank recomputes, all do: a forward may have collectives of its own.
+        offload: of all units of a model; None: no unit's activations are offloaded.
+        moved_nbytes: of activations that have left, of all forwards.
         watch: wraps the function that runs in forward, and again in backward if it is recomputed. None: nothing looks at it.
     """
 
     module: nn.Module
     inputs: KnownInputs
-    is_on: bool = False
+    activations: ActivationMode = ActivationMode.KEPT
+    offload: ActivationOffload | None = None
+    moved_nbytes: int = 0
     watch: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     _before: Any = field(init=False)  # What the program has put in the place of the class's forward.
 
@@ -97,7 +112,20 @@ class Recompute:
             self.inputs.look(args, kwargs)
         if self.watch is not None:
             inner = self.watch(inner)
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs) if self.is_on else inner(*args, **kwargs)
+        if self.activations is ActivationMode.OFFLOADED:
+            return self._offloaded(inner, args, kwargs)
+        is_recomputed = self.activations is ActivationMode.RECOMPUTED
+        output = checkpoint(inner, *args, use_reentrant=False, **kwargs) if is_recomputed else inner(*args, **kwargs)
+        if self.offload is not None:
+            self.offload.end_forward(output)
+        return output
+
+    @functools.partial(dynamo_disabled, recursive=False)  # What it calls may be compiled.
+    def _offloaded(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        assert self.offload is not None
+        output, nbytes = self.offload.run(self.module, inner, args, kwargs)
+        self.moved_nbytes += nbytes
+        return output
 
     @property
     def __signature__(self) -> Any:
@@ -105,8 +133,8 @@ class Recompute:
         return inspect.signature(self._before or functools.partial(type(self.module).forward, self.module))
 
     def remove(self) -> None:
-        """The module has its own forward again. If the program has wrapped this one since, it recomputes nothing any more."""
-        self.is_on = False
+        """The module has its own forward again. If the program has wrapped this one since, it keeps its activations."""
+        self.activations, self.offload = ActivationMode.KEPT, None
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
             if self._before is not None:
