@@ -55,15 +55,22 @@ class ActivationOffload:
         self._last: weakref.ref[_OffloadedCall] | None = None  # The last forward, whose activations may be on their way.
 
     def run(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
-        """A forward whose activations leave, and how many bytes do."""
-        call = _OffloadedCall(
-            storage for tensor in (*module.parameters(), *module.buffers()) for storage in storage_ids(tensor)
-        )
+        """A forward whose activations leave, and how many bytes do. Dynamo may compile the forward, and nothing else."""
+        call = self._begin(module)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, _SavedTensor.unpack):
             output = forward(*args, **kwargs)
+        return output, self._end(call, (args, kwargs, output), output)
+
+    @dynamo_disabled
+    def _begin(self, module: nn.Module) -> _OffloadedCall:
+        tensors = (*module.parameters(), *module.buffers())
+        return _OffloadedCall(storage for tensor in tensors for storage in storage_ids(tensor))
+
+    @dynamo_disabled
+    def _end(self, call: _OffloadedCall, around: Any, output: Any) -> int:
         self.end_forward(output, call)
-        used = {storage for tensor in tensors_in((args, kwargs, output))[0] for storage in storage_ids(tensor)}
-        return output, call.leave(self.tier, used, [group for group in self._groups if group.is_unsharded])
+        used = {storage for tensor in tensors_in(around)[0] for storage in storage_ids(tensor)}
+        return call.leave(self.tier, used, [group for group in self._groups if group.is_unsharded])
 
     @dynamo_disabled
     def end_forward(self, output: Any, call: _OffloadedCall | None = None) -> None:
@@ -110,6 +117,7 @@ class _OffloadedCall:
         self._copy: _Copy | None = None
         self._is_away = self._is_back = False
 
+    @dynamo_disabled_in_backward  # In forward, too: autograd calls it.
     def pack(self, tensor: torch.Tensor) -> _SavedTensor:
         tensor = tensor.detach()  # Otherwise an output would hold the node that saves it, which would never be freed.
         local = _local_part(tensor)
@@ -206,6 +214,7 @@ class _SavedTensor:
         self._was_written = _writes_of(local) != self._version
         self._spec = tensor._spec if isinstance(tensor, DTensor) else None
 
+    @dynamo_disabled_in_backward
     def unpack(self) -> torch.Tensor:
         """The tensor.
 
