@@ -1,5 +1,6 @@
 """What fit counts beside the curve, to the byte, what all ranks take of it, and the table: in one process."""
 
+import dataclasses
 import tempfile
 import unittest
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch_ragged.fsdp import FitUnit, MemoryFit, Offload, fully_shard
 from torch_ragged.fsdp._groups import module_states
 from torch_ragged.fsdp.budget import _fit
-from torch_ragged.fsdp.budget._choice import Choice, Needs
+from torch_ragged.fsdp.budget._activations import ActivationOffload
+from torch_ragged.fsdp.budget._choice import Choice, Needs, Offloading
 from torch_ragged.fsdp.budget._dry_run import Curve, RecordedCall
 from torch_ragged.fsdp.budget._unit_forward import ActivationMode, UnitForward
 from torch_ragged.fsdp.files._scratch_file import ScratchFile
@@ -267,6 +269,37 @@ class NeedsTest(unittest.TestCase):
         self.assertEqual(policies_of(model), [None, Offload(0.25), None])
         self.assertEqual(len(model._forward_pre_hooks), hooks)
 
+    def test_activations_that_may_be_tried_at_once(self):
+        """The first ones of forward, as there is room for them elsewhere, and beside what a step holds."""
+        calls = [RecordedCall("2", 3, 4, 5, 5, 6, 40, 40), RecordedCall("1", 2, 3, 6, 6, 7, 20, 20)]
+        calls.append(RecordedCall("0", 1, 2, 7, 7, 8, 10, 10))
+        curve = Curve([50] * 9, [50] * 9, [""] * 9, calls)
+        for elsewhere, room, repeated, sizes in (
+            (70, 110, "", {"0": [10], "1": [20], "2": [40]}),
+            (69, 110, "", {"0": [10], "1": [20]}),  # 2 is in the way of nothing that comes before it.
+            (50, 110, "1", {"0": [10], "2": [40]}),
+            (70, 109, "", {"0": [10], "1": [20]}),
+            (70, 59, "", {}),
+        ):
+            each, offload = fitted(made()), ActivationOffload(CPU, tempfile.gettempdir(), [])
+            with mock.patch.object(
+                offload.tier, "reserve", lambda given, sizes=sizes: self.assertEqual(list(given), sum(sizes.values(), []))
+            ):
+                tried = each.prepare_offload(dataclasses.replace(curve, repeated=frozenset(repeated)), offload, elsewhere, room)
+            self.assertEqual(tried, list(sizes), (elsewhere, room))
+            self.assertTrue(all(unit.offload is offload for units in each.units.values() for unit in units))
+            with mock.patch.object(
+                offload.tier, "keep", lambda given, sizes=sizes: self.assertEqual(list(given), sizes.get("2", []))
+            ):
+                each.set(Choice(frozenset("0"), frozenset("2"), 0.0, (), 0, "", 0.0), None)
+            modes = [model.forward.activations.value for model in each._modules[1:]]
+            self.assertEqual(modes, ["recomputed", "kept", "offloaded"])
+
+    def test_bytes_that_move_while_the_next_unit_computes_cost_no_time(self):
+        calls = [RecordedCall(unit, at, at, at, at, at, kept, 0) for unit, at, kept in (("c", 2, 9), ("a", 0, 50), ("b", 1, 7))]
+        found = _fit._offloads(Curve([], [], [], calls), {"a": 1.0, "b": 2.0, "c": 4.0}, {"a": 40, "b": 8, "c": 9}, 0.5)
+        self.assertEqual(found, {"a": (2 * (10.0 - 2.0), 40, 10), "b": (0.0, 8, 0), "c": (2 * 2.25, 9, 0)})
+
     def test_the_report_has_each_unit_with_all_its_calls(self):
         each, calls = fitted(made()), [RecordedCall("0", 0, 0, 0, 0, 0, kept, kept) for kept in (5, 7)]
         each.end_dry_run({"2": "its forward writes a"}, frozenset())
@@ -288,8 +321,9 @@ class RanksTest(unittest.TestCase):
     def test_the_largest_numbers_of_all_ranks_count_and_the_least_room_elsewhere(self):
         calls = [RecordedCall("a", 1, 2, 3, 3, 4, 50, 60)]
         curve = Curve([7, 9, 8], [1, 2, 3], ["x", "y", "z"], calls)
-        mine = Needs(curve, {"a": 1.5}, {"a": 40}, 100, 200, 300, 2.0**-30, 20, 30)
-        other = [[1, 10, 1, 2, 1, 1, 51, 1, 10**9, 41, 1, 201, -299, 1, 21, 1], [2] * 16]
+        offloads = {"a": Offloading(0.5, 40, 10), "b": Offloading(0.0, 0, 0)}
+        mine = Needs(curve, {"a": 1.5}, {"a": 40}, 100, 200, 300, 2.0**-30, 20, 30, offloads, 7)
+        other = [[1, 10, 1, 2, 1, 1, 51, 1, 10**9, 41, 1, 201, -299, 1, 21, 1, 10**8, 39, 12, 0, 0, 0], [2] * 22]
         with (
             mock.patch.object(_fit, "device_of_messages", lambda group: CPU),
             mock.patch.object(_fit, "gather_numbers", lambda sent, group, call: {"fit": [sent.tolist(), other[group]]}[call]),
@@ -298,6 +332,14 @@ class RanksTest(unittest.TestCase):
         self.assertEqual(found.curve, Curve([7, 10, 8], [2, 2, 3], curve.labels, [calls[0]._replace(kept=51)]))
         self.assertEqual((found.seconds, found.unsharded), ({"a": 1.5}, {"a": 41}))
         self.assertEqual((found.fixed, found.states, found.elsewhere), (100, 201, -2))
+        self.assertEqual((found.offloads, found.staging), ({"a": Offloading(0.5, 40, 12)}, 7))
+        # One rank has tried none of its activations.
+        other[1][-4] = 51
+        with (
+            mock.patch.object(_fit, "device_of_messages", lambda group: CPU),
+            mock.patch.object(_fit, "gather_numbers", lambda sent, group, call: {"fit": [sent.tolist(), other[group]]}[call]),
+        ):
+            self.assertEqual(_fit._of_all_ranks(mine, [0, 1]).offloads, {})
         self.assertEqual((found.seconds_per_byte, found.window, found.most_windows), (int(2.0**-30 * 1e18) / 1e18, 21, 30))
 
 

@@ -390,7 +390,7 @@ class _Fitted:
                 group.plan = dataclasses.replace(group.plan, parts=(*group.plan.parts, policy))
 
         if self._offload is not None:
-            self._offload.tier.keep(nbytes for name in choice.offloaded for nbytes in self._sizes[name])
+            self._offload.tier.keep(nbytes for name in choice.offloaded for nbytes in self._sizes.get(name, ()))
             self._offload = None  # The units hold it, if one needs it.
 
     def activations_of(self, name: str, choice: Choice) -> ActivationMode:
@@ -484,14 +484,19 @@ def _needs(
     return Needs(curve, chosen, fitted.keepable(), *counts, offloads, staging), tier, notes
 
 
+def _kept_of(calls: Iterable[RecordedCall]) -> Counter[str]:
+    """Bytes of activations of each unit."""
+    kept = Counter[str]()
+    for call in calls:
+        kept[call.unit] += call.kept
+    return kept
+
+
 def _offloads(curve: Curve, seconds: Mapping[str, float], moved: Mapping[str, int], rate: float) -> dict[str, Offloading]:
     """What it takes to offload each unit: bytes that move while the next unit computes cost no time."""
     order = sorted(curve.calls, key=lambda call: call.begin)
     following = {call.unit: other.unit for call, other in reversed(list(itertools.pairwise(order)))}  # Of the first call.
-    kept = Counter[str]()
-    for call in order:
-        kept[call.unit] += call.kept
-    found = {}
+    kept, found = _kept_of(curve.calls), {}
     for name, nbytes in moved.items():
         # Backward of the next unit takes as long as its forward, at least.
         exposed = max(0.0, nbytes * rate / 2 - seconds.get(following.get(name, ""), 0.0))
@@ -558,6 +563,8 @@ def _of_all_ranks(needs: Needs, groups: Iterable[dist.ProcessGroup]) -> Needs:
     )
     calls = [call._replace(kept=one, working=other) for call, one, other in zip(curve.calls, kept, working)]
     fixed, states, elsewhere, rate, window, most_windows = others
+    kept_of = _kept_of(calls)
+    # What a rank has not tried stays there.
     offloads = {name: Offloading(took / nano, *nbytes) for name, (took, *nbytes) in zip(needs.offloads, costs)}
     return Needs(
         Curve(peaks, starts, curve.labels, calls),
@@ -569,7 +576,7 @@ def _of_all_ranks(needs: Needs, groups: Iterable[dist.ProcessGroup]) -> Needs:
         rate / scale,
         window,
         most_windows,
-        {name: each for name, each in offloads.items() if each.nbytes},
+        {name: each for name, each in offloads.items() if each.left < kept_of[name]},
         needs.staging,
     )
 
@@ -586,12 +593,9 @@ def _largest(given: Iterable[int], groups: Iterable[dist.ProcessGroup]) -> list[
 def _report(
     needs: Needs, fitted: _Fitted, choice: Choice, policy: Offload | None, device_bytes: int, notes: Sequence[str]
 ) -> MemoryFit:
-    kept: dict[str, int] = {}
-    for call in needs.curve.calls:
-        kept[call.unit] = kept.get(call.unit, 0) + call.kept
-    units = []
+    kept, units = _kept_of(needs.curve.calls), []
     for name in fitted.units:
-        found = kept.get(name, 0), needs.seconds.get(name, 0.0)
+        found = kept[name], needs.seconds.get(name, 0.0)
         why = fitted.blocked.get(name, "")
         units.append(FitUnit(name, fitted.activations_of(name, choice).value, fitted.reshards(name), *found, why))
     moved = sum(needs.offloads[name].nbytes for name in choice.offloaded)
