@@ -1,6 +1,6 @@
 """Time of a step with SameBits, beside the same step without it.
 
-    python -m benchmarks.step.same_bits [--json PATH] [--ranks 2] [--width 512] [--pieces 1 2 4] [--cpu]
+    python -m benchmarks.step.same_bits [--json PATH] [--ranks 2] [--width 512] [--pieces 1 2 4] [--missing 0] [--cpu]
 
 Both train one model alternately in the same processes, with clipping. ``pieces``: of each rank in a step; without SameBits,
 all but the last are backward passes without gradient sync. "with": of the time without; "with subtree": each rank adds its
@@ -53,7 +53,7 @@ def measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
     def exact_step_of(**settings: Any) -> Callable[[], float]:
         exact, exact_optimizer = made(options.width)
-        same = SameBits(exact, exact_optimizer, pieces=pieces * ranks, **settings)
+        same = SameBits(exact, exact_optimizer, pieces=pieces * ranks - options.missing, **settings)
 
         def step() -> float:
             for _ in same.pieces():
@@ -85,6 +85,7 @@ def measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         {
             "ranks": ranks,
             "pieces": pieces,
+            "in all": pieces * ranks - options.missing,
             "without ms": found["without"],
             "with": found["with"] / found["without"],
             "with subtree": found.get("subtree", found["with"]) / found["without"],
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512, help="of a piece")
     parser.add_argument("--pieces", type=int, nargs="+", default=[1, 2, 4], help="of each rank")
+    parser.add_argument("--missing", type=int, default=0, help="so many pieces less in all; without SameBits, none is left out")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cpu", action="store_true", help="CPU time of the program's thread, on a machine with other programs")
     parser.add_argument("--verify-every", type=int, default=1000, help="steps; those that repeat a piece are not timed apart")
