@@ -3,6 +3,7 @@
 import functools
 import random
 import unittest
+import weakref
 from collections import defaultdict
 
 import torch
@@ -171,6 +172,20 @@ class PredictionTest(unittest.TestCase):
         self.assertEqual([what for what, name in marks if name == "inner.0"], kinds)
         self.assertEqual(marks[4], ("backward", "root"))
         self.assertEqual(marks[-2:], [("backward ends", "root"), END])
+
+    def test_a_recorded_graph_that_is_dropped_is_freed(self):
+        """A node that saves its own output, as that of tanh does."""
+        with fake_group(2):
+            root = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+            trace = Trace(module_states(root), in_turn=True)
+            trace.start()
+            output, held = root(torch.ones(2, WIDTH)), Clock()
+            output.register_hook(functools.partial(error_of, held))
+            held = weakref.ref(held)
+            self.assertGreater(sum(trace.activations.values()), 0)
+            del output
+            self.assertIsNone(held())
+            trace.close()
 
     def test_each_module_of_a_unit_keeps_activations_of_its_own(self):
         rng, clock = random.Random(0), Clock()

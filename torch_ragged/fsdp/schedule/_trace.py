@@ -258,7 +258,7 @@ class Trace:
         if not is_param and storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
             self.activations[name] += storage.nbytes()
-        return tensor
+        return tensor.detach()  # An output would hold the node that saves it: without a backward, the graph would stay.
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
