@@ -1019,6 +1019,26 @@ class ProgramTest(unittest.TestCase):
             assert "first" in static.static_modules.report.modules, static.static_modules.report
 
     @ranks(1)
+    def test_a_trial_keeps_no_output_that_its_own_node_saves():
+        """As tanh's does. Backward frees those that it comes through, and not all are in a trial."""
+
+        class SavesOutputs(nn.Linear):
+            def forward(self, x):
+                return super().forward(x).tanh().exp().sigmoid()
+
+        plan = Plan().shard("<in:input>", Shard(0), "a").default(Replicate())
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        model = parallelize(nn.Sequential(SavesOutputs(7, 7), SavesOutputs(7, 7)), plan, mesh, mode="static")
+        for step in range(4):
+            loss = model(torch.randn(3, 7)).mean()
+            if step % 2:
+                loss.backward()
+            del loss
+        assert len(model.static_modules.report.modules) == 2, model.static_modules.report
+        gc.collect()
+        assert [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.shape == (3, 7)] == []
+
+    @ranks(1)
     def test_a_refused_trial_keeps_nothing_of_its_forward():
         """An error that is kept keeps its frames, with all tensors of the forward: its calls seem to wait for backward."""
 

@@ -147,14 +147,16 @@ def try_module(
     try:
         # Of an activation checkpoint around the module: it must not count what is saved here.
         saved: set[int] = set()
+        packed: list[list[torch.Tensor]] = []
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
             # By storage: a view that is saved keeps the memory of the whole argument.
             if not isinstance(tensor, DTensor):
                 saved.add(_address(tensor))
-            return tensor
+            packed.append([tensor])
+            return packed[-1]
 
-        with _disable_current_modes(), saved_tensors_hooks(pack, lambda x: x):
+        with _disable_current_modes(), saved_tensors_hooks(pack, lambda each: each[0]):
             given = _Given(args, params, buffers, reference.ledger)
             with as_drawn(states):
                 found = around.run(_run_reference, module, reference, given, tree, arrivals, mesh, only)
@@ -164,6 +166,8 @@ def try_module(
                 around.run(_run_locally, name, module, ledger, local, found, run_local, only)
     finally:
         reference.refused = None  # A cycle through its frames would keep all tensors of this forward.
+        for each in packed:
+            each.clear()  # An output holds the node that has saved it: what no backward has freed would stay.
     eager, static = reference.ledger.expressions, ledger.expressions
     for key in {**eager, **static}:
         if key not in eager or key not in static or eager[key] != static[key]:
