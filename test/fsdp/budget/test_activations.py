@@ -97,6 +97,13 @@ class ActivationsTest(unittest.TestCase):
         with mock.patch.object(kind, "settle", overwrite):
             self.assertTrue(all(map(torch.equal, gradients(self.units, self.run_unit), expected)))
 
+    def test_a_part_may_be_larger_than_what_moves(self):
+        expected = gradients(self.units, nn.Module.__call__)
+        self.offload.tier.reserve([1 << 20] * 4)
+        self.assertTrue(all(map(torch.equal, gradients(self.units, self.run_unit), expected)))
+        self.assertLess(max(self.moved), 1 << 20)
+        self.assertEqual(self.files(), 4)
+
     def test_steps_use_the_same_files(self):
         gradients(self.units, self.run_unit)
         files = self.files()

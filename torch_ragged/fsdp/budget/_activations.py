@@ -334,7 +334,9 @@ class _HostTier(_Tier):
 class _HostCopy:
     def __init__(self, tier: _HostTier, sources: Sequence[torch.Tensor]) -> None:
         self._tier, self._sources = tier, sources
-        self._parts = tier.take(self, sum(source.nbytes for source in sources)).split([source.nbytes for source in sources])
+        sizes = [source.nbytes for source in sources]
+        memory: torch.Tensor = tier.take(self, sum(sizes))
+        self._parts = memory[: sum(sizes)].split(sizes)
         self._written, self._filled = torch.Event(tier.device), torch.Event(tier.device)
         tier.outward.wait_stream(torch.accelerator.current_stream(tier.device))
         with tier.outward:
