@@ -17,7 +17,7 @@ REHEARSED = test/tensor/test_redistribute.py test/tensor/test_redistribute_autog
 	test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_segments.py test/fsdp/test_fsdp_training.py test/fsdp/test_fsdp_weights.py test/fsdp/core/test_dbuffer.py \
 	test/fsdp/core/test_fsdp_backward.py test/fsdp/core/test_fsdp_core.py test/fsdp/core/test_fsdp_distribution.py \
 	test/fsdp/core/test_fsdp_extension.py test/fsdp/core/test_fsdp_grad.py test/fsdp/core/test_fsdp_gradients.py test/fsdp/core/test_fsdp_init.py \
-	test/fsdp/core/test_fsdp_optional.py test/fsdp/elastic/test_optimizer_states.py test/fsdp/memory/test_persistent_buffers.py \
+	test/fsdp/core/test_fsdp_optional.py test/fsdp/budget/test_activations.py test/fsdp/elastic/test_optimizer_states.py test/fsdp/memory/test_persistent_buffers.py \
 	test/fsdp/core/test_weight_gradient.py test/fsdp/bits/test_same_bits.py test/fsdp/comm/test_reduce_wire.py test/fsdp/elastic/test_fsdp_reshard_to.py test/fsdp/offload/test_offload_files.py \
 	test/fsdp/offload/test_offloaded_optimizer.py test/fsdp/offload/test_step_in_backward.py test/optim/test_adam8bit.py test/optim/test_optim_gradients.py \
 	test/optim/test_owners.py test/optim/test_qk_clip.py test/optim/test_shampoo.py test/optim/test_soap.py test/spmd/test_parallelize.py

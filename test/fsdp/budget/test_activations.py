@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from common import enter_fake_group
+from tested_device import DEVICE
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -347,6 +348,24 @@ class StreamsTest(ActivationsTest):
 
     copy = "_HostCopy"
     test_a_disk_without_space_is_an_error = test_memory_holds_two_units_of_any_number = None
+
+
+@unittest.skipIf(DEVICE == "cpu", "its copies are on streams of a device")
+class AcceleratorTest(ActivationsTest):
+    """The same in page-locked host memory, on a GPU or its simulator (``make rehearse CHECK=fail``)."""
+
+    def setUp(self):
+        torch.set_default_device(DEVICE)
+        self.addCleanup(torch.set_default_device, None)
+        super().setUp()
+        self.offload = ActivationOffload(torch.device(DEVICE), None, [])
+
+    copy = "_HostCopy"
+    test_a_disk_without_space_is_an_error = test_memory_holds_two_units_of_any_number = None
+    test_tensors_that_are_no_memory_of_their_own_stay = None  # It has no products of sparse matrices.
+    test_memory_that_is_free_is_not_read = None  # The simulator of CUDA finds such a read itself.
+    # Nor does it allow a write while a copy reads: each of them makes such a gradient an error.
+    test_a_tensor_that_is_written_after_forward_is_an_error = test_written_while_it_leaves_is_an_error = None
 
 
 if __name__ == "__main__":

@@ -332,8 +332,10 @@ class _HostTier(_Tier):
 
 
 class _HostCopy:
+    _sources: Sequence[torch.Tensor] = ()
+
     def __init__(self, tier: _HostTier, sources: Sequence[torch.Tensor]) -> None:
-        self._tier, self._sources = tier, sources
+        self._tier = tier
         sizes = [source.nbytes for source in sources]
         memory: torch.Tensor = tier.take(self, sum(sizes))
         self._parts = memory[: sum(sizes)].split(sizes)
@@ -343,10 +345,15 @@ class _HostCopy:
             for part, source in zip(self._parts, sources):
                 part.copy_(source, non_blocking=True)
         self._written.record(tier.outward)
+        self._sources = sources
 
     def settle(self) -> None:
         torch.accelerator.current_stream(self._tier.device).wait_event(self._written)
         self._sources = ()
+
+    def __del__(self) -> None:
+        if self._sources:  # Backward has used the last unit's own memory, which kernels of others may get now.
+            self.settle()
 
     def read(self) -> list[torch.Tensor]:
         inward = self._tier.inward
