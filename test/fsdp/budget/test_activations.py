@@ -338,7 +338,6 @@ class StreamsTest(ActivationsTest):
             (torch, "Stream", LateStream),
             (torch, "Event", LateEvent),
             (torch.accelerator, "current_stream", lambda device: self.main),
-            (torch.Tensor, "record_stream", lambda tensor, stream: None),
             (_activations._HostTier, "_allocate", lambda tier, nbytes: torch.empty(nbytes, dtype=torch.uint8)),
         ):
             patch = mock.patch.object(target, name, value)

@@ -332,7 +332,9 @@ class _HostTier(_Tier):
 
 
 class _HostCopy:
+    # What copies in flight read and write: no other kernel gets this memory before the current stream has waited for them.
     _sources: Sequence[torch.Tensor] = ()
+    _targets: Sequence[torch.Tensor] = ()
 
     def __init__(self, tier: _HostTier, sources: Sequence[torch.Tensor]) -> None:
         self._tier = tier
@@ -352,8 +354,10 @@ class _HostCopy:
         self._sources = ()
 
     def __del__(self) -> None:
-        if self._sources:  # Backward has used the last unit's own memory, which kernels of others may get now.
+        if self._sources:  # Of the last unit: backward has used its own memory.
             self.settle()
+        if self._targets:  # A graph was dropped.
+            self.await_read()
 
     def read(self) -> list[torch.Tensor]:
         inward = self._tier.inward
@@ -363,12 +367,12 @@ class _HostCopy:
             for part, target in zip(self._parts, targets):
                 target.copy_(part, non_blocking=True)
         self._filled.record(inward)
-        for target in targets:  # A graph may be dropped while they are filled.
-            target.record_stream(inward)
+        self._targets = targets
         return targets
 
     def await_read(self) -> None:
         torch.accelerator.current_stream(self._tier.device).wait_event(self._filled)
+        self._targets = ()
 
 
 class _FileTier(_Tier):
