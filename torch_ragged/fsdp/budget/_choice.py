@@ -18,7 +18,7 @@ from torch_ragged.fsdp.budget._dry_run import Curve
 __all__ = ["Choice", "Needs", "NothingFits", "Offloading", "Saving", "cheapest", "extremes"]
 
 _STARTS = 3
-"""So many of the cheapest candidates are improved by exchanges."""
+"""So many of the cheapest candidates are improved by exchanges, if units have two ways to save memory."""
 
 _FRACTIONS = 10_000
 """Fractions of states are multiples of 1 / 10,000."""
@@ -175,7 +175,7 @@ def cheapest(needs: Needs, device_bytes: int) -> Choice:
     priced = {units: price for units in _candidates(needs, peaks) if (price := _price(needs, peaks, units, device_bytes))}
     if not priced:
         raise NothingFits(extremes(needs)[0])
-    starts = sorted(priced, key=priced.__getitem__)[:_STARTS]
+    starts = sorted(priced, key=priced.__getitem__)[: _STARTS if needs.offloads else 1]
     found = [_improved(needs, peaks, savings, priced[savings], device_bytes) for savings in starts]
     (seconds, fraction), savings = min(found, key=lambda each: each[0])
     beside = needs.fixed + _staging(needs, savings) + _held_states(needs, fraction)
