@@ -140,10 +140,10 @@ def fit(
         print(fit(model, lambda: loss_of(model(batch)).backward(), torch.optim.AdamW, device_bytes=60 * 2**30))
         optimizer = offloaded(torch.optim.AdamW, model, lr=3e-4)
 
-    ``step`` runs five times, and each unit is recomputed in it: so the dry run itself needs the least memory. If there is room
-    for activations elsewhere, a sixth step tries which can leave. A *unit* is a module that ``fully_shard`` was called on,
-    without others inside; the root and optional modules are none. From the allocator's events ``fit`` knows what a step holds
-    at each moment, also if other units are recomputed, and it chooses:
+    ``step`` runs five times, and each unit is recomputed in it: so the dry run itself needs the least memory. With
+    ``host_bytes`` or ``file_bytes``, a sixth step tries which activations can leave. A *unit* is a module that ``fully_shard``
+    was called on, without others inside; the root and optional modules are none. From the allocator's events ``fit`` knows
+    what a step holds at each moment, also if other units are recomputed, and it chooses:
 
     - which units **recompute** their forward in backward, in place of keeping activations;
     - which units **offload** their activations: to host memory, or on a mesh of CPUs to files in ``to``. They leave while the
@@ -169,7 +169,7 @@ def fit(
         host_bytes: the most bytes of states and activations in host memory; None: any number of states, and no activations; 0:
             the optimizer is made without ``offloaded``. Not on a mesh of CPUs: there is one budget, ``device_bytes``.
         to: on a mesh of CPUs, an existing folder for states and activations in files. Each rank may have its own.
-        file_bytes: the same for files.
+        file_bytes: the most bytes of both in files; None: any number of states, and no activations.
         reserve_bytes: what others need of ``device_bytes``.
 
     Returns:
@@ -180,7 +180,7 @@ def fit(
             differ. All ranks raise, and the model is as before. Or this rank has no memory for the dry run: others raise a
             PeerError.
         RuntimeError: parameters are on the meta device, or have gradients; or a profiler of torch runs already.
-        OSError: ``to`` is missing or read-only, or has no space.
+        OSError: ``to`` is missing or read-only, or has no space. Other ranks raise a RuntimeError that names this one.
 
     Source: the knapsack view of activation memory is that of ``torch._functorch.partitioners`` (memory budget), for units.
     Collectives: those of five or six steps; per process group two or three all-reduces of 24 bytes, and two all-gathers of
