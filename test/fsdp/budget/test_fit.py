@@ -506,8 +506,8 @@ class FitTest(unittest.TestCase):
 
     @ranks(2)
     def test_it_composes():
-        for activations in ("recomputed", "offloaded"):
-            check_together(activations, "bfloat16", "persistent", "static plan")
+        check_together("recomputed", "bfloat16", "persistent", "static plan")
+        check_together("offloaded", "bfloat16")
 
     @pytest.mark.slow
     @ranks(2)
@@ -525,13 +525,19 @@ class FitTest(unittest.TestCase):
                 "accumulation",
                 "eager plan",
             )
+        check_together("offloaded", "persistent", "static plan")
 
     @ranks(4)
     def test_ranks_of_tensor_parallelism_decide_alike():
         """A recomputation has collectives over them. Each rank alone might find another unit the cheapest."""
         with mock.patch.object(DryRun, "run", lambda *args: slower_elsewhere(*run(*args))):
-            for activations in ("recomputed", "offloaded"):
-                check_together(activations, "tensor parallelism")
+            check_together("recomputed", "tensor parallelism")
+
+    @pytest.mark.slow
+    @ranks(4)
+    def test_ranks_of_tensor_parallelism_offload_alike():
+        with mock.patch.object(DryRun, "run", lambda *args: slower_elsewhere(*run(*args))):
+            check_together("offloaded", "tensor parallelism")
 
     @ranks(2)
     def test_a_model_moves_with_its_choice():
