@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._register._torch import dtensor_of, dynamo_disabled, dynamo_disabled_in_backward, local_tensor, storage_ids
+from torch_ragged._register._torch import dtensor_of, dynamo_disabled, dynamo_disabled_in_backward, storage_ids
+from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._hooks import tensors_in
 from torch_ragged.fsdp.files._scratch_file import BLOCK, ScratchFile
@@ -68,7 +69,8 @@ class ActivationOffload:
 
     @dynamo_disabled
     def _end(self, call: _OffloadedCall, around: Any, output: Any) -> int:
-        self.end_forward(output, call)
+        self.end_forward(output, call)  # First, so that one unit at a time is on its way.
+        # The next unit saves the outputs, and the one before has made the inputs: to move them would free nothing.
         used = {storage for tensor in tensors_in(around)[0] for storage in storage_ids(tensor)}
         return call.leave(self.tier, used, [group for group in self._groups if group.is_unsharded])
 
@@ -79,26 +81,17 @@ class ActivationOffload:
         self._last = None if call is None else weakref.ref(call)
         if before is None:
             return
-        before.settle()
-        # Weak: a graph that is kept must not keep what lies elsewhere of another one.
-        hook = dynamo_disabled_in_backward(_Prefetch(weakref.ref(before)))
+        before.settle()  # Not earlier: it was copied while this unit computed.
+        reference = weakref.ref(before)  # Weak: a graph that is kept must not keep what lies elsewhere of another one.
+
+        @dynamo_disabled_in_backward
+        def read_ahead(gradient: torch.Tensor) -> None:
+            if (call := reference()) is not None:
+                call.fetch()
+
         for tensor in tensors_in(output)[0]:
             if tensor.requires_grad:
-                tensor.register_hook(hook)
-
-
-class _Prefetch:
-    """Backward has reached the outputs of the unit after ``call``."""
-
-    __name__ = __qualname__ = "_Prefetch"
-
-    def __init__(self, call: weakref.ref[_OffloadedCall]) -> None:
-        self._call = call
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        call = self._call()
-        if call is not None:
-            call.fetch()
+                tensor.register_hook(read_ahead)
 
 
 class _OffloadedCall:
@@ -120,7 +113,7 @@ class _OffloadedCall:
     @dynamo_disabled_in_backward  # In forward, too: autograd calls it.
     def pack(self, tensor: torch.Tensor) -> _SavedTensor:
         tensor = tensor.detach()  # Otherwise an output would hold the node that saves it, which would never be freed.
-        local = _local_part(tensor)
+        local = local_of(tensor)
         storage = _movable(local)
         if storage is None or storage._cdata in self._stays:
             return _SavedTensor(tensor, local, None)
@@ -184,11 +177,6 @@ class _SavedStorage:
         self.packed: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
         self.back: torch.Tensor | None = None
 
-    def bring_back(self) -> torch.Tensor:
-        self.call.await_back()
-        assert self.back is not None
-        return self.back
-
 
 class _SavedTensor:
     """A tensor that autograd has saved. Torch does not look at the version of a tensor that it gets from a hook: this does.
@@ -209,9 +197,8 @@ class _SavedTensor:
         """The tensor's memory is free."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None
-        local = _local_part(tensor)
-        # The copy may have the old values, or new ones.
-        self._was_written = _writes_of(local) != self._version
+        # A write since then came before or after the copy has read it: nobody knows which values left.
+        self._was_written = _writes_of(local_of(tensor)) != self._version
         self._spec = tensor._spec if isinstance(tensor, DTensor) else None
 
     @dynamo_disabled_in_backward
@@ -222,7 +209,7 @@ class _SavedTensor:
             RuntimeError: it was written after autograd had saved it, as torch raises for all saved tensors.
         """
         tensor = self._tensor
-        if self._was_written or (tensor is not None and _writes_of(_local_part(tensor)) != self._version):
+        if self._was_written or (tensor is not None and _writes_of(local_of(tensor)) != self._version):
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._layout[2])} that backward needs was modified by an inplace operation after "
                 "forward: write to a clone of it"
@@ -230,14 +217,12 @@ class _SavedTensor:
         if tensor is not None:
             return tensor
         assert self._storage is not None
-        whole = self._storage.bring_back()
+        self._storage.call.await_back()
+        whole = self._storage.back
+        assert whole is not None
         dtype, *layout = self._layout
         local = torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), *layout)
         return local if self._spec is None else dtensor_of(local, self._spec)
-
-
-def _local_part(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _writes_of(local: torch.Tensor) -> int:
@@ -342,7 +327,7 @@ class _HostCopy:
         memory: torch.Tensor = tier.take(self, sum(sizes))
         self._parts = memory[: sum(sizes)].split(sizes)
         self._written, self._filled = torch.Event(tier.device), torch.Event(tier.device)
-        tier.outward.wait_stream(torch.accelerator.current_stream(tier.device))
+        tier.outward.wait_stream(torch.accelerator.current_stream(tier.device))  # The kernels that make the sources.
         with tier.outward:
             for part, source in zip(self._parts, sources):
                 part.copy_(source, non_blocking=True)
@@ -381,7 +366,7 @@ class _FileTier(_Tier):
     def __init__(self, folder: str) -> None:
         super().__init__()
         self._folder = folder
-        # Direct I/O needs aligned addresses, and tensors have none.
+        # Direct I/O needs addresses that are multiples of a block, and torch aligns tensors to 64 bytes.
         self.outward, self.inward = (mmap.mmap(-1, STAGING) for _ in range(2))
         self.writer, self.reader = (ThreadPoolExecutor(1, thread_name_prefix="torch_ragged-activations") for _ in range(2))
 
@@ -401,7 +386,7 @@ class _FileCopy:
         self._filled: Future[None] | None = None
 
     def settle(self) -> None:
-        self._written.result()
+        self._written.result()  # It raises what the thread has raised: the sources are still there then.
         self._sources = ()
 
     def read(self) -> list[torch.Tensor]:

@@ -210,6 +210,7 @@ def fit(
                 run = functools.partial(_run_step, model, step)
                 curve, seconds = dry_run.run(run, before, largest)
                 if elsewhere:
+                    # Files or page-locked memory may be missing on one rank: known before the step, in which others would wait.
                     room = device_bytes - reserve_bytes - _allocated(model, own, device)
                     with agreement(groups, device, "fit, before it offloads activations,") as claim:
                         offload = ActivationOffload(device, to, own)
